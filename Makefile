@@ -1,0 +1,50 @@
+# make test   everything that has to pass: ruff, mypy, pytest
+# make demo   a checkpoint saved in one layout and loaded in another
+#
+# Both make .venv first if it is missing or older than pyproject.toml. Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: venv demo test lint format bench clean
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/dev.txt
+	@if ! $(BIN)/python -c 'import pip' >/dev/null 2>&1; then \
+	  command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); install Python 3.10 or newer, or say PYTHON=/path/to/python" >&2; exit 1; }; \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "error: $$($(PYTHON) --version 2>&1) is too old: ckpt needs 3.10 or newer; say PYTHON=/path/to/python" >&2; exit 1; }; \
+	  $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "error: $(PYTHON) cannot make virtual environments (no ensurepip); on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
+	@touch $@
+
+test: lint
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: venv
+	$(BIN)/python examples/demo/run.py
+
+bench: venv
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

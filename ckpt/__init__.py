@@ -1,0 +1,79 @@
+"""Distributed checkpoints for PyTorch that load into any layout.
+
+>>> import ckpt
+>>> ckpt.save("runs/a/step-100", {"model": model, "optimizer": optimizer, "step": 100})  # doctest: +SKIP
+>>> ckpt.load("runs/a/step-100", {"model": model, "optimizer": optimizer, "step": 0})  # doctest: +SKIP
+
+The names below are the public face; they are imported when first used, so ``import ckpt`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from .adapters.per_rank import PerRank as PerRank
+    from .api import load as load
+    from .api import open as open
+    from .api import save as save
+    from .engine.load import LoadReport as LoadReport
+    from .engine.save import SaveReport as SaveReport
+    from .errors import CkptError as CkptError
+    from .layout import Flat as Flat
+    from .layout import Interleaved as Interleaved
+    from .layout import Mesh as Mesh
+    from .layout import Replicate as Replicate
+    from .layout import Shard as Shard
+    from .rules import GlobalShape as GlobalShape
+    from .rules import Layout as Layout
+    from .rules import OnMesh as OnMesh
+    from .rules import Padded as Padded
+    from .rules import Stage as Stage
+    from .rules import Uneven as Uneven
+    from .rules import experts as experts
+    from .rules import pipeline as pipeline
+    from .runs import list_steps as list_steps
+    from .view import View as View
+
+_WHERE = {
+    "save": "api",
+    "load": "api",
+    "open": "api",
+    "list_steps": "runs",
+    "PerRank": "adapters.per_rank",
+    "Layout": "rules",
+    "Mesh": "layout",
+    "Shard": "layout",
+    "Replicate": "layout",
+    "Flat": "layout",
+    "Interleaved": "layout",
+    "Padded": "rules",
+    "Uneven": "rules",
+    "GlobalShape": "rules",
+    "Stage": "rules",
+    "OnMesh": "rules",
+    "pipeline": "rules",
+    "experts": "rules",
+    "SaveReport": "engine.save",
+    "LoadReport": "engine.load",
+    "View": "view",
+    "CkptError": "errors",
+}
+
+__all__ = ["__version__", "errors", *_WHERE]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module(".errors", __name__)
+    if name in _WHERE:
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,125 @@
+"""What a rank brings to a save: its tensors with their places, and the JSON nodes of everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError
+from ckpt.rules import Layout
+from ckpt.tree import Node, encode, join
+
+from .modules import modules_in, tensors_of
+from .optimizers import encode_options, names_in, params_of, state_path
+from .per_rank import PerRank
+from .place import Placer
+
+
+@dataclass(eq=False)
+class Collected:
+    """One rank's share of a state. ``own`` are the nodes of its ``PerRank`` values by path."""
+
+    placer: Placer
+    state: Node = None
+    own: dict[str, Node] = field(default_factory=dict)
+
+
+def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None) -> Collected:
+    """Walk a state. No tensor is copied.
+
+    Raises:
+        StateError: a value cannot be stored, or two have one name.
+        LayoutError: a tensor's place is not clear.
+    """
+    found = Collected(Placer(rank, ranks, layout))
+    walk = _Walk(found, names_in(modules_in(state)))
+    found.state = encode(state, "", walk.leaf)
+    return found
+
+
+def is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class _Walk:
+    """The ``leaf`` callbacks of one walk over a state."""
+
+    def __init__(self, found: Collected, names: dict[int, str]) -> None:
+        self.found = found
+        self.names = names
+
+    def leaf(self, value: object, path: str) -> Node:
+        if isinstance(value, torch.Tensor):
+            self.found.placer.add(_named(path), value)
+            return {"$tensor": self.found.placer.names[path]}
+        if isinstance(value, PerRank):
+            self.found.own[path] = encode(value.value, path, self.own_leaf)
+            return {"$per_rank": True}
+        if isinstance(value, torch.nn.Module):
+            return self.module(value, path)
+        if isinstance(value, Optimizer):
+            return self.optimizer(value, path)
+        if is_stateful(value):
+            return encode(value.state_dict(), path, self.leaf)  # type: ignore[attr-defined]
+        return None
+
+    def own_leaf(self, value: object, path: str) -> Node:
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self.found.placer.add_own(_named(path), value).info.name}
+        if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
+            return encode(value.state_dict(), path, self.own_leaf)  # type: ignore[attr-defined]
+        return None
+
+    def module(self, module: torch.nn.Module, path: str) -> Node:
+        parts = tensors_of(module)
+        for name, tensor in parts.tensors.items():
+            self.found.placer.add(join(path, name), tensor)
+        node: Node = {"$tensors": path}
+        if parts.extra:
+            node = {"": node} | {name: encode(value, join(path, name), self.leaf) for name, value in parts.extra.items()}
+        return node
+
+    def optimizer(self, optimizer: Optimizer, path: str) -> Node:
+        groups = params_of(optimizer, self.names, path)
+        prefix = state_path(path)
+        values: dict[str, Node] = {"": {"$tensors": prefix}}
+        param_groups = []
+        for group, named in zip(optimizer.param_groups, groups, strict=True):
+            for name, param in named:
+                rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix)
+                if rest:
+                    values[self.param_name(name, param)] = rest
+            stored = list(dict.fromkeys(self.param_name(name, param) for name, param in named))
+            param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
+        return {"state": values, "param_groups": {"$param_groups": param_groups}}
+
+    def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str) -> dict[str, Node]:
+        """Add the tensors of one parameter's state; return the nodes of what is not a tensor."""
+        rest = {}
+        for key, value in state.items():
+            said = f"{prefix}.{name}.{key}"
+            if isinstance(value, torch.Tensor):
+                self.found.placer.add_state(said, value, param, name, prefix)
+            else:
+                rest[str(key)] = encode(value, said, self.leaf)
+        return rest
+
+    def param_name(self, name: str, param: torch.Tensor) -> str:
+        return stored_param_name(self.found.placer, name, param)
+
+
+def stored_param_name(placer: Placer, name: str, param: torch.Tensor) -> str:
+    """The name under which a parameter is stored: a layout may renumber it."""
+    from torch.distributed.tensor import DTensor
+
+    if placer.layout is None or isinstance(param, DTensor):
+        return name
+    return placer.layout.place(name, tuple(param.shape), placer.rank).name
+
+
+def _named(path: str) -> str:
+    if not path:
+        raise StateError("the state is a single tensor without a name", hint='pass a mapping: {"name": tensor}')
+    return path

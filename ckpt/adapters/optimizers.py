@@ -1,0 +1,100 @@
+"""Optimizers: state by parameter name, never by index, and parameter groups as options of named parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError
+from ckpt.tree import Node, encode, join
+
+from .modules import tensors_of, unwrap
+
+ParamNames = Mapping[int, str]
+"""``id(parameter)`` → name in the state."""
+
+
+def names_in(modules: Iterator[tuple[str, torch.nn.Module]]) -> dict[int, str]:
+    """Names of all parameters of a state's modules. A tied parameter has its first name."""
+    names: dict[int, str] = {}
+    for path, module in modules:
+        for name, tensor in tensors_of(unwrap(module)).tensors.items():
+            names.setdefault(id(tensor), f"{path}.{name}" if path else name)
+    return names
+
+
+def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[tuple[str, torch.Tensor]]]:
+    """Name and parameter of every parameter, by group.
+
+    Raises:
+        StateError: a parameter has no name: its module is not in the state, and the optimizer was not built from named parameters.
+    """
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [None] * len(group["params"])
+        named = []
+        for position, (param, own) in enumerate(zip(group["params"], given, strict=True)):
+            name = names.get(id(param), own)
+            if name is None:
+                raise StateError(
+                    f"parameter {position} of group {index} (shape {tuple(param.shape)}) has no name",
+                    where=path,
+                    hint='put its module into the same state ({"model": model, "optimizer": optimizer}), '
+                    "or build the optimizer from model.named_parameters()",
+                )
+            named.append((name, param))
+        groups.append(named)
+    return groups
+
+
+def encode_options(group: Mapping[str, Any], path: str) -> Node:
+    """The node of a parameter group's options: everything but its parameters."""
+    plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return encode(plain, path, inline)
+
+
+def inline(value: object, path: str) -> Node:
+    """The node of a small tensor that is kept in the JSON, such as a learning rate that is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.numel() > 64:
+        raise StateError(f"a tensor of {value.numel()} elements among the options", where=path, hint="options may have at most 64")
+    from base64 import b64encode
+
+    from .tensors import dtype_of, local_of
+
+    flat = local_of(value).cpu().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return {"$inline": [dtype_of(value, path).name, list(value.shape), b64encode(raw).decode()]}
+
+
+def decode_inline(payload: Any) -> torch.Tensor:
+    from base64 import b64decode
+
+    name, shape, raw = payload
+    data = bytearray(b64decode(raw))
+    dtype = getattr(torch, name)
+    return (torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps."""
+    for key, value in options.items():
+        old = group.get(key)
+        if isinstance(old, torch.Tensor):
+            old.detach().copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+        else:
+            group[key] = value
+
+
+def state_path(path: str) -> str:
+    return join(path, "state")
+
+
+def on_host(group: Mapping[str, Any]) -> bool:
+    """Whether torch keeps single numbers of the state (Adam's ``step``) in host memory for this group (torch/optim/adam.py,
+    _init_group)."""
+    return not (group.get("capturable") or group.get("fused"))

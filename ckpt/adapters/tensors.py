@@ -1,0 +1,181 @@
+"""One tensor of this rank: what all ranks must agree about (:class:`Global`), and the boxes of it that lie in this rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from ckpt.dtypes import DTYPES, DType
+from ckpt.errors import LayoutError, StateError
+from ckpt.geometry import Box
+from ckpt.layout import Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.plan.ownership import Global
+from ckpt.rules import Placed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """A box of a global tensor and the memory that holds it here: a view of shape ``box.shape``, any strides."""
+
+    box: Box
+    memory: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class LocalTensor:
+    """A tensor as this rank sees it. ``said`` is the name that the state gives it; the stored name is ``info.name``."""
+
+    info: Global
+    parts: list[Held]
+    said: str
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The memory of ``box``, which must lie in one of the parts."""
+        for part in self.parts:
+            if part.box.contains(box):
+                if part.box == box:
+                    return part.memory
+                view = part.memory
+                for dim, (start, size) in enumerate(zip(box.relative_to(part.box.offset).offset, box.shape, strict=True)):
+                    view = view.narrow(dim, start, size)
+                return view
+        raise LayoutError(f"this rank has no memory for {box}", where=f"tensor {self.info.name}")
+
+
+def dtype_of(tensor: torch.Tensor, name: str) -> DType:
+    """The table's row for a tensor's dtype.
+
+    Raises:
+        StateError: it cannot be stored (quantized, for example).
+    """
+    found = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if found is None or tensor.layout is not torch.strided:
+        raise StateError(
+            f"a tensor of dtype {tensor.dtype} and memory layout {tensor.layout} cannot be stored",
+            where=f"tensor {name}",
+            hint="convert it first; sparse tensors as their indices and values",
+        )
+    return found
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise StateError(f"this version of torch has no dtype {dtype.name}", hint="load it with a newer torch")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- kinds
+
+
+def from_dtensor(name: str, tensor: DTensor, rank: int) -> LocalTensor:
+    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP.
+
+    Raises:
+        LayoutError: a placement is partial, or the local tensor is not what the placements say.
+    """
+    layout = dtensor_layout(name, tensor)
+    shape = tuple(tensor.shape)
+    local = local_of(tensor)
+    wanted = layout.local_shape(shape, rank)
+    if layout.mesh.coordinate(rank) is not None and tuple(local.shape) != wanted and local.numel() + Box.whole(wanted).numel > 0:
+        raise LayoutError(
+            f"placements {tensor.placements} give rank {rank} a part of shape {wanted}, but it holds {tuple(local.shape)}",
+            where=f"tensor {name}",
+        )
+    info = Global(name, dtype_of(local, name), shape, layout)
+    return LocalTensor(info, parts_of(info, local, rank), name)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor, without autograd."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()  # type: ignore[attr-defined]
+    return local.detach()
+
+
+def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
+    mesh = tensor.device_mesh
+    sizes = tuple(int(n) for n in mesh.shape)
+    names = tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(len(sizes))))
+    return TensorLayout(Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist())), tuple(_splits(name, tensor, names, sizes)))
+
+
+def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[int]) -> list[Split]:
+    """DTensor's placements, in the order in which they cut.
+
+    A plain Shard cuts before those to its right; a strided one after those to its right whose sizes multiply to its ``split_factor``
+    (torch/distributed/tensor/placement_types.py). A split factor that no such shards explain interleaves that many groups.
+    """
+    order: list[tuple[Split, int]] = []
+    for axis in reversed(range(len(sizes))):
+        placement = tensor.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        if not isinstance(placement, TorchShard) and not hasattr(placement, "split_factor"):
+            raise LayoutError(f"{placement} cannot be stored", where=f"tensor {name}", hint="redistribute it to Shard or Replicate first")
+        dim = int(getattr(placement, "dim")) % max(tensor.ndim, 1)  # noqa: B009  Placement's stub has no dim
+        at, product = 0, 1
+        for i, (split, size) in enumerate(order):
+            if isinstance(split, Shard) and split.dim == dim and product < factor:
+                at, product = i + 1, product * size
+        if product == factor:
+            order.insert(at if factor > 1 else 0, (Shard(dim, names[axis]), sizes[axis]))
+        else:
+            order.insert(0, (Interleaved(dim, names[axis], factor), sizes[axis]))
+    return [split for split, _ in order]
+
+
+def from_plain(name: str, tensor: torch.Tensor, layout: TensorLayout, rank: int) -> LocalTensor:
+    """A plain tensor whose layout has no splits: replicated, or one rank's own."""
+    info = Global(name, dtype_of(tensor, name), tuple(tensor.shape), layout)
+    return LocalTensor(info, parts_of(info, local_of(tensor), rank), name)
+
+
+def from_placed(said: str, placed: Placed, tensor: torch.Tensor, rank: int) -> LocalTensor:
+    """A plain tensor that a :class:`ckpt.Layout` gave its place."""
+    info = Global(placed.name, dtype_of(tensor, said), placed.shape, placed.layout, placed.logical)
+    local = local_of(tensor)
+    if placed.stack is None:
+        return LocalTensor(info, parts_of(info, local, rank), said)
+    dim, index = placed.stack
+    rows = [p for p in placed.layout.pieces(placed.shape, rank) if p.box.offset[dim] <= index < p.box.end[dim]]
+    parts = []
+    for p in rows:
+        offset = tuple(index if d == dim else o for d, o in enumerate(p.box.offset))
+        shape = tuple(1 if d == dim else s for d, s in enumerate(p.box.shape))
+        memory = local.unsqueeze(dim)
+        for d, (start, size) in enumerate(zip(p.local.offset, p.local.shape, strict=True)):
+            memory = memory if d == dim else memory.narrow(d, start, size)
+        parts.append(Held(Box(offset, shape), memory))
+    return LocalTensor(info, parts, said)
+
+
+def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[Held]:
+    """Views of the local memory for each piece that the layout gives this rank."""
+    parts = []
+    for piece in info.layout.pieces(info.shape, rank):
+        if info.layout.is_flat:
+            start, count = piece.local.offset[0], piece.local.shape[0]
+            memory = local.reshape(-1).narrow(0, start, count).view(piece.box.shape)
+        else:
+            memory = local
+            if piece.local.shape != tuple(local.shape):
+                for dim, (start, size) in enumerate(zip(piece.local.offset, piece.local.shape, strict=True)):
+                    memory = memory.narrow(dim, start, size)
+        parts.append(Held(piece.box, memory))
+    return parts
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two names of the same memory (tied tensors). A part without memory is known by the tensor object alone."""
+    local = local_of(tensor)
+    if local.numel() == 0 or local.device.type == "meta":
+        return (id(tensor),)
+    return (local.data_ptr(), local.device, local.dtype, tuple(tensor.shape), local.stride())

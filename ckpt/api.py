@@ -1,0 +1,132 @@
+"""save, load and open: wiring only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import settings
+from .errors import UsageError
+from .group import current_group
+from .rules import Layout
+from .view import View
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .engine.load import LoadReport
+    from .engine.save import SaveReport
+
+
+def save(
+    url: str,
+    state: Mapping[str, Any],
+    *,
+    layout: Layout | None = None,
+    check_replicas: bool = True,
+    timeout: float | None = None,
+    threads: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> SaveReport:
+    """Save a state as one checkpoint. Collective: every rank of the job calls it; without torch.distributed, one process does.
+
+    When it returns, the checkpoint is committed and durable. Whatever stood at ``url`` stays readable until then and is then
+    replaced. If it raises, what stood there is untouched.
+
+    Args:
+        url: where: a path, or a URL of a known backend. All ranks must see the same storage.
+        state: nested dicts, lists and tuples of modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
+        tensors,
+            DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. What is not sharded and not ``PerRank`` must
+            be equal on all ranks that have it.
+        layout: places for plain tensors that are parts of larger ones (Megatron-style models).
+        check_replicas: compare the bytes of replicated tensors between ranks before committing.
+        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
+        threads: threads that this rank writes with (``CKPT_THREADS``, 4).
+        process_group: the ranks that take part, if not all.
+
+    Raises:
+        StateError: a value cannot be stored.
+        LayoutError: a tensor's place is not clear.
+        ConsistencyError: the ranks' states do not make one checkpoint; CoverageError for holes and overlaps, ReplicaError for
+        replicas that differ. StorageError: the storage failed; NoSpaceError, AccessError, ConflictError tell how.
+        RankFailedError, DeadlineError: another rank raised, died or hangs.
+    """
+    from .engine.save import SaveOptions, save_state
+
+    options = SaveOptions(
+        layout=layout, timeout=settings.timeout(timeout), check_replicas=check_replicas, threads=settings.threads(threads)
+    )
+    return save_state(url, _container(state), current_group(process_group), options)
+
+
+def load(
+    url: str,
+    state: Mapping[str, Any],
+    *,
+    only: str | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Literal["full", "partial", "off"] = "full",
+    layout: Layout | None = None,
+    timeout: float | None = None,
+    threads: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place, whatever layout and number of ranks it was saved with. Collective like :func:`save`.
+
+    Tensors are filled where they are; meta tensors get memory; an optimizer's state is created where it has none yet. Plain values
+    are replaced in the containers that hold them. Nothing changes before every rank has found that everything fits.
+
+    Args:
+        url: the checkpoint.
+        state: as for :func:`save`; its tensors say what this rank needs.
+        only: globs of names to load; all others are left alone.
+        rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text.
+        strict: whether missing and unexpected names are errors. They are in the report either way.
+        cast: whether tensors of another dtype are converted.
+        verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the
+        chunks that are
+            needed whole; ``"off"`` checks nothing.
+        layout, timeout, threads, process_group: as for :func:`save`.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
+        NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed.
+        CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
+        StorageError, RankFailedError, DeadlineError: as for :func:`save`.
+    """
+    from .engine.load import LoadOptions, load_state
+    from .plan.match import Selection
+
+    if verify not in ("full", "partial", "off"):
+        raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
+    selection = Selection(only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()))
+    options = LoadOptions(
+        layout=layout,
+        selection=selection,
+        strict=strict,
+        cast=cast,
+        verify=verify,
+        timeout=settings.timeout(timeout),
+        threads=settings.threads(threads),
+    )
+    return load_state(url, _container(state), current_group(process_group), options)
+
+
+def open(url: str) -> View:
+    """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint that can be read.
+    """
+    from .formats.registry import open_catalog
+
+    return View(open_catalog(url))
+
+
+def _container(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(state, dict):
+        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
+    return state

@@ -1,0 +1,149 @@
+"""What every reader gives and every writer takes: tensors, and for each the chunks that hold it. Pure values; bytes are read
+elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .dtypes import DType
+from .geometry import Box, IntArray, cells, cells_overlapping, intersect_all
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grid:
+    """How a tensor is cut into chunks, and which data file has each (docs/format.md §5). Exactly one of ``cuts`` and ``boxes`` is
+    given."""
+
+    cuts: tuple[tuple[int, ...], ...] | None = None
+    boxes: tuple[IntArray, IntArray] | None = None
+    """Offsets and shapes, ``[n, d]`` each."""
+    files: npt.NDArray[np.int32]
+    """A row of the catalog's files for each chunk, or a single one for all."""
+
+    def __len__(self) -> int:
+        if self.cuts is None:
+            assert self.boxes is not None
+            return len(self.boxes[0])
+        return int(np.prod([len(c) - 1 for c in self.cuts], dtype=np.int64))
+
+    def all_boxes(self) -> tuple[IntArray, IntArray]:
+        """Offsets and shapes ``[n, d]`` of all chunks."""
+        if self.cuts is None:
+            assert self.boxes is not None
+            return self.boxes
+        return cells(self.cuts)
+
+    def overlapping(self, box: Box) -> IntArray:
+        """Numbers of the chunks that share an element with ``box``."""
+        if self.cuts is None:
+            assert self.boxes is not None
+            return intersect_all(box, *self.boxes)[0]
+        return cells_overlapping(self.cuts, box)
+
+    def box(self, chunk: int) -> Box:
+        if self.cuts is None:
+            assert self.boxes is not None
+            return Box(tuple(self.boxes[0][chunk].tolist()), tuple(self.boxes[1][chunk].tolist()))
+        at = np.unravel_index(chunk, [len(c) - 1 for c in self.cuts]) if self.cuts else ()
+        offset = tuple(c[i] for c, i in zip(self.cuts, at, strict=True))
+        return Box(offset, tuple(c[i + 1] - o for c, i, o in zip(self.cuts, at, offset, strict=True)))
+
+    def file(self, chunk: int) -> int:
+        """Row of the catalog's files that has this chunk."""
+        return int(self.files[0 if len(self.files) == 1 else chunk])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One stored tensor. ``shape`` is global; ``logical`` is the leading part of it that is not padding, or None; ``rank`` is None
+    unless it belongs to one rank."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    grid: Grid
+    logical: tuple[int, ...] | None = None
+    alias: str | None = None
+    """The stored tensor that this name also stands for; ``grid`` is then that tensor's."""
+    rank: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFile:
+    """One data file: ``path`` relative to the checkpoint, ``size`` and ``header`` in bytes, ``digest`` of the header, the ``rank``
+    that wrote it."""
+
+    path: str
+    size: int
+    header: int
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """Contiguous bytes that hold one chunk: ``digest`` is the XXH3-64 of these bytes in hex, or None where the format has none."""
+
+    path: str
+    offset: int
+    length: int
+    digest: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """All that an index says: what a writer writes and a reader reads. ``state`` and ``ranks`` are JSON nodes (docs/format.md §8)."""
+
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[DataFile, ...]
+    state: Any = None
+    ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Catalog(Protocol):
+    """A checkpoint as any reader gives it."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def format(self) -> str:
+        """Name and version of the format, such as ``"ckpt 1"``."""
+
+    @property
+    def backend(self) -> Backend:
+        """Where the bytes are; the paths of extents are relative to it."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]: ...
+
+    @property
+    def state(self) -> Any:
+        """The JSON node of what is not a tensor."""
+
+    @property
+    def ranks(self) -> Mapping[int, Mapping[str, Any]]:
+        """Per-rank values by rank and path."""
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """Where the bytes of these chunks are. Reads and verifies file headers as needed.
+
+        Raises:
+            CorruptError: a file is missing, too short, or its header does not fit the index.
+        """

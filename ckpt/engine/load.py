@@ -1,0 +1,192 @@
+"""A load: match on every rank, then read. Nothing in the state changes before every rank has found that everything fits.
+
+Two phases. *match*: each rank binds its state to the checkpoint; the leader puts all problems of all ranks into one report.
+*read*: each rank fills its tensors and sets its values.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt import tree
+from ckpt.adapters.bind import Binding, bind
+from ckpt.catalog import Catalog
+from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
+from ckpt.formats.registry import open_catalog
+from ckpt.group import Call, Group, Row
+from ckpt.plan.match import Selection, report_names
+from ckpt.plan.tables import ranks_text
+from ckpt.rules import Layout
+
+from .reader import Job, Reader, Verify
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's
+    state has. ``renamed``: stored name → name in the state. ``cast``: tensors of this rank whose dtype was converted. Bytes are
+    this rank's: ``bytes_needed`` by its tensors, ``bytes_read`` from storage, ``bytes_unverified`` read without a check of their digest.
+    """
+
+    url: str
+    tensors: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    renamed: Mapping[str, str]
+    cast: tuple[str, ...]
+    bytes_needed: int
+    bytes_read: int
+    bytes_unverified: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    layout: Layout | None
+    selection: Selection
+    strict: bool
+    cast: bool
+    verify: Verify
+    timeout: float
+    threads: int
+
+
+def load_state(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
+    """Load in place; collective over ``group``."""
+    began = time.perf_counter()
+    load = _Load(group.call("load", url, options.timeout), options)
+    names = load.run(state)
+    assert load.binding is not None and load.reader is not None
+    seconds = time.perf_counter() - began
+    if load.call.is_leader:
+        log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", url, len(load.binding.targets), load.reader.bytes_read, seconds)
+    return LoadReport(
+        url=url,
+        tensors=len(load.binding.targets),
+        missing=tuple(names["missing"]),
+        unexpected=tuple(names["unexpected"]),
+        renamed={e.name: n for n, (t, e) in load.binding.targets.items() if e.rank is None and options.selection.renamed(e.name) != e.name},
+        cast=tuple(load.binding.cast),
+        bytes_needed=load.reader.bytes_needed,
+        bytes_read=load.reader.bytes_read,
+        bytes_unverified=load.reader.bytes_unverified,
+        seconds=seconds,
+    )
+
+
+class _Load:
+    def __init__(self, call: Call, options: LoadOptions) -> None:
+        self.call = call
+        self.options = options
+        self.catalog: Catalog | None = None
+        self.binding: Binding | None = None
+        self.reader: Reader | None = None
+
+    def run(self, state: object) -> Row:
+        names = self.call.agree("match", lambda: self.match(state), self.judge)
+        self.call.agree("read", self.read, lambda rows: None)
+        return names
+
+    def match(self, state: object) -> Row:
+        """Every rank: bind, and say what does not fit."""
+        group = self.call.group
+        self.catalog = open_catalog(self.call.url)
+        self.binding = bind(
+            state,
+            self.catalog,
+            rank=group.rank,
+            ranks=group.ranks,
+            layout=self.options.layout,
+            selection=self.options.selection,
+            cast=self.options.cast,
+        )
+        said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
+        used = {"used": sorted(self.binding.used), "values": sorted(self.binding.values)}
+        return {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
+
+    def judge(self, rows: dict[int, Row]) -> Row:
+        """Leader: one report for all ranks.
+
+        Raises:
+            NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
+        """
+        missing: dict[str, list[int]] = {}
+        misfits: dict[str, list[int]] = {}
+        used: set[str] = set()
+        values: set[str] = set()
+        for rank, row in rows.items():
+            said = self._once(row["said"])
+            for name in said["missing"]:
+                missing.setdefault(name, []).append(rank)
+            for text in said["misfits"]:
+                misfits.setdefault(text, []).append(rank)
+        for digest in {row["used"] for row in rows.values()}:
+            found = self._once(digest)
+            used.update(found["used"])
+            values.update(found["values"])
+        unexpected = self.unexpected(used, values)
+        if misfits or (self.options.strict and (missing or unexpected)):
+            raise self.mismatch(missing, unexpected, misfits)
+        return {"missing": sorted(missing), "unexpected": unexpected}
+
+    def _once(self, digest: str) -> Row:
+        found: Row = json.loads(self.call.fetch(digest))
+        return found
+
+    def unexpected(self, used: set[str], values: set[str]) -> list[str]:
+        """Names of the checkpoint that no rank took."""
+        assert self.catalog is not None
+        select = self.options.selection
+        names = [n for n, e in self.catalog.tensors.items() if e.rank is None and n not in used and select.wants(select.renamed(n))]
+        for path, node in tree.leaves(self.catalog.state):
+            counted = not tree.refers(node) or (isinstance(node, dict) and "$per_rank" in node)
+            if counted and path and select.wants(path) and not _covered(path, values):
+                names.append(path)
+        return sorted(names)
+
+    def mismatch(self, missing: Mapping[str, list[int]], unexpected: Iterable[str], misfits: Mapping[str, list[int]]) -> MismatchError:
+        everywhere = self.call.group.size
+        lines = report_names("missing in the checkpoint", (_on(n, r, everywhere) for n, r in missing.items()))
+        lines += report_names("unexpected in the checkpoint", unexpected)
+        lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
+        kind = ShapeError if not missing and not unexpected else NamesError if not misfits else MismatchError
+        return kind(
+            "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
+            where=self.call.url,
+            hint="rename={...} maps names, only=[...] loads a part, strict=False leaves missing and unexpected names alone",
+        )
+
+    def read(self) -> Row:
+        """Every rank: give memory to what has none, fill it, set the values."""
+        assert self.binding is not None and self.catalog is not None
+        self.reader = Reader(catalog=self.catalog, verify=self.options.verify, threads=self.options.threads, beat=self.call.beat)
+        try:
+            run_each(self.binding.create)
+            self.reader.run([Job(target=local, entry=entry) for local, entry in self.binding.targets.values()])
+            run_each(self.binding.apply)
+        except CkptError as err:
+            err.message += "; the state given to load is now partly overwritten: load another checkpoint into it before using it"
+            raise
+        return {}
+
+
+def run_each(actions: Iterable[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
+
+
+def _covered(path: str, taken: set[str]) -> bool:
+    """Whether a value or something that contains it was taken."""
+    return path in taken or any(path[:i] in taken for i, c in enumerate(path) if c == ".") or "" in taken
+
+
+def _on(name: str, ranks: list[int], size: int) -> str:
+    return name if len(ranks) == size else f"{name} ({ranks_text(ranks)})"

@@ -1,0 +1,228 @@
+"""verify: everything in a checkpoint that is not as its digests say. No torch.
+
+A problem never ends the check. First the structure (index, tiling, files, headers), then every byte of every chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import xxhash
+
+from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.errors import CkptError, CorruptError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import open_backend
+
+from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
+
+__all__ = ["BUFFER", "Problem", "Progress", "VerifyReport", "verify"]
+
+BUFFER = 16 << 20
+"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes in all, always from the thread that called ``verify``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found. ``bytes`` counts the bytes of chunks that were read; ``seconds`` is wall time."""
+
+    files: int
+    chunks: int
+    undigested: int
+    """Chunks that were read but have no digest to compare with: their format does not keep any."""
+    bytes: int
+    seconds: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    entry: TensorEntry
+    number: int
+    extent: Extent
+
+    @property
+    def end(self) -> int:
+        return self.extent.offset + self.extent.length
+
+    def problem(self, kind: str, message: str) -> Problem:
+        return Problem(kind=kind, file=self.extent.path, tensor=self.entry.name, box=self.entry.grid.box(self.number), message=message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    bytes: int
+    problems: list[Problem]
+
+
+def verify(url: str, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
+    """Read a checkpoint whole and compare it with its digests.
+
+    Args:
+        threads: how many read and hash at once; by default one for each usable core, at least 2 and at most 16.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
+            but reported.
+    """
+    began = time.monotonic()
+    try:
+        catalog = open_catalog(url)
+    except CorruptError as err:
+        problems = check_index(open_backend(url), err)
+        return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
+    problems = [*check_tiling(catalog), *check_state(catalog)]
+    broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+    chunks = list(_chunks(catalog, broken, problems))
+    done = _read_all(catalog.backend, chunks, threads or _default_threads(), progress)
+    problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
+    return VerifyReport(
+        files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
+        chunks=len(chunks),
+        undigested=sum(c.extent.digest is None for c in chunks),
+        bytes=done.bytes,
+        seconds=time.monotonic() - began,
+        problems=tuple(problems),
+    )
+
+
+def _default_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores, 2), 16)
+
+
+def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> Iterator[_Chunk]:
+    """Every chunk whose bytes can be found, those in ``broken`` files left out; what cannot be found goes to ``problems``."""
+    for entry in catalog.tensors.values():
+        if entry.alias is not None:
+            continue
+        numbers = [n for n in range(len(entry.grid)) if entry.grid.file(n) not in broken] if broken else range(len(entry.grid))
+        try:
+            extents = catalog.extents(entry, numbers)
+        except FAILURES:
+            yield from _chunks_one_by_one(catalog, entry, numbers, problems)
+        else:
+            yield from map(_Chunk, [entry] * len(extents), numbers, extents)
+
+
+def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[int], problems: list[Problem]) -> Iterator[_Chunk]:
+    for number in numbers:
+        try:
+            yield _Chunk(entry, number, catalog.extents(entry, [number])[0])
+        except FAILURES as err:
+            file, box = file_of(err, catalog.url), entry.grid.box(number)
+            problems.append(Problem(kind="header", file=file, tensor=entry.name, box=box, message=err.message))
+
+
+# ------------------------------------------------------------------------------------------------------------- every byte
+
+
+def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
+    total = sum(c.extent.length for c in chunks)
+    reader = _Reader(backend)
+    bytes_done, problems = 0, list[Problem]()
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-verify") as pool:
+        try:
+            for result in _completed(pool, reader.check, _jobs(chunks), threads):
+                bytes_done += result.bytes
+                problems += result.problems
+                if progress is not None:
+                    progress(bytes_done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return _Result(bytes_done, problems)
+
+
+def _completed(
+    pool: ThreadPoolExecutor, check: Callable[[list[_Chunk]], _Result], jobs: Iterator[list[_Chunk]], threads: int
+) -> Iterator[_Result]:
+    """Results as they come. Only a few jobs are handed out ahead, so that an interrupt ends soon."""
+    running: set[Future[_Result]] = {pool.submit(check, job) for job in islice(jobs, 2 * threads)}
+    while running:
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        running |= {pool.submit(check, job) for job in islice(jobs, len(done))}
+        for future in done:
+            yield future.result()
+
+
+def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Chunks that lie one after another in one file and fit the buffer together; a longer chunk is alone."""
+    job: list[_Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: (c.extent.path, c.extent.offset, c.extent.length)):
+        last = job[-1] if job else chunk
+        fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
+        if job and not fits:
+            yield job
+            job = []
+        job.append(chunk)
+    if job:
+        yield job
+
+
+class _Reader:
+    """Reads jobs and hashes them; one buffer per thread, as long as its longest job so far."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._local = threading.local()
+
+    def check(self, job: list[_Chunk]) -> _Result:
+        start, end = job[0].extent.offset, job[-1].end
+        if end - start > BUFFER:
+            return self._check_long(job[0])
+        buffer = self._buffer(end - start)
+        try:
+            if end > start:
+                self._backend.read_into(job[0].extent.path, start, buffer)
+        except FAILURES as err:
+            return self._split(job, err)
+        wrong = [_wrong(c, xxhash.xxh3_64_hexdigest(buffer[c.extent.offset - start : c.end - start])) for c in job if c.extent.digest]
+        return _Result(end - start, [p for p in wrong if p is not None])
+
+    def _split(self, job: list[_Chunk], err: CkptError) -> _Result:
+        """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
+        if len(job) == 1:
+            return _Result(0, [job[0].problem("read", err.message)])
+        results = [self.check([chunk]) for chunk in job]
+        return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
+
+    def _check_long(self, chunk: _Chunk) -> _Result:
+        digest = xxhash.xxh3_64()
+        for at in range(chunk.extent.offset, chunk.end, BUFFER):
+            piece = self._buffer(min(BUFFER, chunk.end - at))
+            try:
+                self._backend.read_into(chunk.extent.path, at, piece)
+            except FAILURES as err:
+                return _Result(at - chunk.extent.offset, [chunk.problem("read", err.message)])
+            digest.update(piece)
+        wrong = _wrong(chunk, digest.hexdigest()) if chunk.extent.digest else None
+        return _Result(chunk.extent.length, [wrong] if wrong else [])
+
+    def _buffer(self, size: int) -> memoryview:
+        held: memoryview | None = getattr(self._local, "buffer", None)
+        if held is None or len(held) < size:
+            held = self._local.buffer = np.empty(size, dtype=np.uint8).data
+        return held[:size]
+
+
+def _wrong(chunk: _Chunk, digest: str) -> Problem | None:
+    if digest == chunk.extent.digest:
+        return None
+    return chunk.problem("digest", f"the bytes changed after they were written: XXH3-64 is {digest}, should be {chunk.extent.digest}")

@@ -1,0 +1,160 @@
+"""Every error that ckpt raises on purpose.
+
+The tree (the builtin that each class also is stands in brackets; the number is the exit code of the ``ckpt`` command)::
+
+    CkptError                                   1
+    ├── UsageError [ValueError]                 2    the caller asked for something that cannot be
+    │   ├── StateError [TypeError]              2    a value of the state cannot be stored
+    │   └── LayoutError                         2    a layout does not fit the tensors or the ranks
+    ├── NotFoundError [FileNotFoundError]      10    nothing is there
+    ├── NotCommittedError                      11    files are there, but no commit record
+    ├── FormatError                            12    not a format, version or feature that we know
+    ├── CorruptError                           20    bytes are not what the digests say
+    ├── MismatchError                          --    checkpoint and state do not fit
+    │   ├── NamesError [KeyError]              21    missing or unexpected names
+    │   └── ShapeError [ValueError]            22    shapes or dtypes differ
+    ├── ConsistencyError                       22    the ranks' states do not make one checkpoint
+    │   ├── CoverageError                      22    holes or overlaps
+    │   └── ReplicaError                       22    replicas differ
+    ├── StorageError [OSError]                 30    the storage failed
+    │   ├── NoSpaceError                       30    it is full
+    │   ├── AccessError [PermissionError]      30    it refuses us
+    │   └── ConflictError [FileExistsError]    30    somebody else published there first
+    └── GroupError                             31    another rank
+        ├── RankFailedError                    31    raised
+        └── DeadlineError [TimeoutError]       31    died or hangs
+
+Each message says what, where and what to do. ``hint`` is the last of the three, kept apart so that the command line can print it
+on its own line.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """Root of the tree. ``hint`` says what to do about it; ``where`` is the URL, file or tensor it is about."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.where is not None:
+            text += f" ({self.where})"
+        if self.hint is not None:
+            text += f"\n  try: {self.hint}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.where, self.hint))
+
+
+def _rebuild(cls: type[CkptError], message: str, where: str | None, hint: str | None) -> CkptError:
+    return cls(message, where=where, hint=hint)
+
+
+class UsageError(CkptError, ValueError):
+    """The caller asked for something that cannot be."""
+
+    exit_code = 2
+
+
+class StateError(UsageError, TypeError):
+    """A value of the state cannot be stored, or is ambiguous."""
+
+
+class LayoutError(UsageError):
+    """A layout does not fit the tensors or the ranks."""
+
+
+class NotFoundError(CkptError, FileNotFoundError):
+    """Nothing is there."""
+
+    exit_code = 10
+
+
+class NotCommittedError(CkptError):
+    """Files of a save are there, but no commit record: the save did not finish."""
+
+    exit_code = 11
+
+
+class FormatError(CkptError):
+    """Not a format, version or feature that this software knows."""
+
+    exit_code = 12
+
+
+class CorruptError(CkptError):
+    """Bytes are not what the digests say, or files are missing or truncated."""
+
+    exit_code = 20
+
+
+class MismatchError(CkptError):
+    """Checkpoint and state do not fit each other."""
+
+    exit_code = 22
+
+
+class NamesError(MismatchError, KeyError):
+    """Missing or unexpected names."""
+
+    exit_code = 21
+
+    __str__ = CkptError.__str__  # KeyError would print the repr
+
+
+class ShapeError(MismatchError, ValueError):
+    """Shapes or dtypes differ."""
+
+
+class ConsistencyError(CkptError):
+    """The ranks' states do not make one checkpoint: they disagree about a shape, a dtype or a value."""
+
+    exit_code = 22
+
+
+class CoverageError(ConsistencyError):
+    """The chunks of a tensor leave a hole or overlap."""
+
+
+class ReplicaError(ConsistencyError):
+    """Ranks that should hold the same bytes do not."""
+
+
+class StorageError(CkptError, OSError):
+    """The storage failed."""
+
+    exit_code = 30
+
+
+class NoSpaceError(StorageError):
+    """The storage is full."""
+
+
+class AccessError(StorageError, PermissionError):
+    """The storage refuses us."""
+
+
+class ConflictError(StorageError, FileExistsError):
+    """Somebody else published there first."""
+
+
+class GroupError(CkptError):
+    """Another rank ended the call."""
+
+    exit_code = 31
+
+
+class RankFailedError(GroupError):
+    """Another rank raised; the message has its name and its error."""
+
+
+class DeadlineError(GroupError, TimeoutError):
+    """A rank died or hangs: nothing was heard of it within the deadline."""

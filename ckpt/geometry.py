@@ -1,0 +1,300 @@
+"""Boxes, cuts and intersections: the arithmetic of where things are. Pure numpy; no torch, no I/O.
+
+All offsets and sizes are in elements and in global coordinates unless said otherwise. Many boxes at once are two int64 arrays, ``offsets``
+and ``shapes``, each ``[n, d]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned block of a tensor: ``offset`` and ``shape``, one entry per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape) or min((*self.offset, *self.shape), default=0) < 0:
+            raise ValueError(f"not a box: offset {self.offset}, shape {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of all elements of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last coordinate, per dimension."""
+        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index an array with to get this box."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None if no element is common."""
+        start = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - s for a, b, s in zip(self.end, other.end, start, strict=True))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def contains(self, other: Box) -> bool:
+        return all(a <= b for a, b in zip(self.offset, other.offset, strict=True)) and all(
+            a >= b for a, b in zip(self.end, other.end, strict=True)
+        )
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box in coordinates that start at ``origin``."""
+        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True)) + "]"
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return tuple(strides)
+
+
+# -------------------------------------------------------------------------------------------------------------------- cuts
+
+
+def ceil_cuts(size: int, parts: int) -> tuple[int, ...]:
+    """Boundaries of ``torch.chunk``: parts of ``ceil(size / parts)``, the last ones shorter or empty; ``parts + 1`` entries, from 0."""
+    step = -(-size // parts)
+    return (*(min(i * step, size) for i in range(parts)), size)
+
+
+def even_cuts(size: int, parts: int) -> tuple[int, ...]:
+    """Boundaries of parts whose sizes differ by at most one, the larger ones first. ``parts + 1`` entries."""
+    base, extra = divmod(size, parts)
+    return tuple(i * base + min(i, extra) for i in range(parts + 1))
+
+
+def merge_cuts(*cuts: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """The union of several boundaries of one dimension, increasing, without repeats."""
+    return tuple(int(c) for c in np.unique(np.concatenate([np.asarray(c, dtype=np.int64) for c in cuts])))
+
+
+def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+    """Offsets and shapes ``[n, d]`` of the cells of a grid, row-major (the last dimension fastest). No dimensions: one cell."""
+    if not cuts:
+        return np.zeros((1, 0), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
+    starts = np.meshgrid(*[np.asarray(c[:-1], dtype=np.int64) for c in cuts], indexing="ij")
+    sizes = np.meshgrid(*[np.diff(np.asarray(c, dtype=np.int64)) for c in cuts], indexing="ij")
+    return np.stack([s.ravel() for s in starts], axis=1), np.stack([s.ravel() for s in sizes], axis=1)
+
+
+def cells_overlapping(cuts: Sequence[Sequence[int]], box: Box) -> IntArray:
+    """Numbers of the cells of a grid that share an element with ``box``, increasing."""
+    number = np.zeros(1, dtype=np.int64)
+    for c, lo, hi in zip(cuts, box.offset, box.end, strict=True):
+        if hi <= lo:
+            return np.zeros(0, dtype=np.int64)
+        first = int(np.searchsorted(c, lo, side="right")) - 1
+        last = int(np.searchsorted(c, hi, side="left"))
+        number = (number[:, None] * (len(c) - 1) + np.arange(first, last, dtype=np.int64)).ravel()
+    return number
+
+
+# -------------------------------------------------------------------------------------------------------- flat ranges
+
+
+def flat_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The fewest boxes that make up elements ``[start, stop)`` of the row-major flattening of ``shape``, in order: at most ``2·d − 1``."""
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"flat range [{start}, {stop}) does not lie in a tensor of shape {tuple(shape)}")
+    return list(_flat_boxes(tuple(shape), start, stop)) if stop > start else []
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if len(shape) <= 1:
+        yield Box((start,), (stop - start,)) if shape else Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        yield from _in_row(first, _flat_boxes(shape[1:], start - first * row, stop - first * row))
+        return
+    whole_first = first if start == first * row else first + 1
+    whole_last = last + 1 if stop == (last + 1) * row else last
+    if whole_first != first:
+        yield from _in_row(first, _flat_boxes(shape[1:], start - first * row, row))
+    if whole_last > whole_first:
+        yield Box((whole_first, *(0,) * (len(shape) - 1)), (whole_last - whole_first, *shape[1:]))
+    if whole_last != last + 1:
+        yield from _in_row(last, _flat_boxes(shape[1:], 0, stop - last * row))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for b in boxes:
+        yield Box((row, *b.offset), (1, *b.shape))
+
+
+def box_to_flat(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """The flat range of a box that is contiguous in a row-major tensor of ``shape``; None if it is not."""
+    if box.numel == 0:
+        return (0, 0)
+    inner = len(shape)
+    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    if any(s != 1 for s in box.shape[: max(inner - 1, 0)]):
+        return None
+    start = sum(o * s for o, s in zip(box.offset, row_major_strides(shape), strict=True))
+    return start, start + box.numel
+
+
+# ------------------------------------------------------------------------------------------------------ many boxes
+
+
+def intersect_all(box: Box, offsets: IntArray, shapes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Intersect one box with many.
+
+    Returns:
+        Indices ``[k]`` of the boxes that share an element with ``box``, and offsets and shapes ``[k, d]`` of what they share.
+    """
+    lo = np.maximum(offsets, np.asarray(box.offset, dtype=np.int64))
+    hi = np.minimum(offsets + shapes, np.asarray(box.end, dtype=np.int64))
+    hit = np.flatnonzero((hi > lo).all(axis=1))
+    return hit, lo[hit], (hi - lo)[hit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """A canonical strided copy: ``counts`` runs of ``length`` contiguous elements, the outermost count first.
+
+    Run ``(i₀, i₁, …)`` starts ``start + Σ iⱼ·strides[j]`` elements into the memory. ``counts`` has no entry of 1, and no two neighbours
+    that could be one.
+    """
+
+    start: int
+    length: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def runs(self) -> int:
+        return math.prod(self.counts)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element touched and one past the last, in elements of the memory."""
+        reach = sum((c - 1) * s for c, s in zip(self.counts, self.strides, strict=True))
+        return self.start, self.start + reach + self.length
+
+    def starts(self) -> IntArray:
+        """First element of every run, in order."""
+        at = np.array([self.start], dtype=np.int64)
+        for count, stride in zip(self.counts, self.strides, strict=True):
+            at = (at[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+        return at
+
+
+def strided_blocks(shape: Sequence[int], box: Box) -> Blocks:
+    """The runs of contiguous memory that a box covers in a row-major tensor of ``shape``; ``box`` must not be empty."""
+    strides = row_major_strides(shape)
+    start = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    length, dims = 1, list(zip(box.shape, strides, strict=True))
+    while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
+        length *= dims.pop()[0]
+    counts: list[int] = []
+    steps: list[int] = []
+    for count, stride in reversed(dims):
+        if count == 1:
+            continue
+        if counts and counts[0] * steps[0] == stride:
+            counts[0] *= count
+        else:
+            counts.insert(0, count)
+            steps.insert(0, stride)
+    return Blocks(start=start, length=length, counts=tuple(counts), strides=tuple(steps))
+
+
+# ----------------------------------------------------------------------------------------------------------- tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Where boxes fail to tile a tensor: a box that none covers (``times`` 0) or that several cover."""
+
+    box: Box
+    times: int
+
+
+def find_fault(shape: Sequence[int], offsets: IntArray, shapes: IntArray) -> Fault | None:
+    """Check that boxes tile a tensor of ``shape`` exactly; None if they do. Empty boxes are ignored; boxes must lie inside."""
+    if math.prod(shape) == 0:
+        return None
+    keep = (shapes > 0).all(axis=1)
+    return _fault(Box.whole(shape), offsets[keep], shapes[keep])
+
+
+_DENSE_CELLS = 1 << 22
+
+
+def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> Fault | None:
+    if len(offsets) == 0:
+        return Fault(box, 0)
+    if not box.shape:
+        return None if len(offsets) == 1 else Fault(box, len(offsets))
+    ends = offsets + shapes
+    cuts = [merge_cuts((lo, hi), offsets[:, i], ends[:, i]) for i, (lo, hi) in enumerate(zip(box.offset, box.end, strict=True))]
+    if math.prod(len(c) - 1 for c in cuts) <= max(_DENSE_CELLS, 4 * len(offsets)):
+        return _dense_fault(cuts, offsets, ends)
+    return _split_fault(box, cuts, offsets, shapes)
+
+
+def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArray) -> Fault | None:
+    """Count how many boxes cover each compressed cell with an n-dimensional difference array."""
+    d = len(cuts)
+    lo = np.stack([np.searchsorted(c, offsets[:, i]) for i, c in enumerate(cuts)])
+    hi = np.stack([np.searchsorted(c, ends[:, i]) for i, c in enumerate(cuts)])
+    count = np.zeros([len(c) for c in cuts], dtype=np.int32)
+    for corner in range(1 << d):
+        at = tuple(hi[i] if corner >> i & 1 else lo[i] for i in range(d))
+        np.add.at(count, at, -1 if corner.bit_count() & 1 else 1)
+    for i in range(d):
+        np.cumsum(count, axis=i, out=count)
+    count = count[tuple(slice(0, -1) for _ in range(d))]
+    bad = np.argwhere(count != 1)
+    if len(bad) == 0:
+        return None
+    at0 = tuple(int(i) for i in bad[0])
+    offset = tuple(int(c[i]) for c, i in zip(cuts, at0, strict=True))
+    return Fault(Box(offset, tuple(int(c[i + 1]) - o for c, i, o in zip(cuts, at0, offset, strict=True))), int(count[at0]))
+
+
+def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> Fault | None:
+    """Halve the box along its most cut dimension: the compressed grid of very many irregular boxes would not fit in memory."""
+    axis = max(range(len(cuts)), key=lambda i: len(cuts[i]))
+    middle = int(cuts[axis][len(cuts[axis]) // 2])
+    for lo, hi in ((box.offset[axis], middle), (middle, box.end[axis])):
+        half = Box(
+            tuple(lo if i == axis else o for i, o in enumerate(box.offset)),
+            tuple(hi - lo if i == axis else s for i, s in enumerate(box.shape)),
+        )
+        _, part_offsets, part_shapes = intersect_all(half, offsets, shapes)
+        fault = _fault(half, part_offsets, part_shapes)
+        if fault is not None:
+            return fault
+    return None

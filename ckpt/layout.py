@@ -1,0 +1,407 @@
+"""Where each rank's elements of one global tensor are: a mesh, and the splits that cut the tensor over it. Pure numpy.
+
+A tensor's splits are applied one after another, each to what the ones before it left: ``(Shard(0, "tp"), Shard(0, "dp"))`` is FSDP over
+tensor parallelism, the layout that DTensor spells ``_StridedShard``. Mesh dimensions that no split names hold replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import LayoutError
+from .geometry import Box, IntArray, ceil_cuts, flat_to_boxes, merge_cuts
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named parallel dimensions and their sizes; the last dimension's ranks are neighbours.
+
+    ``ranks`` lists the global ranks in row-major order of the mesh; left out, they are 0, 1, 2, …
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: range | tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or min(self.sizes, default=1) < 1:
+            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}")
+        size = math.prod(self.sizes)
+        first = self.ranks[0] if self.ranks else 0
+        if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
+            # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
+            object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
+        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
+        """A mesh from ``{"pp": 2, "tp": 2}``."""
+        return sizes if isinstance(sizes, Mesh) else cls(tuple(sizes), tuple(int(n) for n in sizes.values()))
+
+    @classmethod
+    def flat(cls, ranks: Sequence[int]) -> Mesh:
+        """One dimension, ``ranks``, over these ranks."""
+        return cls(("ranks",), (len(ranks),), tuple(ranks))
+
+    def axis(self, name: str) -> int:
+        if name not in self.names:
+            raise LayoutError(f"the mesh has no dimension {name!r}", hint=f"its dimensions are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def size(self, name: str) -> int:
+        return self.sizes[self.axis(name)]
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """The ranks, in the shape of the mesh."""
+        return np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank in the mesh, or None if it is not in it."""
+        if rank not in self.ranks:
+            return None
+        return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.sizes)) if self.sizes else ()
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+# ------------------------------------------------------------------------------------------------------------- splits
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Dimension ``dim`` is cut over mesh dimension ``over``: parts of ``ceil(size / n)`` as ``torch.chunk`` makes them, or of the
+    given ``sizes``."""
+
+    dim: int
+    over: str
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Dimension ``dim`` is made of groups, each of which is cut over ``over``; a rank holds its part of every group, one after another.
+
+    ``groups`` are the groups' sizes (fused QKV with the three parts one below the other), or their number if they are equal (2 for
+    gate/up). Group sizes refer to what earlier splits left of the dimension.
+    """
+
+    dim: int
+    over: str
+    groups: tuple[int, ...] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """What earlier splits left is flattened (row-major) and cut into contiguous ranges of ``ceil(numel / n)`` elements; the last
+    may be shorter or empty.
+
+    The layout of ZeRO and of FSDP1. Must come last; a rank's memory is one-dimensional.
+    """
+
+    over: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """No split: every rank of the mesh holds the whole tensor."""
+
+
+Split = Shard | Interleaved | Flat
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor, and where it is in this rank's memory: a box of the local tensor (a range of it for ``Flat``)."""
+
+    box: Box
+    local: Box
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tiling:
+    """Who holds what of one tensor: cells that tile it, and for each cell the ranks that hold it.
+
+    ``cuts`` per dimension, or explicit ``boxes`` (offsets, shapes); ``holders`` is ``[cells, replicas]``, global ranks.
+    """
+
+    cuts: tuple[tuple[int, ...], ...] | None
+    boxes: tuple[IntArray, IntArray] | None
+    holders: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """The layout of one tensor: hashable, and the same on every rank. ``at`` restricts it to some coordinates of mesh dimensions
+    (a pipeline stage)."""
+
+    mesh: Mesh
+    splits: tuple[Split, ...] = ()
+    at: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        over = [s.over for s in self.splits] + [name for name, _ in self.at]
+        for name in over:
+            self.mesh.axis(name)
+        if len(set(over)) != len(over):
+            raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
+        if any(isinstance(s, Flat) for s in self.splits[:-1]):
+            raise LayoutError("Flat must be the last split")
+
+    @classmethod
+    def replicated(cls, ranks: Sequence[int]) -> TensorLayout:
+        return cls(Mesh.flat(ranks))
+
+    @property
+    def is_flat(self) -> bool:
+        return bool(self.splits) and isinstance(self.splits[-1], Flat)
+
+    def _submesh(self) -> npt.NDArray[np.int64]:
+        """The mesh's ranks, restricted by ``at``."""
+        array = self.mesh.array()
+        for name, coordinates in self.at:
+            array = np.take(array, coordinates, axis=self.mesh.axis(name))
+        return array
+
+    def ranks(self) -> frozenset[int]:
+        """All ranks that take part (some may hold nothing of an uneven tensor)."""
+        return frozenset(self._submesh().ravel().tolist())
+
+    def pieces(self, shape: tuple[int, ...], rank: int) -> list[Piece]:
+        """What ``rank`` holds of a tensor of global ``shape``; empty pieces are left out."""
+        where = self.mesh.coordinate(rank)
+        if where is None or any(where[self.mesh.axis(name)] not in allowed for name, allowed in self.at):
+            return []
+        lists = [[axis.intervals(where)] for axis in _axes(self, shape)]
+        pieces = _product_pieces([options[0] for options in lists])
+        return _flat_pieces(self, pieces, where) if self.is_flat else pieces
+
+    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Shape of the rank's memory for a tensor of global ``shape``, in elements (one-dimensional for ``Flat``)."""
+        where = self.mesh.coordinate(rank)
+        if where is None:
+            return (0,) * len(shape)
+        block = tuple(sum(b - a for a, b in axis.intervals(where)) for axis in _axes(self, shape))
+        if not self.is_flat:
+            return block
+        start, stop = _flat_range(self, math.prod(block), where)
+        return (stop - start,)
+
+    def tiling(self, shape: tuple[int, ...]) -> Tiling:
+        """The cells of a tensor of global ``shape`` and their holders, the same on every rank."""
+        return _tiling(self, shape)
+
+    def to_json(self) -> Any:
+        splits = [[type(s).__name__, *(getattr(s, f) for f in s.__slots__)] for s in self.splits]
+        ranks = self.mesh.ranks
+        spelled = {"start": ranks.start} if isinstance(ranks, range) else ranks
+        return [self.mesh.names, self.mesh.sizes, spelled, splits, self.at]
+
+    @classmethod
+    def from_json(cls, data: Any) -> TensorLayout:
+        names, sizes, spelled, splits, at = data
+        ranks = range(spelled["start"], spelled["start"] + math.prod(sizes)) if isinstance(spelled, dict) else tuple(spelled)
+        return cls(
+            Mesh(tuple(names), tuple(sizes), ranks),
+            tuple(_split_from_json(s) for s in splits),
+            tuple((name, tuple(allowed)) for name, allowed in at),
+        )
+
+
+def _split_from_json(data: Any) -> Split:
+    kind, *args = data
+    fields: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
+    if kind == "Shard":
+        return Shard(*fields)
+    return Interleaved(*fields) if kind == "Interleaved" else Flat(*fields)
+
+
+# ------------------------------------------------------------------------------------------------ one dimension at a time
+
+
+@dataclass(frozen=True, eq=False)
+class _Axis:
+    """How one tensor dimension is cut: for each coordinate on ``mesh_axes``, the intervals that it holds, in local order."""
+
+    mesh_axes: tuple[int, ...]
+    table: dict[tuple[int, ...], tuple[Interval, ...]]
+
+    def intervals(self, where: tuple[int, ...]) -> tuple[Interval, ...]:
+        return self.table[tuple(where[i] for i in self.mesh_axes)]
+
+
+@lru_cache(maxsize=4096)
+def _axes(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[_Axis, ...]:
+    return tuple(_axis(layout, dim, size, len(shape)) for dim, size in enumerate(shape)) if shape else _no_axes(layout)
+
+
+def _no_axes(layout: TensorLayout) -> tuple[_Axis, ...]:
+    if any(not isinstance(s, Flat) for s in layout.splits):
+        raise LayoutError("a scalar cannot be sharded", hint="give it a rule of its own: Replicate()")
+    return ()
+
+
+def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
+    table: dict[tuple[int, ...], tuple[Interval, ...]] = {(): ((0, size),)}
+    used: list[int] = []
+    for split in layout.splits:
+        if isinstance(split, Flat):
+            continue
+        if not -ndim <= split.dim < ndim:
+            raise LayoutError(f"{split} does not fit a tensor of {ndim} dimensions")
+        if split.dim % ndim != dim:
+            continue
+        axis = layout.mesh.axis(split.over)
+        parts = layout.mesh.sizes[axis]
+        table = {(*at, i): _part(split, held, parts, i) for at, held in table.items() for i in range(parts)}
+        used.append(axis)
+    return _Axis(tuple(used), table)
+
+
+def _part(split: Shard | Interleaved, held: tuple[Interval, ...], parts: int, index: int) -> tuple[Interval, ...]:
+    """Apply one split to the intervals held so far; returns those of part ``index``."""
+    size = sum(b - a for a, b in held)
+    if isinstance(split, Shard):
+        cuts = ceil_cuts(size, parts) if split.sizes is None else _given_cuts(split.sizes, size, parts)
+        return _slice(held, cuts[index], cuts[index + 1])
+    groups = _given_cuts(split.groups, size, len(split.groups)) if isinstance(split.groups, tuple) else ceil_cuts(size, split.groups)
+    found: list[Interval] = []
+    for a, b in itertools.pairwise(groups):
+        cuts = ceil_cuts(b - a, parts)
+        found += _slice(held, a + cuts[index], a + cuts[index + 1])
+    return _joined(found)
+
+
+def _given_cuts(sizes: tuple[int, ...], size: int, parts: int) -> tuple[int, ...]:
+    if len(sizes) != parts or sum(sizes) != size:
+        raise LayoutError(f"sizes {sizes} must be {parts} numbers that add up to {size}")
+    return tuple(itertools.accumulate(sizes, initial=0))
+
+
+def _slice(held: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
+    """Elements ``[start, stop)`` of the concatenation of intervals."""
+    found, at = [], 0
+    for a, b in held:
+        lo, hi = max(start, at), min(stop, at + b - a)
+        if hi > lo:
+            found.append((a + lo - at, a + hi - at))
+        at += b - a
+    return tuple(found)
+
+
+def _joined(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    for a, b in intervals:
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        else:
+            found.append((a, b))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------- pieces, tiling
+
+
+def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
+    """Every combination of one interval per dimension; local offsets follow the order of the intervals."""
+    options = []
+    for intervals in per_dim:
+        starts = itertools.accumulate((b - a for a, b in intervals), initial=0)
+        options.append([(a, b - a, at) for (a, b), at in zip(intervals, starts, strict=False)])
+    pieces = []
+    for choice in itertools.product(*options):
+        shape = tuple(n for _, n, _ in choice)
+        if all(shape):
+            pieces.append(Piece(Box(tuple(a for a, _, _ in choice), shape), Box(tuple(at for _, _, at in choice), shape)))
+    return pieces
+
+
+def _flat_range(layout: TensorLayout, numel: int, where: tuple[int, ...]) -> Interval:
+    axis = layout.mesh.axis(layout.splits[-1].over)
+    cuts = ceil_cuts(numel, layout.mesh.sizes[axis])
+    return cuts[where[axis]], cuts[where[axis] + 1]
+
+
+def _flat_pieces(layout: TensorLayout, block: list[Piece], where: tuple[int, ...]) -> list[Piece]:
+    """Cut the block that earlier splits left (its pieces) to this rank's flat range."""
+    if not block:
+        return []
+    local_shape = tuple(np.max([p.local.end for p in block], axis=0).tolist()) if block[0].local.shape else ()
+    start, stop = _flat_range(layout, math.prod(local_shape), where)
+    found, at = [], 0
+    for part in flat_to_boxes(local_shape, start, stop):
+        for piece in block:
+            common = part.intersect(piece.local)
+            if common is None:
+                continue
+            if common != part:
+                raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under a name of its own")
+            shift = tuple(g - o for g, o in zip(piece.box.offset, piece.local.offset, strict=True))
+            found.append(Piece(common.shifted(shift), Box((at,), (part.numel,))))
+        at += part.numel
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
+    if layout.is_flat:
+        return _flat_tiling(layout, shape)
+    axes = _axes(layout, shape)
+    array = layout._submesh()
+    cuts = tuple(_axis_cuts(axis, size) for axis, size in zip(axes, shape, strict=True))
+    used = [i for axis in axes for i in axis.mesh_axes]
+    free = [i for i in range(array.ndim) if i not in used]
+    array = array.transpose(used + free).reshape([array.shape[i] for i in used] + [-1])
+    counts = [len(c) - 1 for c in cuts]
+    index: list[npt.NDArray[np.int64]] = []
+    for dim, axis in enumerate(axes):
+        owners = _cell_coordinates(axis, cuts[dim])
+        spread = [1] * len(counts)
+        spread[dim] = counts[dim]
+        index += [owners[:, k].reshape(spread) for k in range(owners.shape[1])]
+    holders = array[tuple(index)] if index else array
+    holders = np.broadcast_to(holders, (*counts, holders.shape[-1])).reshape(-1, holders.shape[-1])
+    return Tiling(cuts=cuts, boxes=None, holders=holders)
+
+
+def _axis_cuts(axis: _Axis, size: int) -> tuple[int, ...]:
+    edges = [edge for intervals in axis.table.values() for interval in intervals for edge in interval]
+    return merge_cuts((0, size), edges) if size else (0, 0)
+
+
+def _cell_coordinates(axis: _Axis, cuts: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """For each cell along one dimension, the coordinate on ``axis.mesh_axes`` that holds it."""
+    found = np.zeros((len(cuts) - 1, len(axis.mesh_axes)), dtype=np.int64)
+    for where, intervals in axis.table.items():
+        for a, b in intervals:
+            first, last = np.searchsorted(cuts, (a, b))
+            found[first:last] = where
+    return found
+
+
+def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
+    """Explicit boxes: what each rank holds, once per group of ranks that hold the same."""
+    array = layout._submesh()
+    split_axes = [layout.mesh.axis(s.over) for s in layout.splits]
+    free = [i for i in range(array.ndim) if i not in split_axes]
+    groups = array.transpose(split_axes + free).reshape(math.prod(array.shape[i] for i in split_axes), -1)
+    boxes: list[Box] = []
+    holders: list[npt.NDArray[np.int64]] = []
+    for group in groups:
+        for piece in layout.pieces(shape, int(group[0])):
+            boxes.append(piece.box)
+            holders.append(group)
+    offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    return Tiling(cuts=None, boxes=(offsets, shapes), holders=np.array(holders, dtype=np.int64).reshape(len(boxes), groups.shape[1]))

@@ -1,0 +1,68 @@
+"""Which chunks hold which parts of a target box. The copies of one target tile it exactly when the chunks tile the tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ckpt.catalog import Grid
+from ckpt.geometry import Box, IntArray, intersect_all, row_major_strides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """What one chunk has of one target, in elements and global coordinates."""
+
+    chunk: int
+    """Number of the chunk in its grid."""
+    chunk_box: Box
+    """All of the chunk."""
+    box: Box
+    """What chunk and target have in common; never empty."""
+
+
+def join(grid: Grid, box: Box) -> list[Copy]:
+    """The chunks of ``grid`` that hold parts of the target ``box``, by increasing chunk number.
+
+    An empty box gives no copies; so does a part of the box that no chunk holds. Raises nothing.
+    """
+    if box.numel == 0:
+        return []
+    if grid.cuts is not None:
+        return _regular(grid.cuts, box)
+    assert grid.boxes is not None
+    return _irregular(*grid.boxes, box)
+
+
+def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:
+    if not cuts:
+        return [Copy(chunk=0, chunk_box=box, box=box)]
+    steps = row_major_strides([len(c) - 1 for c in cuts])
+    axes = [_pieces(*at) for at in zip(cuts, box.offset, box.end, steps, strict=True)]
+    copies = []
+    # A grid is a product, so only whole tuples are built per chunk; a box that lies in one cell has one combination.
+    for combination in product(*axes):
+        numbers, chunk_offset, chunk_shape, offset, shape = zip(*combination, strict=True)
+        copies.append(Copy(chunk=sum(numbers), chunk_box=Box(chunk_offset, chunk_shape), box=Box(offset, shape)))
+    return copies
+
+
+def _pieces(cuts: Sequence[int], lo: int, hi: int, step: int) -> list[tuple[int, int, int, int, int]]:
+    """The cells of one dimension that overlap ``[lo, hi)``: number times ``step``, start and size of the cell, start and size in common."""
+    first, last = max(bisect_right(cuts, lo) - 1, 0), min(bisect_left(cuts, hi), len(cuts) - 1)
+    found = []
+    for i in range(first, last):
+        start, stop = cuts[i], cuts[i + 1]
+        low, high = max(start, lo), min(stop, hi)
+        if low < high:
+            found.append((i * step, start, stop - start, low, high - low))
+    return found
+
+
+def _irregular(offsets: IntArray, shapes: IntArray, box: Box) -> list[Copy]:
+    hit, common_offsets, common_shapes = intersect_all(box, offsets, shapes)
+    columns = (offsets[hit], shapes[hit], common_offsets, common_shapes)
+    rows = zip(hit.tolist(), *(map(tuple, c.tolist()) for c in columns), strict=True)
+    return [Copy(chunk=n, chunk_box=Box(o, s), box=Box(low, size)) for n, o, s, low, size in rows]

@@ -1,0 +1,86 @@
+"""Which stored tensor goes to which wanted one: renames, globs, shapes, dtypes and padding. Pure. All problems are found, not only
+the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckpt.catalog import TensorEntry
+from ckpt.errors import UsageError
+from ckpt.geometry import Box
+
+from .ownership import Global
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What part of a checkpoint is meant, and under which names.
+
+    ``only``: globs; names that match none are left alone on both sides. ``rename``: name or glob in the checkpoint → name or glob in the
+    state; one ``*`` on each side stands for the same text, and the first rule that matches a name decides.
+    """
+
+    only: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for old, new in self.rename:
+            if old.count("*") != new.count("*") or old.count("*") > 1:
+                raise UsageError(f"rename {old!r} → {new!r}: each side needs one *, or none")
+
+    def wants(self, name: str) -> bool:
+        return not self.only or any(fnmatchcase(name, glob) for glob in self.only)
+
+    def renamed(self, stored: str) -> str:
+        """The name in the state of what the checkpoint calls ``stored``."""
+        for old, new in self.rename:
+            head, star, tail = old.partition("*")
+            if not star and stored == old:
+                return new
+            if star and len(stored) >= len(head) + len(tail) and stored.startswith(head) and stored.endswith(tail):
+                return new.replace("*", stored[len(head) : len(stored) - len(tail)])
+        return stored
+
+    def view(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Stored tensors by their names in the state.
+
+        Raises:
+            UsageError: two stored names become one.
+        """
+        found: dict[str, TensorEntry] = {}
+        for stored, entry in entries.items():
+            name = self.renamed(stored)
+            if name in found:
+                raise UsageError(f"the renames make {found[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
+            found[name] = entry
+        return found
+
+
+def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
+    """Why a stored tensor cannot be loaded into a wanted one, or None if it can."""
+    if entry.dtype != wanted.dtype and not cast:
+        return f"dtype {entry.dtype.name} in the checkpoint, {wanted.dtype.name} in the state (cast=True converts)"
+    if entry.shape == wanted.shape:
+        return None
+    mine = wanted.logical or wanted.shape
+    stored = entry.logical or entry.shape
+    if mine == stored:
+        return None
+    padded = " without padding" if wanted.logical or entry.logical else ""
+    return f"shape {list(stored)} in the checkpoint, {list(mine)} in the state{padded}"
+
+
+def common_box(wanted: Global, entry: TensorEntry) -> Box:
+    """The part of a wanted tensor that the stored one gives. The rest is padding, which a load fills with zeros."""
+    return Box((0,) * len(wanted.shape), tuple(map(min, wanted.shape, entry.shape)))
+
+
+def report_names(title: str, names: Iterable[str], limit: int = 20) -> list[str]:
+    """Lines of a message."""
+    listed: Sequence[str] = sorted(names)
+    if not listed:
+        return []
+    more = [f"    and {len(listed) - limit} more"] if len(listed) > limit else []
+    return [f"  {title} ({len(listed)}):", *[f"    {n}" for n in listed[:limit]], *more]

@@ -1,0 +1,165 @@
+"""What ranks tell the leader about their tensors, and the leader's check that it all makes one checkpoint. Pure.
+
+Ranks that hold the same tensors have the same table, so a job sends one table per pipeline stage, not one per rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.dtypes import dtype
+from ckpt.errors import ConsistencyError, CoverageError
+from ckpt.geometry import Box, find_fault
+from ckpt.layout import TensorLayout
+
+from .ownership import Global, Owned, assign
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """The tensors of some ranks, and tied names (name → stored name)."""
+
+    tensors: tuple[Global, ...]
+    aliases: Mapping[str, str]
+
+    def to_bytes(self) -> bytes:
+        """Equal for equal tables: names are sorted, and layouts are numbered in order of first use."""
+        layouts: dict[TensorLayout, int] = {}
+        rows = [
+            [t.name, t.dtype.name, t.shape, t.logical, layouts.setdefault(t.layout, len(layouts))]
+            for t in sorted(self.tensors, key=lambda t: t.name)
+        ]
+        data = {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": dict(sorted(self.aliases.items()))}
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Table:
+        raw = json.loads(data)
+        layouts = [TensorLayout.from_json(x) for x in raw["layouts"]]
+        tensors = tuple(
+            Global(name, dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
+            for name, kind, shape, logical, number in raw["tensors"]
+        )
+        return cls(tensors=tensors, aliases=raw["aliases"])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined:
+    """All tensors of the job, how each is stored, and who writes what."""
+
+    tensors: dict[str, Global]
+    owned: dict[str, Owned]
+    aliases: dict[str, str]
+
+
+@dataclass(eq=False)
+class _Claim:
+    """What the tables say of one tensor: the first one's word, and the numbers of the tables that have it."""
+
+    tensor: Global
+    owned: Owned
+    tables: list[int]
+
+
+def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
+    """Check that the tables of all ranks (each with the ranks that have it) make one checkpoint.
+
+    Raises:
+        ConsistencyError: ranks disagree about a shape, a dtype, padding, or which names are tied.
+        CoverageError: two groups of ranks both claim a tensor, or ranks that should hold a part of one do not have it.
+    """
+    claims: dict[str, _Claim] = {}
+    problems: list[str] = []
+    for number, (_, table) in enumerate(tables):
+        owned = assign(table.tensors)
+        for t in table.tensors:
+            claim = claims.get(t.name)
+            if claim is None:
+                claims[t.name] = _Claim(t, owned[t.name], [number])
+                continue
+            _check_same(claim, t, tables, number, problems)
+            claim.tables.append(number)
+    aliases = _join_aliases(tables, claims, problems)
+    if problems:
+        raise ConsistencyError(_told("the ranks do not agree", problems), hint="pass the same state on every rank")
+    _check_present(claims, tables)
+    return Joined(tensors={n: c.tensor for n, c in claims.items()}, owned={n: c.owned for n, c in claims.items()}, aliases=aliases)
+
+
+def _check_same(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]) -> None:
+    mine, theirs = ranks_of(tables, claim.tables), ranks_of(tables, [number])
+    for what in ("shape", "dtype", "logical"):
+        a, b = getattr(claim.tensor, what), getattr(other, what)
+        if a != b:
+            a, b = (a.name, b.name) if what == "dtype" else (a, b)
+            word = "padding" if what == "logical" else what
+            problems.append(f"tensor {other.name}: {word} {a} on {ranks_text(mine)}, {b} on {ranks_text(theirs)}")
+            return
+    if claim.tensor.layout != other.layout:
+        raise CoverageError(
+            f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
+            hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)); if the ranks have different values, '
+            "use ckpt.PerRank",
+        )
+
+
+def _join_aliases(tables: Sequence[tuple[Sequence[int], Table]], claims: Mapping[str, _Claim], problems: list[str]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for _, table in tables:
+        for name, target in table.aliases.items():
+            if aliases.setdefault(name, target) != target or name in claims:
+                problems.append(f"tensor {name}: tied to {target} on some ranks only")
+    return aliases
+
+
+def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence[int], Table]]) -> None:
+    """Every rank that a tensor's layout gives a part to must have the tensor: else there is a hole."""
+    known: dict[tuple[TensorLayout, tuple[int, ...]], list[int]] = {}
+    problems = []
+    for name, claim in claims.items():
+        key = (claim.tensor.layout, tuple(claim.tables))
+        if key not in known:
+            known[key] = sorted(claim.tensor.layout.ranks() - set(ranks_of(tables, claim.tables)))
+        absent = known[key]
+        if absent:
+            problems.append(_hole(name, claim, absent))
+        elif claim.owned.boxes is not None:
+            fault = find_fault(claim.tensor.shape, *claim.owned.boxes)
+            if fault is not None:
+                raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")
+    if problems:
+        raise CoverageError(
+            _told("parts of tensors are missing", problems),
+            hint="put the tensor into the state of these ranks, or correct the layout; a value of one rank alone goes into ckpt.PerRank",
+        )
+
+
+def _hole(name: str, claim: _Claim, absent: list[int]) -> str:
+    lost = np.flatnonzero(np.isin(claim.owned.owners, absent))
+    boxes = f"{claim.owned.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
+    return f"tensor {name}: {ranks_text(absent)} should hold {boxes}, but do not have it"
+
+
+def ranks_of(tables: Sequence[tuple[Sequence[int], Table]], numbers: Iterable[int]) -> list[int]:
+    return sorted(r for n in numbers for r in tables[n][0])
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for r in sorted(ranks):
+        if runs and r == runs[-1][-1] + 1:
+            runs[-1][1:] = [r]
+        else:
+            runs.append([r])
+    text = ", ".join("-".join(map(str, run)) for run in runs[:20]) + (", …" if len(runs) > 20 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _told(what: str, problems: Sequence[str], limit: int = 20) -> str:
+    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
+    return "\n  ".join([f"{what}:", *problems[:limit], *more])

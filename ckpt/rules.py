@@ -1,0 +1,326 @@
+"""Layouts for plain tensors: rules from names to placements, for Megatron-style models whose tensors do not know their own place.
+
+A rule is ``(glob, placement, …)``; the first glob that matches a tensor's name decides, and a name that no rule matches is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .errors import LayoutError
+from .layout import Flat, Interleaved, Mesh, Replicate, Shard, Split, TensorLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Dimension ``dim`` has ``size`` real elements; what the ranks hold beyond them is padding (a vocabulary made divisible).
+
+    Padding is stored, so that the same layout resumes exactly; another padding takes the real elements and fills its own padding
+    with zeros.
+    """
+
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be told from
+    one rank's part."""
+
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalShape:
+    """The tensor's global shape. Needed for :class:`Flat` tensors, whose memory does not show it."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The tensor lives on these coordinates of mesh dimension ``over`` (negative ones count from the end): an embedding tied to
+    the head is on ``(0, -1)``."""
+
+    over: str
+    at: tuple[int, ...] | int
+
+
+@dataclass(frozen=True, slots=True)
+class OnMesh:
+    """The rule's mesh dimensions are those of this one of the layout's further meshes (experts folded over the same ranks)."""
+
+    name: str
+
+
+Placement = Split | Replicate | Padded | Uneven | GlobalShape | Stage | OnMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbered:
+    """Names with a local number that is not the global one: layers of a pipeline stage, experts of an expert-parallel rank.
+
+    ``pattern`` is a part of the name in which ``{n}`` stands for the number and ``{chunk}``, if there, for the model chunk of a virtual
+    pipeline; ``to`` is what it becomes. ``ids[coordinate][chunk][local]`` is the global number. With ``stack`` the numbered
+    tensors are stored as one tensor with a new dimension ``stack``; ``{n}`` and the dot after it then vanish from the name.
+    """
+
+    pattern: str
+    to: str
+    over: str
+    ids: tuple[tuple[tuple[int, ...], ...], ...]
+    stack: int | None = None
+    mesh: str | None = None
+    stage: bool = False
+    """True for a pipeline: tensors without a number then live on the stages that have them."""
+
+    def regex(self) -> re.Pattern[str]:
+        text = re.escape(self.pattern).replace(r"\{n\}", r"(?P<n>\d+)").replace(r"\{chunk\}", r"(?P<chunk>\d+)")
+        return re.compile(r"(?<![^.])" + text + r"(?![^.])")
+
+    def count(self) -> int:
+        return sum(len(chunk) for coordinate in self.ids for chunk in coordinate)
+
+
+def pipeline(
+    pattern: str, *, layers: int, stages: int, virtual: int = 1, over: str = "pp", to: str | None = None, stack: int | None = None
+) -> Numbered:
+    """Layers over pipeline stages: contiguous blocks, or with ``virtual`` chunks per stage Megatron's interleaved order.
+
+    ``pattern`` is such as ``"layers.{n}"`` or ``"{chunk}.layers.{n}"``. Chunk v of stage p has layers ``v·L/V + p·L/(V·P)`` and following
+    (megatron/core/transformer/transformer_block.py, get_num_layers_to_build and the layer offset).
+    """
+    per, rest = divmod(layers, stages * virtual)
+    if rest:
+        raise LayoutError(f"{layers} layers do not divide into {stages} stages of {virtual} chunks", hint="give Numbered(ids=...) yourself")
+    ids = tuple(
+        tuple(tuple(range(v * stages * per + p * per, v * stages * per + (p + 1) * per)) for v in range(virtual)) for p in range(stages)
+    )
+    target = to if to is not None else pattern.replace("{chunk}.", "")
+    return Numbered(pattern=pattern, to=target, over=over, ids=ids, stack=stack, stage=True)
+
+
+def experts(
+    pattern: str, *, count: int, ranks: int, over: str = "ep", to: str | None = None, stack: int | None = None, mesh: str | None = None
+) -> Numbered:
+    """Experts over expert-parallel ranks, contiguous blocks: ``pattern`` is such as ``"experts.{n}"``."""
+    per, rest = divmod(count, ranks)
+    if rest:
+        raise LayoutError(f"{count} experts do not divide over {ranks} ranks", hint="give Numbered(ids=...) yourself")
+    ids = tuple((tuple(range(r * per, (r + 1) * per)),) for r in range(ranks))
+    return Numbered(pattern=pattern, to=pattern if to is None else to, over=over, ids=ids, stack=stack, mesh=mesh)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A local tensor's place: the stored name, the global shape, the layout, and the box that the local tensor is of the global
+    one when stacked."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    logical: tuple[int, ...] | None = None
+    stack: tuple[int, int] | None = None
+    """``(dim, index)``: the local tensor is element ``index`` of new dimension ``dim``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """One number found in a name: whose it is, on which coordinate, and the global value."""
+
+    rule: Numbered
+    coordinate: int
+    value: int | None
+
+
+class Layout:
+    """A mesh and rules; see the module's docstring.
+
+    Args:
+        mesh: names and sizes of the parallel dimensions, the last one's ranks being neighbours: ``{"pp": 2, "dp": 2, "tp": 2}``.
+        rules: ``(glob, placement, …)`` in order of preference.
+        numbered: names with local numbers, from :func:`pipeline` and :func:`experts`.
+        meshes: further meshes over the same ranks, for rules with :class:`OnMesh`.
+
+    Example::
+
+        Layout({"pp": 2, "tp": 2}, rules=[("*.wq.weight", Shard(0, "tp")), ("*.wo.weight", Shard(1, "tp")), ("*", Replicate())],
+               numbered=[pipeline("layers.{n}", layers=8, stages=2)])
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int] | Mesh,
+        rules: Sequence[tuple[Any, ...]],
+        *,
+        numbered: Sequence[Numbered] = (),
+        meshes: Mapping[str, Mapping[str, int] | Mesh] | None = None,
+    ) -> None:
+        self.mesh = Mesh.of(mesh)
+        self.meshes = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
+        self.rules = [(rule[0], tuple(rule[1:])) for rule in rules]
+        self.numbered = tuple(numbered)
+        for other in self.meshes.values():
+            if set(other.ranks) != set(self.mesh.ranks):
+                raise LayoutError(f"meshes {self.mesh} and {other} are over different ranks")
+        for n in self.numbered:
+            if len(n.ids) != self._mesh(n.mesh).size(n.over):
+                raise LayoutError(
+                    f"{n.pattern!r} has numbers for {len(n.ids)} coordinates, {n.over!r} has {self._mesh(n.mesh).size(n.over)}"
+                )
+
+    def _mesh(self, name: str | None) -> Mesh:
+        if name is None:
+            return self.mesh
+        if name not in self.meshes:
+            raise LayoutError(f"the layout has no mesh {name!r}", hint=f"its further meshes are {sorted(self.meshes)}")
+        return self.meshes[name]
+
+    def place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
+        """Where the tensor that ``rank`` calls ``name`` belongs.
+
+        Raises:
+            LayoutError: no rule matches, the shape does not fit the rule, or the rank is not in the mesh.
+        """
+        if rank not in self.mesh.ranks:
+            raise LayoutError(f"rank {rank} is not in the layout's mesh {self.mesh}", where=name)
+        placements = self._rule(name)
+        given = next((p.name for p in placements if isinstance(p, OnMesh)), None)
+        stored, numbers = self._renumber(name, rank)
+        mesh_name = given or next((n.rule.mesh for n in numbers if n.rule.mesh), None)
+        mesh = self._mesh(mesh_name)
+        at = self._at(placements, numbers, mesh, rank)
+        splits = tuple(p for p in placements if isinstance(p, (Shard, Interleaved, Flat)))
+        try:
+            layout = TensorLayout(mesh, splits, at)
+            shape = _global_shape(placements, layout, local_shape)
+            logical = _logical(placements, shape)
+            stacked = next((n for n in numbers if n.rule.stack is not None), None)
+            if stacked is not None:
+                return self._stack(stored, shape, layout, logical, stacked)
+            _check_local(layout, shape, local_shape, rank)
+        except LayoutError as err:
+            raise LayoutError(err.message, where=f"tensor {name}, rank {rank}", hint=err.hint) from err
+        return Placed(name=stored, shape=shape, layout=layout, logical=logical)
+
+    def _rule(self, name: str) -> tuple[Placement, ...]:
+        for glob, placements in self.rules:
+            if fnmatchcase(name, glob):
+                return placements
+        raise LayoutError("no rule of the layout matches", where=f"tensor {name}", hint='add a rule, or ("*", Replicate()) as the last one')
+
+    def _renumber(self, name: str, rank: int) -> tuple[str, list[_Number]]:
+        numbers = []
+        for rule in self.numbered:
+            found = rule.regex().search(name)
+            if found is None:
+                continue
+            mesh = self._mesh(rule.mesh)
+            where = mesh.coordinate(rank)
+            assert where is not None
+            coordinate = where[mesh.axis(rule.over)]
+            fields = found.groupdict()
+            chunks = rule.ids[coordinate]
+            chunk, local = int(fields.get("chunk") or 0), fields.get("n")
+            if chunk >= len(chunks) or (local is not None and int(local) >= len(chunks[chunk])):
+                raise LayoutError(
+                    f"{rule.pattern!r} has no number for it on coordinate {coordinate} of {rule.over!r}", where=f"tensor {name}"
+                )
+            value = None if local is None else chunks[chunk][int(local)]
+            to = rule.to.replace(".{n}", "").replace("{n}", "") if rule.stack is not None else rule.to.replace("{n}", str(value))
+            name = (name[: found.start()] + to + name[found.end() :]).strip(".")
+            numbers.append(_Number(rule, coordinate, value))
+        return name, numbers
+
+    def _at(
+        self, placements: tuple[Placement, ...], numbers: list[_Number], mesh: Mesh, rank: int
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        at: dict[str, tuple[int, ...]] = {}
+        for rule in self.numbered:
+            if rule.stage and rule.over in mesh.names:
+                where = mesh.coordinate(rank)
+                assert where is not None
+                at[rule.over] = (where[mesh.axis(rule.over)],)
+        for n in numbers:
+            if n.value is not None and n.rule.over in mesh.names:
+                at[n.rule.over] = (n.coordinate,)
+        for p in placements:
+            if isinstance(p, Stage):
+                size = mesh.size(p.over)
+                at[p.over] = tuple(sorted({i % size for i in ((p.at,) if isinstance(p.at, int) else p.at)}))
+        return tuple(sorted(at.items()))
+
+    def _stack(self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number) -> Placed:
+        """The layout of the stacked tensor: a new dimension, cut over the number's mesh dimension; ids must be contiguous blocks."""
+        rule, dim = number.rule, number.rule.stack
+        assert dim is not None and number.value is not None
+        flat = [i for coordinate in rule.ids for chunk in coordinate for i in chunk]
+        if flat != list(range(len(flat))) or any(len(coordinate) != 1 for coordinate in rule.ids):
+            raise LayoutError(
+                f"{rule.pattern!r} cannot be stacked: a coordinate's numbers are not one contiguous block", hint="leave stack=None"
+            )
+        sizes = tuple(len(coordinate[0]) for coordinate in rule.ids)
+        ndim = len(shape) + 1
+        splits = tuple(_shifted(s, dim, ndim) for s in layout.splits)
+        at = tuple((over, allowed) for over, allowed in layout.at if over != rule.over)
+        stacked = TensorLayout(layout.mesh, (Shard(dim, rule.over, sizes), *splits), at)
+        grown = (*shape[:dim], len(flat), *shape[dim:])
+        real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
+        return Placed(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
+
+
+def _shifted(split: Split, dim: int, ndim: int) -> Split:
+    """The same split of a tensor that has got a new dimension ``dim``."""
+    if isinstance(split, Flat):
+        raise LayoutError("a stacked tensor cannot be Flat")
+    old = split.dim % (ndim - 1)
+    new = old + 1 if old >= dim else old
+    return Shard(new, split.over, split.sizes) if isinstance(split, Shard) else Interleaved(new, split.over, split.groups)
+
+
+def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local: tuple[int, ...]) -> tuple[int, ...]:
+    given = next((p.shape for p in placements if isinstance(p, GlobalShape)), None)
+    if given is not None:
+        return given
+    if layout.is_flat:
+        raise LayoutError("the global shape of a Flat tensor cannot be told from its memory", hint="add GlobalShape(shape) to the rule")
+    shape = list(local)
+    for split in layout.splits:
+        assert not isinstance(split, Flat)
+        if not -len(local) <= split.dim < len(local):
+            raise LayoutError(f"{split} does not fit a tensor of shape {local}")
+        if isinstance(split, Shard) and split.sizes is not None:
+            shape[split.dim] = sum(split.sizes)
+        elif isinstance(split, Interleaved) and isinstance(split.groups, tuple):
+            shape[split.dim] = sum(split.groups)
+        else:
+            shape[split.dim] *= layout.mesh.size(split.over)
+    for p in placements:
+        if isinstance(p, Uneven):
+            shape[p.dim] = p.size
+    return tuple(shape)
+
+
+def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    logical = list(shape)
+    for p in placements:
+        if isinstance(p, Padded):
+            if p.size > shape[p.dim]:
+                raise LayoutError(f"dimension {p.dim} has {shape[p.dim]} elements, fewer than the {p.size} real ones of {p}")
+            logical[p.dim] = p.size
+    return tuple(logical) if any(isinstance(p, Padded) for p in placements) else None
+
+
+def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:
+    wanted = layout.local_shape(shape, rank)
+    if wanted != local:
+        raise LayoutError(
+            f"by the layout this rank's part of a tensor of shape {shape} has shape {wanted}, but the tensor has {local}",
+            hint="correct the rule, or add Uneven(dim, size) where the parts differ",
+        )

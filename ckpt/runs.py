@@ -1,0 +1,91 @@
+"""Which steps a run holds: a listing of checkpoints by their commit records. No torch, and no index is opened.
+
+A checkpoint counts as committed only if its commit record is there and can be believed.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend
+
+from .errors import CorruptError, FormatError, NotFoundError
+
+UNFINISHED = "no commit record: the save did not finish, or is still going on"
+
+_NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
+_DATA_FILE = re.compile(r"[0-9a-z]{16}-\d{5,}(-\d+)?\.safetensors")
+_LISTING_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One checkpoint of a run, or what is left of a save that did not finish."""
+
+    number: int | None
+    """From the directory's name; None if that does not end in a step number."""
+    url: str
+    committed: bool
+    damaged: bool = False
+    """There is a commit record, but it is damaged or of a version that this software does not know. Not debris: never collect it."""
+    created: str | None = None
+    """UTC, ISO 8601; like ``tensor_bytes`` and ``world_size`` it is None unless committed."""
+    tensor_bytes: int | None = None
+    world_size: int | None = None
+    reason: str | None = None
+    """Why it is not committed; None if it is."""
+
+
+def step_number(name: str) -> int | None:
+    """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
+    found = _NUMBER.fullmatch(name.strip("/"))
+    return int(found[1]) if found else None
+
+
+def list_steps(root_url: str) -> list[Step]:
+    """The checkpoint at ``root_url`` itself, else those in the directories right below it; the highest step last, unnumbered ones first.
+
+    Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list.
+
+    Raises:
+        StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
+    """
+    backend = open_backend(root_url)
+    itself = _step(backend, "", root_url)
+    if itself is not None:
+        return [itself]
+    names = [name.rstrip("/") for name in backend.children("") if name.endswith("/")]
+    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+        found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
+        steps = [step for step in found if step is not None]
+    return sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+
+
+def _step(backend: Backend, prefix: str, url: str) -> Step | None:
+    """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
+    number = step_number(url.rstrip("/").rpartition("/")[2])
+    try:
+        record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
+    except NotFoundError:
+        return Step(number=number, url=url, committed=False, reason=UNFINISHED) if _has_debris(backend, prefix) else None
+    except (CorruptError, FormatError) as err:
+        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
+    return Step(
+        number=number,
+        url=url,
+        committed=True,
+        created=record.created,
+        tensor_bytes=record.tensor_bytes,
+        world_size=record.world_size,
+    )
+
+
+def _has_debris(backend: Backend, prefix: str) -> bool:
+    names = backend.children(prefix.rstrip("/"))
+    if any(name.startswith("index-") and name.endswith("/") for name in names):
+        return True
+    return "data/" in names and any(_DATA_FILE.fullmatch(name) for name in backend.children(prefix + "data"))

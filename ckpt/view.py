@@ -1,0 +1,170 @@
+"""A read-only look into a checkpoint, in one process, without torch.distributed. Nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .catalog import Catalog, TensorEntry
+from .errors import NotFoundError, UsageError
+from .geometry import Box
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StoredTensor:
+    """A tensor of a checkpoint. Index it to read that part: ``t[0:128]``, ``t[:, 3]``, ``t[...]`` for all of it."""
+
+    def __init__(self, catalog: Catalog, entry: TensorEntry) -> None:
+        self._catalog = catalog
+        self._entry = entry
+
+    @property
+    def name(self) -> str:
+        return self._entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape, without padding."""
+        return self._entry.logical or self._entry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from .adapters.tensors import torch_dtype
+
+        return torch_dtype(self._entry.dtype)
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, in host memory."""
+        return self[...]
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """Read a part. Integers and slices (with steps) as for a torch tensor; only the chunks that they touch are read.
+
+        Raises:
+            CorruptError: the bytes are damaged.
+            IndexError, UsageError: the key does not fit.
+        """
+        box, rest = _box_of(key, self.shape)
+        return _read(self._catalog, self._entry, box)[rest]
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.name!r}, shape={list(self.shape)}, dtype={self._entry.dtype.name})"
+
+
+class View(Mapping[str, StoredTensor]):
+    """The tensors of a checkpoint by name, and its other values. From :func:`ckpt.open`."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        entry = self._catalog.tensors.get(name)
+        if entry is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._catalog.tensors, 3)
+            raise NotFoundError(
+                f"the checkpoint has no tensor {name!r}",
+                where=self._catalog.url,
+                hint=f"near it: {', '.join(near)}" if near else "`ckpt inspect` lists the names",
+            )
+        return StoredTensor(self._catalog, entry)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog.tensors)
+
+    def __len__(self) -> int:
+        return len(self._catalog.tensors)
+
+    @property
+    def url(self) -> str:
+        return self._catalog.url
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """All tensors, by name."""
+        for entry in self._catalog.tensors.values():
+            yield StoredTensor(self._catalog, entry)
+
+    def state(self) -> Any:
+        """The saved state as nested Python values, with a :class:`StoredTensor` in place of each tensor.
+
+        A module is a mapping from its tensors' names; an optimizer has ``state`` (parameter name → values) and ``param_groups``.
+        """
+        from . import tree
+
+        return tree.decode(self._catalog.state, self._special)
+
+    def per_rank(self, path: str, rank: int) -> Any:
+        """The value that rank ``rank`` saved in the ``PerRank`` object at ``path`` (``"rng"``, ``"loader.position"``)."""
+        from . import tree
+
+        nodes = self._catalog.ranks.get(rank, {})
+        if path not in nodes:
+            raise NotFoundError(f"rank {rank} saved no PerRank value {path!r}", where=self._catalog.url)
+        return tree.decode(nodes[path], self._special)
+
+    def _special(self, kind: str, payload: Any) -> object:
+        if kind == "$tensor":
+            return self[payload]
+        if kind == "$tensors":
+            prefix = f"{payload}."
+            return {n[len(prefix) :]: self[n] for n, e in self._catalog.tensors.items() if n.startswith(prefix) and e.rank is None}
+        if kind == "$inline":
+            from .adapters.optimizers import decode_inline
+
+            return decode_inline(payload)
+        return payload
+
+    def __repr__(self) -> str:
+        return f"View({self.url!r}, {len(self)} tensors)"
+
+
+def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The smallest box that an index touches, and what to index that box with."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if any(k is Ellipsis for k in keys):
+        at = next(i for i, k in enumerate(keys) if k is Ellipsis)
+        keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
+    if len(keys) > len(shape):
+        raise IndexError(f"{len(keys)} indices for a tensor of {len(shape)} dimensions")
+    offset: list[int] = []
+    sizes: list[int] = []
+    rest: list[Any] = []
+    for k, size in zip([*keys, *[slice(None)] * (len(shape) - len(keys))], shape, strict=True):
+        if isinstance(k, slice):
+            start, stop, step = k.indices(size)
+            if step < 1:
+                raise UsageError("a slice needs a positive step")
+            offset.append(start if stop > start else 0)
+            sizes.append(max(stop - start, 0))
+            rest.append(slice(None, None, step))
+        elif isinstance(k, int):
+            if not -size <= k < size:
+                raise IndexError(f"index {k} is out of range for a dimension of {size}")
+            offset.append(k % size)
+            sizes.append(1)
+            rest.append(0)
+        else:
+            raise UsageError(f"index a stored tensor with integers and slices, not {type(k).__name__}", hint="read it first: t[...]")
+    return Box(tuple(offset), tuple(sizes)), tuple(rest)
+
+
+def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
+    import torch
+
+    from .adapters.tensors import Held, LocalTensor, torch_dtype
+    from .engine.reader import Job, Reader
+    from .layout import TensorLayout
+    from .plan.ownership import Global
+    from .settings import threads
+
+    memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+    info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
+    reader = Reader(catalog=catalog, verify="full", threads=threads(None), beat=lambda: None)
+    reader.run([Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)])
+    return memory

@@ -1,0 +1,1 @@
+"""The command line: one file per command. Nothing heavier than click is imported until a command needs it."""

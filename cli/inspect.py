@@ -1,0 +1,177 @@
+"""``ckpt inspect``: what a checkpoint holds, from its index alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.errors import NamesError
+
+from . import units
+from .output import Output, options
+
+if TYPE_CHECKING:
+    from ckpt.catalog import Catalog, TensorEntry
+
+
+@click.command("inspect", short_help="Show what a checkpoint holds.")
+@click.argument("url")
+@click.argument("glob", required=False)
+@click.option("--state", "show", flag_value="state", help="Show the values that are not tensors, by path.")
+@click.option("--files", "show", flag_value="files", help="Show the data files.")
+@options
+def command(url: str, glob: str | None, show: str | None, *, as_json: bool, quiet: bool) -> None:
+    """Show the tensors of the checkpoint at URL, or of those whose name matches GLOB (a * matches dots too).
+
+    With --state it shows the values instead, and GLOB picks paths; with --files the data files that hold the tensors. No tensor is read.
+
+    \b
+    Example:
+      ckpt inspect runs/a/step-00001000 'model.layers.0.*'
+      ckpt inspect runs/a/step-00001000 --state 'optimizer.*.lr'
+      ckpt inspect --json runs/a/step-00001000 | jq .totals
+    """
+    from ckpt.formats.registry import open_catalog
+
+    output = Output(json=as_json, quiet=quiet)
+    catalog = open_catalog(url)
+    if output.json:
+        output.document(_document(catalog, glob, show))
+    elif show == "state":
+        _print_state(_pick(_values(catalog), glob, "path"), output)
+    else:
+        entries = list(_pick(catalog.tensors, glob, "tensor").values())
+        (_print_files if show == "files" else _print_tensors)(catalog, entries, output)
+
+
+def _pick(things: dict[str, Any] | Any, glob: str | None, what: str) -> dict[str, Any]:
+    """Those whose name matches; nothing at all is an error, because it is more often a typing mistake than an answer."""
+    picked = {name: thing for name, thing in things.items() if glob is None or fnmatchcase(name, glob)}
+    if glob is not None and not picked:
+        first = ", ".join(list(things)[:3]) or "none"
+        raise NamesError(f"no {what} matches {glob!r}", hint=f"quote the pattern for the shell; the first of {len(things):,} are: {first}")
+    return picked
+
+
+# ---------------------------------------------------------------------------------------------------------------- people
+
+
+def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
+    if output.quiet:
+        for entry in entries:
+            output.line(entry.name)
+        return
+    output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "NOTE"), [_row(entry) for entry in entries])
+    totals = _totals(catalog, entries)
+    bytes_and_chunks = f"{units.size(totals['bytes'])} in {units.plural(totals['chunks'], 'chunk')}"
+    output.line(f"{units.plural(totals['tensors'], 'tensor')}, {totals['elements']:,} elements, {bytes_and_chunks} ({catalog.format})")
+
+
+def _row(entry: TensorEntry) -> tuple[str, ...]:
+    notes = [f"= {entry.alias}"] if entry.alias is not None else []
+    notes += [f"without padding {units.shape(entry.logical)}"] if entry.logical is not None else []
+    notes += [f"rank {entry.rank}"] if entry.rank is not None else []
+    stored = ("", "") if entry.alias is not None else (units.size(entry.nbytes), f"{len(entry.grid):,}")
+    return (entry.name, entry.dtype.name, units.shape(entry.shape), *stored, ", ".join(notes))
+
+
+def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
+    files = _files(catalog, entries)
+    if output.quiet:
+        for file in files:
+            output.line(file["path"])
+        return
+    rows = [
+        (
+            file["path"],
+            "" if file["rank"] is None else str(file["rank"]),
+            "" if file["size"] is None else units.size(file["size"]),
+            f"{file['chunks']:,}",
+            units.size(file["bytes"]),
+        )
+        for file in files
+    ]
+    output.table(("FILE", ">RANK", ">SIZE", ">CHUNKS", ">BYTES"), rows)
+
+
+def _print_state(values: dict[str, Any], output: Output) -> None:
+    from ckpt.tree import shorten
+
+    if output.quiet:
+        for path in values:
+            output.line(path)
+        return
+    output.table(("PATH", "VALUE"), [(path, shorten(node)) for path, node in values.items()])
+
+
+# -------------------------------------------------------------------------------------------------------------- machines
+
+
+def _document(catalog: Catalog, glob: str | None, show: str | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"url": catalog.url, "format": catalog.format}
+    if show == "state":
+        return {**fields, "state": catalog.state, "ranks": {str(rank): dict(values) for rank, values in catalog.ranks.items()}}
+    entries = list(_pick(catalog.tensors, glob, "tensor").values())
+    fields |= {"totals": _totals(catalog, entries), "tensors": [_fields(entry) for entry in entries]}
+    return {**fields, "files": _files(catalog, entries)} if show == "files" else fields
+
+
+def _fields(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype.name,
+        "shape": entry.shape,
+        "logical": entry.logical,
+        "bytes": entry.nbytes,
+        "chunks": len(entry.grid),
+        "alias": entry.alias,
+        "rank": entry.rank,
+    }
+
+
+def _totals(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, int]:
+    """Sums over stored tensors: an alias stands for bytes that its target already counts."""
+    stored = [entry for entry in entries if entry.alias is None]
+    return {
+        "tensors": len(stored),
+        "aliases": len(entries) - len(stored),
+        "elements": sum(entry.numel for entry in stored),
+        "bytes": sum(entry.nbytes for entry in stored),
+        "chunks": sum(len(entry.grid) for entry in stored),
+    }
+
+
+def _files(catalog: Catalog, entries: Sequence[TensorEntry]) -> list[dict[str, Any]]:
+    """A row per file that holds a chunk of ``entries``: what the index says of the file, and how many chunks and bytes of them it holds."""
+    chunks, sizes = Counter[str](), Counter[str]()
+    for entry in entries:
+        if entry.alias is None:
+            for extent in catalog.extents(entry, range(len(entry.grid))):
+                chunks[extent.path] += 1
+                sizes[extent.path] += extent.length
+    known = {file.path: file for file in getattr(catalog, "files", ())}
+    return [
+        {
+            "path": path,
+            "rank": known[path].rank if path in known else None,
+            "size": known[path].size if path in known else None,
+            "chunks": chunks[path],
+            "bytes": sizes[path],
+        }
+        for path in sorted(chunks)
+    ]
+
+
+def _values(catalog: Catalog) -> dict[str, Any]:
+    """Every value by path, tensors left out; those of one rank start with ``rank <r>:``."""
+    from ckpt.tree import leaves
+
+    values = dict(leaves(catalog.state)) if catalog.state is not None else {}
+    for rank, by_path in catalog.ranks.items():
+        for path, node in by_path.items():
+            values |= {f"rank {rank}: {path}{'.' if below else ''}{below}": value for below, value in leaves(node)}
+    return {path: node for path, node in values.items() if not (isinstance(node, dict) and node.keys() & {"$tensor", "$tensors"})}

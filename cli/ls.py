@@ -1,0 +1,64 @@
+"""``ckpt ls``: the checkpoints of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.errors import NotFoundError
+
+from . import units
+from .output import Output, options
+
+if TYPE_CHECKING:
+    from ckpt.runs import Step
+
+
+@click.command("ls", short_help="List the checkpoints of a run.")
+@click.argument("root")
+@options
+def command(root: str, *, as_json: bool, quiet: bool) -> None:
+    """List the checkpoints below ROOT, the newest step last.
+
+    ROOT is the directory that holds the steps of a run, or a single checkpoint. Saves that did not finish and damaged
+    checkpoints are listed with the reason; -q prints only the URLs of committed ones.
+
+    \b
+    Example:
+      ckpt ls runs/a
+      ckpt ls -q s3://bucket/runs/a | tail -1     # the newest that can be loaded
+    """
+    from ckpt.runs import list_steps
+
+    output = Output(json=as_json, quiet=quiet)
+    steps = list_steps(root)
+    if not steps:
+        raise NotFoundError("no checkpoint here, and none in a directory below", where=root, hint="name the directory that holds the steps")
+    if output.json:
+        output.document({"root": root, "steps": [_fields(step) for step in steps]})
+    elif quiet:
+        for step in steps:
+            if step.committed:
+                output.line(step.url)
+    else:
+        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "WHY NOT"), [_row(step) for step in steps])
+
+
+def _fields(step: Step) -> dict[str, object]:
+    fields = asdict(step)
+    return {"step": fields.pop("number"), **fields}
+
+
+def _row(step: Step) -> tuple[str, ...]:
+    status = click.style("committed", fg="green") if step.committed else click.style("damaged" if step.damaged else "unfinished", fg="red")
+    return (
+        step.url,
+        "" if step.number is None else str(step.number),
+        status,
+        "" if step.tensor_bytes is None else units.size(step.tensor_bytes),
+        "" if step.world_size is None else str(step.world_size),
+        units.age(step.created) if step.committed else "",
+        step.reason or "",
+    )

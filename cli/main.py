@@ -1,0 +1,118 @@
+"""The ``ckpt`` command: finds the subcommand and turns errors into messages and exit codes.
+
+Nothing heavier than click is imported here; a command's file is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ckpt._version import __version__
+from ckpt.errors import CkptError
+
+from .output import Output
+
+COMMANDS = {
+    "ls": "List the checkpoints of a run.",
+    "inspect": "Show what a checkpoint holds.",
+    "verify": "Read a checkpoint whole and compare it with its digests.",
+}
+"""Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""
+
+INTERRUPTED = 130
+
+
+class Commands(click.Group):
+    """A group that imports a command only to run it, and that ends with the exit codes of docs/cli.md."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"ckpt.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Run and exit; the arguments are those of ``click.Command.main``."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        sys.exit(_exit_code(lambda: super(Commands, self).main(arguments, prog_name or "ckpt", **extra), as_json="--json" in arguments))
+
+
+@click.group(
+    "ckpt",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="A URL is a path or scheme://… . Every command takes --json and -q. Exit codes and JSON fields: docs/cli.md.",
+)
+@click.version_option(__version__, prog_name="ckpt", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Look at and check the checkpoints of distributed training.
+
+    \b
+    Example:
+      ckpt ls runs/a
+      ckpt inspect runs/a/step-00001000 '*.wq.weight'
+      ckpt verify runs/a/step-00001000
+    """
+
+
+def main() -> None:
+    """Entry point of the ``ckpt`` script."""
+    cli.main()
+
+
+def _exit_code(run: Any, *, as_json: bool) -> int:
+    """Run a command; say what went wrong, if anything, and give the exit code."""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except CkptError as err:
+        _say(type(err).__name__, err.message, err.where, err.hint, err.exit_code, as_json=as_json)
+        return err.exit_code
+    except click.ClickException as err:
+        context = getattr(err, "ctx", None)
+        hint = f"{context.command_path} --help" if context is not None else "ckpt --help"
+        _say("UsageError", err.format_message(), None, hint, 2, as_json=as_json)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (ckpt ls | head). Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as err:  # noqa: BLE001 - the boundary of the program: everything unexpected is shown whole
+        traceback.print_exc()
+        if as_json:
+            _document(type(err).__name__, str(err), None, None, 1)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _say(kind: str, message: str, where: str | None, hint: str | None, code: int, *, as_json: bool) -> None:
+    click.echo(f"error: {message}", err=True)
+    if where is not None:
+        click.echo(f"  where: {where}", err=True)
+    if hint is not None:
+        click.echo(f"  try: {hint}", err=True)
+    if as_json:
+        _document(kind, message, where, hint, code)
+
+
+def _document(kind: str, message: str, where: str | None, hint: str | None, code: int) -> None:
+    Output().document({"error": {"type": kind, "message": message, "where": where, "hint": hint, "exit_code": code}})

@@ -1,0 +1,63 @@
+"""How a command speaks: data on stdout, talk on stderr; for people, as one JSON document, or bare for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What the user asked for. ``quiet``: only names on stdout and only errors on stderr."""
+
+    json: bool = False
+    quiet: bool = False
+
+    def document(self, fields: Mapping[str, Any]) -> None:
+        """The one JSON document of a command, on stdout; on one line unless a person looks at it."""
+        click.echo(json.dumps(fields, ensure_ascii=False, allow_nan=False, indent=2 if sys.stdout.isatty() else None))
+
+    def line(self, text: str = "") -> None:
+        """A line of data, on stdout. Colours are dropped where nobody would see them."""
+        click.echo(text, color=_colours(sys.stdout))
+
+    def talk(self, text: str) -> None:
+        """A line that is not data, on stderr; nothing if quiet."""
+        if not self.quiet:
+            click.echo(text, err=True, color=_colours(sys.stderr))
+
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Aligned columns under a head line, on stdout. A head with ``>`` before it aligns to the right; empty columns are left out."""
+        used = [i for i in range(len(heads)) if not rows or any(row[i] for row in rows)]
+        lines = [[click.style(heads[i].lstrip(">"), bold=True) for i in used], *([row[i] for i in used] for row in rows)]
+        widths = [max(_width(line[at]) for line in lines) for at in range(len(used))]
+        for line in lines:
+            cells = [_pad(cell, width, right=heads[i].startswith(">")) for cell, width, i in zip(line, widths, used, strict=True)]
+            self.line("  ".join(cells).rstrip())
+
+
+def options(command: Command) -> Command:
+    """The options that every command has: ``--json`` and ``-q``. The command takes them as ``as_json`` and ``quiet``."""
+    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON document; its fields are only ever added to.")(command)
+    return click.option("-q", "--quiet", is_flag=True, help="Print bare names or nothing; only errors on stderr.")(command)
+
+
+def _width(cell: str) -> int:
+    return len(click.unstyle(cell))
+
+
+def _pad(cell: str, width: int, *, right: bool) -> str:
+    room = " " * (width - _width(cell))
+    return room + cell if right else cell + room
+
+
+def _colours(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

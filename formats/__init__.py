@@ -1,0 +1,1 @@
+"""Checkpoint formats: bytes in, catalogs out. Never imports torch."""

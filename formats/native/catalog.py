@@ -1,0 +1,210 @@
+"""Native checkpoints as catalogs. Nothing is given that the chain of digests has not been followed to: record, index, headers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
+from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError
+from ckpt.formats.protocol import Format
+from ckpt.geometry import Box, IntArray
+
+from .commit import COMMIT_PATH, VERSION, CommitRecord
+from .header import Header, parse_header
+from .index import decode_index
+from .keys import chunk_key
+from .paths import INDEX_NAMES, has_debris
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+_REPLACED_TRIES = 3
+
+
+class NativeCatalog:
+    """A committed native checkpoint. Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
+
+    Raises:
+        NotCommittedError: files of a save are there, but no commit record.
+        NotFoundError: nothing is there.
+        FormatError: a version, feature or dtype that this software does not know.
+        CorruptError: the record or an index file is damaged, missing or truncated.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._record, self._contents = _open(backend)
+        self._tensors = {t.name: t for t in self._contents.tensors}
+        self._headers: dict[int, Header] = {}
+        self._locks = tuple(threading.Lock() for _ in self._contents.files)
+
+    @property
+    def url(self) -> str:
+        return self._backend.url
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
+    def format(self) -> str:
+        return f"ckpt {VERSION}"
+
+    @property
+    def record(self) -> CommitRecord:
+        return self._record
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._tensors
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return self._contents.files
+
+    @property
+    def state(self) -> Any:
+        return self._contents.state
+
+    @property
+    def ranks(self) -> Mapping[int, Mapping[str, Any]]:
+        return self._contents.ranks
+
+    def header(self, file: int) -> Header:
+        """The verified header of data file number ``file`` of ``files``; read once.
+
+        Raises:
+            CorruptError: the file is missing or has another size, or its header is damaged.
+        """
+        with self._locks[file]:
+            found = self._headers.get(file)
+            if found is None:
+                found = self._headers[file] = self._read_header(self.files[file])
+            return found
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """Where the bytes of these chunks of ``entry`` are, in the order asked for.
+
+        Raises:
+            CorruptError: a file is missing or truncated, or its header does not fit the index.
+        """
+        numbers = np.fromiter(chunks, dtype=np.int64)
+        offsets, shapes = _boxes(entry.grid, numbers)
+        files = entry.grid.files[numbers if len(entry.grid.files) > 1 else np.zeros_like(numbers)]
+        return [
+            self._extent(entry, Box(tuple(o), tuple(s)), f)
+            for o, s, f in zip(offsets.tolist(), shapes.tolist(), files.tolist(), strict=True)
+        ]
+
+    def _extent(self, entry: TensorEntry, box: Box, file: int) -> Extent:
+        path = self.files[file].path
+        name = entry.name if entry.alias is None else entry.alias
+        stored = self.header(file).chunks.get(chunk_key(name, box, entry.shape, entry.dtype))
+        wanted = entry.dtype.safetensors, entry.dtype.stored_shape(box.shape)
+        if stored is None or stored[:2] != wanted:
+            found = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
+            raise CorruptError(
+                f"chunk {name}{box} {found}; the index says {wanted[0]} {list(wanted[1])}",
+                where=_join(self.url, path),
+                hint="index and data files are of different saves: restore them together, or rebuild the index",
+            )
+        return Extent(path=path, offset=stored.offset, length=stored.length, digest=stored.digest)
+
+    def _read_header(self, file: DataFile) -> Header:
+        where = _join(self.url, file.path)
+        lost = "restore this file from a copy, or load another checkpoint"
+        try:
+            size = self._backend.size(file.path)
+            if size != file.size:
+                raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
+            data = self._backend.read(file.path, 0, file.header)
+        except NotFoundError as err:
+            raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
+        return parse_header(data, file, where)
+
+
+def _join(url: str, path: str) -> str:
+    return f"{url.rstrip('/')}/{path}"
+
+
+def _boxes(grid: Grid, numbers: IntArray) -> tuple[IntArray, IntArray]:
+    """Offsets and shapes ``[n, d]`` of these chunks alone."""
+    if grid.cuts is None:
+        assert grid.boxes is not None
+        return grid.boxes[0][numbers], grid.boxes[1][numbers]
+    if not grid.cuts:
+        none = np.zeros((len(numbers), 0), dtype=np.int64)
+        return none, none
+    cuts = [np.asarray(c, dtype=np.int64) for c in grid.cuts]
+    at = np.unravel_index(numbers, [len(c) - 1 for c in cuts])
+    starts = np.stack([c[i] for c, i in zip(cuts, at, strict=True)], axis=1)
+    return starts, np.stack([c[i + 1] for c, i in zip(cuts, at, strict=True)], axis=1) - starts
+
+
+# ------------------------------------------------------------------------------------------------------------- opening
+
+
+def read_record(backend: Backend) -> bytes | None:
+    """The bytes of the commit record, or None if there is none."""
+    try:
+        return backend.read(COMMIT_PATH)
+    except NotFoundError:
+        return None
+
+
+def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
+    """One index file, verified.
+
+    Raises:
+        CorruptError: it is missing, or its size or digest is not what the record says.
+    """
+    file = record.index[name]
+    where = _join(backend.url, file.path)
+    hint = "restore this file from a copy, or rebuild the index from the data files"
+    try:
+        data = backend.read(file.path)
+    except NotFoundError as err:
+        raise CorruptError(f"the index file {file.path} is missing", where=where, hint=hint) from err
+    if len(data) != file.size:
+        raise CorruptError(f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}", where=where, hint=hint)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    if digest != file.digest:
+        raise CorruptError(f"the index file {file.path} is damaged: its digest is {digest}, not {file.digest}", where=where, hint=hint)
+    return data
+
+
+def _open(backend: Backend) -> tuple[CommitRecord, Contents]:
+    """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
+    data = _present_record(backend)
+    for _ in range(_REPLACED_TRIES):
+        record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
+        try:
+            files = {n: read_index_file(backend, record, n) for n in INDEX_NAMES}
+            return record, decode_index(files, _join(backend.url, record.index[INDEX_NAMES[0]].path.rpartition("/")[0]))
+        except CkptError as err:
+            fault, before, data = err, data, _present_record(backend)
+            if data == before:
+                break
+    raise fault
+
+
+def _present_record(backend: Backend) -> bytes:
+    data = read_record(backend)
+    if data is not None:
+        return data
+    if has_debris(backend.children()):
+        raise NotCommittedError(
+            f"there are files of a save, but no {COMMIT_PATH}: the save did not finish",
+            where=backend.url,
+            hint="load an earlier step; what is here cannot be trusted, and can be removed if no save is running",
+        )
+    raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL")
+
+
+FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=NativeCatalog)
+"""This format, for ckpt.formats.registry."""

@@ -1,0 +1,191 @@
+"""The commit record (docs/format.md §2). Nothing in it is believed before its digest is right."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NoReturn
+
+import xxhash
+
+from ckpt._version import __version__
+from ckpt.errors import CorruptError, FormatError
+
+from .paths import INDEX_NAMES, is_digest, path_problem
+
+COMMIT_PATH = "checkpoint.json"
+FORMAT = "ckpt"
+VERSION = 1
+FEATURES: frozenset[str] = frozenset()
+"""Extensions that this reader knows."""
+
+_ZEROS = b"0" * 32
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_DAMAGED = "restore the file from a copy; the tensors can be rebuilt from the data files"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexFile:
+    """One index file: ``path`` relative to the checkpoint, ``size`` in bytes, ``digest`` the XXH3-128 of all of it in hex."""
+
+    path: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitRecord:
+    """What ``checkpoint.json`` says. ``index`` is by file name; ``tensor_bytes`` is the sum of the sizes of all stored tensors."""
+
+    id: str
+    created: str
+    writer: str
+    world_size: int
+    features: tuple[str, ...] = ()
+    index: Mapping[str, IndexFile]
+    tensor_bytes: int
+
+    def to_bytes(self) -> bytes:
+        """The whole file. Equal records give equal bytes."""
+        members = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            "created": self.created,
+            "writer": self.writer,
+            "world_size": self.world_size,
+            "features": list(self.features),
+            "index": {n: {"path": f.path, "size": f.size, "digest": f.digest} for n, f in self.index.items()},
+            "tensor_bytes": self.tensor_bytes,
+            "digest": _ZEROS.decode(),
+        }
+        data = json.dumps(members, indent=2).encode() + b"\n"
+        at = data.rindex(_ZEROS)
+        return data[:at] + xxhash.xxh3_128_hexdigest(data).encode() + data[at + len(_ZEROS) :]
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
+        """Read and verify a commit record; ``where`` is its URL, for messages.
+
+        Raises:
+            CorruptError: the bytes are damaged.
+            FormatError: not a commit record of ours, or a version or feature that this software does not know.
+        """
+        members = _parse(data, where)
+        _check_digest(data, members, where)
+        _check_known(members, where)
+        return _record(members, where)
+
+
+def new_id() -> str:
+    """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36."""
+    return _base36(time.time_ns() // 1_000_000, 9) + _base36(secrets.randbelow(36**7), 7)
+
+
+def now() -> str:
+    """The present UTC time as ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def writer_name() -> str:
+    """Name and version of this software."""
+    return f"ckpt {__version__}"
+
+
+def _base36(number: int, width: int) -> str:
+    text = ""
+    for _ in range(width):
+        number, digit = divmod(number, 36)
+        text = _DIGITS[digit] + text
+    return text
+
+
+def _damaged(what: str, where: str) -> NoReturn:
+    raise CorruptError(f"the commit record {COMMIT_PATH} is damaged: {what}", where=where, hint=_DAMAGED)
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        members = json.loads(data.decode())
+    except (ValueError, RecursionError) as err:
+        _damaged(f"it is not JSON ({err})", where)
+    if not isinstance(members, dict):
+        _damaged("it is not a JSON object", where)
+    return members
+
+
+def _check_digest(data: bytes, members: dict[str, Any], where: str) -> None:
+    digest = members.get("digest")
+    if not is_digest(digest):
+        if members.get("format") != FORMAT:
+            _not_ours(members, where)
+        _damaged("it has no digest of 32 hex digits", where)
+    digits = str(digest).encode()
+    if data.count(digits) != 1:
+        _damaged("its digest is not in it exactly once", where)
+    found = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
+    if found != digest:
+        _damaged(f"its digest is {found}, it says {digest}", where)
+
+
+def _not_ours(members: dict[str, Any], where: str) -> NoReturn:
+    raise FormatError(
+        f"{COMMIT_PATH} is not a commit record of ckpt: its format is {members.get('format')!r}",
+        where=where,
+        hint="check the URL; this file belongs to other software",
+    )
+
+
+def _check_known(members: dict[str, Any], where: str) -> None:
+    if members.get("format") != FORMAT:
+        _not_ours(members, where)
+    version = members.get("version")
+    if type(version) is not int or version != VERSION:
+        raise FormatError(
+            f"format version {version!r} is not known; this software reads version {VERSION}",
+            where=where,
+            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one",
+        )
+    features = members.get("features")
+    unknown = [f for f in features if f not in FEATURES] if isinstance(features, list) else [features]
+    if unknown:
+        raise FormatError(
+            f"it needs features that are not known: {', '.join(map(repr, unknown))}",
+            where=where,
+            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one",
+        )
+
+
+def _record(members: dict[str, Any], where: str) -> CommitRecord:
+    index = _member(members, "index", dict, where)
+    missing = [n for n in INDEX_NAMES if not isinstance(index.get(n), dict)]
+    if missing:
+        _damaged(f"its index lacks {', '.join(missing)}", where)
+    return CommitRecord(
+        id=_member(members, "id", str, where),
+        created=_member(members, "created", str, where),
+        writer=_member(members, "writer", str, where),
+        world_size=_member(members, "world_size", int, where),
+        features=tuple(members["features"]),
+        index={n: _index_file(index[n], n, where) for n in INDEX_NAMES},
+        tensor_bytes=_member(members, "tensor_bytes", int, where),
+    )
+
+
+def _index_file(members: dict[str, Any], name: str, where: str) -> IndexFile:
+    path, size, digest = (_member(members, m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
+    problem = path_problem(path)
+    if problem is not None or size < 0 or not is_digest(digest):
+        _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
+    return IndexFile(path=path, size=size, digest=digest)
+
+
+def _member(members: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    value = members.get(name)
+    if type(value) is not kind:
+        _damaged(f"its {name} is {value!r}, not {kind.__name__}", where)
+    return value

@@ -1,0 +1,259 @@
+"""The index: tensors.arrow, grids.arrow, files.arrow and state.json (docs/format.md §4, §5, §8).
+
+Invariant: its size grows with tensors plus distinct grids plus files, not with tensors times ranks; tensors that are cut alike share one
+``Grid``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+
+from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
+from ckpt.dtypes import dtype
+from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
+
+from .checks import find_problem
+from .paths import FILES, GRIDS, INDEX_NAMES, STATE, TENSORS
+from .tables import Ragged, flat, flat_values, from_file, lists, to_file
+
+_NUMBERS = pa.list_(pa.int64())
+_TENSORS = pa.schema(
+    [
+        pa.field("name", pa.utf8(), nullable=False),
+        pa.field("dtype", pa.utf8(), nullable=False),
+        pa.field("shape", _NUMBERS, nullable=False),
+        pa.field("logical", _NUMBERS),
+        pa.field("grid", pa.int32(), nullable=False),
+        pa.field("alias", pa.utf8()),
+        pa.field("rank", pa.int32()),
+    ]
+)
+_GRIDS = pa.schema(
+    [
+        pa.field("cuts", pa.list_(_NUMBERS)),
+        pa.field("boxes", _NUMBERS),
+        pa.field("files", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+_FILES = pa.schema(
+    [
+        pa.field("path", pa.utf8(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),
+        pa.field("header", pa.int64(), nullable=False),
+        pa.field("digest", pa.utf8(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+    ]
+)
+_ALIAS = -1
+
+
+# ------------------------------------------------------------------------------------------------------------ encoding
+
+
+def encode_index(contents: Contents) -> dict[str, bytes]:
+    """The four index files by name. Grids of equal value become one row.
+
+    Raises:
+        ConsistencyError: the contents contradict themselves; the message names the tensor or file.
+        StateError: the state is not JSON.
+    """
+    problem = find_problem(contents)
+    if problem is not None:
+        raise ConsistencyError(f"these contents cannot be an index: {problem}")
+    tensors = sorted(contents.tensors, key=lambda t: t.name)
+    grids, rows = _distinct_grids(tensors)
+    return {
+        TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS),
+        GRIDS: to_file(_grid_columns(grids), _GRIDS),
+        FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
+        STATE: _encode_state(contents),
+    }
+
+
+def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
+    """Grids that differ in value, and for each tensor the number of its own; −1 for an alias."""
+    grids: list[Grid] = []
+    by_object: dict[int, int] = {}
+    by_value: dict[tuple[object, ...], int] = {}
+    rows = []
+    for t in tensors:
+        if t.alias is not None:
+            rows.append(_ALIAS)
+            continue
+        row = by_object.get(id(t.grid))
+        if row is None:
+            grid = _plain(t.grid)
+            row = by_value.setdefault(_value(grid), len(grids))
+            by_object[id(t.grid)] = row
+            if row == len(grids):
+                grids.append(grid)
+        rows.append(row)
+    return grids, rows
+
+
+def _plain(grid: Grid) -> Grid:
+    """The same grid with one file number instead of many equal ones."""
+    files = np.asarray(grid.files, dtype=np.int32)
+    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files[:1] if (files == files[0]).all() else files)
+
+
+def _value(grid: Grid) -> tuple[object, ...]:
+    if grid.cuts is not None:
+        return tuple(map(tuple, grid.cuts)), grid.files.tobytes()
+    boxes = _box_rows(grid)
+    return boxes.shape, boxes.tobytes(), grid.files.tobytes()
+
+
+def _box_rows(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Boxes as they are stored, ``[n, 2d]``."""
+    assert grid.boxes is not None
+    return np.concatenate(grid.boxes, axis=1, dtype=np.int64)
+
+
+def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict[str, pa.Array]:
+    return {
+        "name": pa.array([t.name for t in tensors], pa.utf8()),
+        "dtype": pa.array([t.dtype.name for t in tensors], pa.utf8()),
+        "shape": pa.array([t.shape for t in tensors], _NUMBERS),
+        "logical": pa.array([t.logical for t in tensors], _NUMBERS),
+        "grid": pa.array(rows, pa.int32()),
+        "alias": pa.array([t.alias for t in tensors], pa.utf8()),
+        "rank": pa.array([t.rank for t in tensors], pa.int32()),
+    }
+
+
+def _grid_columns(grids: Sequence[Grid]) -> dict[str, pa.Array]:
+    cuts = [g.cuts if g.cuts is not None else () for g in grids]
+    boxes = [_box_rows(g).ravel() if g.cuts is None else np.zeros(0, dtype=np.int64) for g in grids]
+    lengths = [len(c) for of_grid in cuts for c in of_grid]
+    inner = lists(flat((c for of_grid in cuts for c in of_grid), sum(lengths)), lengths)
+    files = [g.files for g in grids]
+    return {
+        "cuts": lists(inner, [len(c) for c in cuts], [g.cuts is None for g in grids]),
+        "boxes": lists(pa.array(_joined(boxes, np.int64)), [len(b) for b in boxes], [g.cuts is not None for g in grids]),
+        "files": lists(pa.array(_joined(files, np.int32)), [len(f) for f in files]),
+    }
+
+
+def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.int64] | type[np.int32]) -> np.ndarray[Any, Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind)
+
+
+def _encode_state(contents: Contents) -> bytes:
+    document = {"state": contents.state, "ranks": {str(r): dict(contents.ranks[r]) for r in sorted(contents.ranks)}}
+    try:
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, TypeError) as err:
+        raise StateError(f"the state is not JSON: {err}", hint="encode it with ckpt.tree first") from err
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
+    """The contents that the four index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
+
+    Raises:
+        CorruptError: a file is not what the format says, or they contradict each other.
+        FormatError: a dtype is unknown.
+    """
+    data_files = decode_files(files[FILES], f"{where}/{FILES}")
+    tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}"), f"{where}/{TENSORS}")
+    state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
+    contents = Contents(tensors=tensors, files=data_files, state=state, ranks=ranks)
+    problem = find_problem(contents)
+    if problem is not None:
+        _contradicts(problem, where)
+    return contents
+
+
+def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
+    """The rows of files.arrow. Raises CorruptError if it cannot be read."""
+    columns = from_file(data, _FILES, where)
+    rows = zip(*(columns[n].to_pylist() for n in _FILES.names), strict=True)
+    return tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in rows)
+
+
+def _contradicts(what: str, where: str) -> NoReturn:
+    raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)} or rebuild the index")
+
+
+def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:
+    columns = from_file(data, _TENSORS, where)
+    names, dtypes, shapes, logicals, rows, aliases, ranks = (columns[n].to_pylist() for n in _TENSORS.names)
+    if any(a >= b for a, b in pairwise(names)):
+        _contradicts("tensor names are not sorted, or one occurs twice", where)
+    try:
+        known = {n: dtype(n) for n in set(dtypes)}
+    except FormatError as err:
+        raise FormatError(err.message, where=where, hint="use a newer release of this software") from err
+    at = {n: i for i, n in enumerate(names)}
+    tensors = []
+    for i, name in enumerate(names):
+        if (rows[i] == _ALIAS) != (aliases[i] is not None):
+            _contradicts(f"tensor {name!r} needs exactly one of a grid and an alias", where)
+        target = i if aliases[i] is None else at.get(aliases[i], i)
+        shape, logical = tuple(shapes[i]), None if logicals[i] is None else tuple(logicals[i])
+        grid = grids.grid(rows[target], len(shape), name)
+        tensors.append(
+            TensorEntry(name=name, dtype=known[dtypes[i]], shape=shape, grid=grid, logical=logical, alias=aliases[i], rank=ranks[i])
+        )
+    return tuple(tensors)
+
+
+class _GridTable:
+    """grids.arrow, decoded a row at a time: how to read boxes depends on the number of dimensions, which tensors know."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        columns = from_file(data, _GRIDS, where)
+        self._where = where
+        self._dims = Ragged.of(columns["cuts"])
+        self._cuts = Ragged.of(columns["cuts"].values)
+        self._cut_values: list[int] = flat_values(columns["cuts"].values).tolist()
+        self._boxes = Ragged.of(columns["boxes"])
+        self._box_values = flat_values(columns["boxes"])
+        self._files = Ragged.of(columns["files"])
+        self._file_values = flat_values(columns["files"])
+        self._made: dict[int, Grid] = {}
+
+    def grid(self, row: int, dims: int, name: str) -> Grid:
+        """The grid of row ``row``, of the ``dims``-dimensional tensor ``name``."""
+        if not 0 <= row < len(self._files):
+            _contradicts(f"tensor {name!r} names row {row} of the grids", self._where)
+        found = self._made.get(row)
+        if found is None:
+            found = self._made[row] = self._make(row, dims, name)
+        return found
+
+    def _make(self, row: int, dims: int, name: str) -> Grid:
+        files, axes, boxes = self._files.span(row), self._dims.span(row), self._boxes.span(row)
+        if files is None or files.start == files.stop or (axes is None) == (boxes is None):
+            _contradicts(f"the grid of tensor {name!r} needs files and exactly one of cuts and boxes", self._where)
+        numbers = self._file_values[files]
+        if axes is not None:
+            spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
+            return Grid(cuts=tuple(tuple(self._cut_values[s]) for s in spans), files=numbers)
+        values = self._box_values[boxes]
+        if dims == 0 or len(values) % (2 * dims):
+            _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
+        rows = values.reshape(-1, 2 * dims)
+        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers)
+
+
+def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:
+    try:
+        document = json.loads(data.decode(), parse_constant=_refuse_constant)
+        ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
+        return document["state"], ranks
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+        raise CorruptError(f"{STATE} is not what the format says: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")

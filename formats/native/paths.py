@@ -1,0 +1,46 @@
+"""Where the files of a checkpoint are, relative to its root (docs/format.md §1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TENSORS = "tensors.arrow"
+GRIDS = "grids.arrow"
+FILES = "files.arrow"
+STATE = "state.json"
+INDEX_NAMES = (TENSORS, GRIDS, FILES, STATE)
+
+DIGEST_DIGITS = 32
+_HEX = frozenset("0123456789abcdef")
+
+
+def index_path(id: str, name: str) -> str:
+    """Path of the index file ``name`` of save ``id``."""
+    return f"index-{id}/{name}"
+
+
+def data_path(id: str, rank: int, number: int = 0) -> str:
+    """Path of a data file; ``number`` counts the further files of one rank from 1."""
+    return f"{data_prefix(id)}{rank:05d}{f'-{number}' if number else ''}.safetensors"
+
+
+def data_prefix(id: str) -> str:
+    """What the paths of all data files of save ``id`` start with."""
+    return f"data/{id}-"
+
+
+def has_debris(names: Sequence[str]) -> bool:
+    """Whether the names directly below a root look like a save that did not finish: an index or data directory."""
+    return any(n == "data/" or (n.startswith("index-") and n.endswith("/")) for n in names)
+
+
+def path_problem(path: str) -> str | None:
+    """Why a path of an index cannot be followed, or None. A damaged or hostile index must not lead out of the checkpoint."""
+    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        return f"path {path!r} is not a plain path below the checkpoint"
+    return None
+
+
+def is_digest(text: object, digits: int = DIGEST_DIGITS) -> bool:
+    """Whether ``text`` is a digest as the format writes it: lower-case hex of the right length."""
+    return isinstance(text, str) and len(text) == digits and _HEX.issuperset(text)

@@ -1,0 +1,148 @@
+"""A lost index, made again from the data files alone (docs/format.md §9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
+from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.geometry import Box, IntArray, cells, find_fault, merge_cuts
+
+from .datafile import HEADER_LIMIT, LENGTH_BYTES
+from .header import Header, StoredChunk, parse_header
+from .keys import Ranges, chunk_key, parse_key
+from .paths import data_prefix
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend, Entry
+
+_WIDENED = {d.itemsize: d for d in DTYPES.values() if d.safetensors == "U8" and d.name != "uint8"}
+"""Stored as U8 with a last dimension of this many bytes."""
+_INCOMPLETE = "restore the missing data files of this save, or rebuild another one"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """What the headers say of one tensor. One list item per chunk in ``keys``, ``boxes`` and ``files``."""
+
+    dtype: DType
+    dims: int
+    keys: list[str] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+
+
+def rebuild(backend: Backend, id: str) -> Contents:
+    """Tensors, grids and files of save ``id``. Aliases, padding, ranks of per-rank tensors and state are lost.
+
+    Whole rows at the end of a tensor that are lost together with their data file cannot be noticed: no header says the global shape.
+
+    Raises:
+        NotFoundError: there are no data files of this save.
+        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
+    """
+    entries = list(backend.list(data_prefix(id)))
+    if not entries:
+        raise NotFoundError(
+            f"there are no data files of save {id!r}", where=backend.url, hint="ids are the first part of the names in data/"
+        )
+    files: list[DataFile] = []
+    found: dict[str, _Found] = {}
+    for number, entry in enumerate(entries):
+        file, header = _read(backend, entry)
+        files.append(file)
+        _collect(header, number, found, f"{backend.url.rstrip('/')}/{entry.path}")
+    tensors = tuple(_tensor(name, found[name], backend.url) for name in sorted(found))
+    return Contents(tensors=tensors, files=tuple(files))
+
+
+def _read(backend: Backend, entry: Entry) -> tuple[DataFile, Header]:
+    where = f"{backend.url.rstrip('/')}/{entry.path}"
+    start = backend.read(entry.path, 0, min(entry.size, LENGTH_BYTES))
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(HEADER_LIMIT, entry.size - LENGTH_BYTES):
+        raise CorruptError(f"the data file {entry.path} is truncated, or not a data file", where=where, hint=_INCOMPLETE)
+    data = backend.read(entry.path, 0, LENGTH_BYTES + length)
+    rank = entry.path.rpartition("/")[2].removesuffix(".safetensors").split("-")[1]
+    if not (rank.isascii() and rank.isdigit()):
+        raise CorruptError(f"the name of the data file {entry.path} has no rank", where=where, hint="remove it if it is not of this save")
+    file = DataFile(path=entry.path, size=entry.size, header=len(data), digest=xxhash.xxh3_128_hexdigest(data), rank=int(rank))
+    return file, parse_header(data, file, where)
+
+
+def _collect(header: Header, file: int, found: dict[str, _Found], where: str) -> None:
+    for key, chunk in header.chunks.items():
+        try:
+            name, ranges = parse_key(key)
+            dtype, shape = _elements(chunk, ranges)
+            box = _box(ranges, shape)
+        except ValueError as err:
+            raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
+        tensor = found.setdefault(name, _Found(dtype=dtype, dims=len(shape)))
+        if (tensor.dtype, tensor.dims) != (dtype, len(shape)):
+            raise CorruptError(f"chunk {key!r} is {dtype.name}, others of this tensor {tensor.dtype.name}", where=where, hint=_INCOMPLETE)
+        tensor.keys.append(key)
+        tensor.boxes.append(box)
+        tensor.files.append(file)
+
+
+def _elements(chunk: StoredChunk, ranges: Ranges | None) -> tuple[DType, tuple[int, ...]]:
+    """dtype and shape in its elements: the inverse of ``DType.stored_shape``, which the number of ranges makes unambiguous."""
+    shape = chunk.shape
+    dims = len(shape) if ranges is None else len(ranges)
+    if chunk.dtype == "F4":
+        inner = (*shape[:-1], shape[-1] // 2) if shape else ()
+        dtype, inner = FROM_SAFETENSORS["F4"], inner if dims else ()
+    elif chunk.dtype == "U8" and len(shape) == dims + 1 and shape[-1] in _WIDENED:
+        dtype, inner = _WIDENED[shape[-1]], shape[:-1]
+    else:
+        dtype, inner = FROM_SAFETENSORS[chunk.dtype], shape
+    if dtype.stored_shape(inner) != shape or len(inner) != dims:
+        raise ValueError(f"{chunk.dtype} of shape {list(shape)} cannot be a box of {dims} dimensions")
+    return dtype, inner
+
+
+def _box(ranges: Ranges | None, shape: tuple[int, ...]) -> Box:
+    if ranges is None:
+        return Box.whole(shape)
+    if any(r is not None and r[1] - r[0] != s for r, s in zip(ranges, shape, strict=True)):
+        raise ValueError(f"its shape is {list(shape)}")
+    return Box(tuple(0 if r is None else r[0] for r in ranges), shape)
+
+
+def _tensor(name: str, found: _Found, where: str) -> TensorEntry:
+    offsets = np.array([b.offset for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
+    shapes = np.array([b.shape for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
+    shape = tuple((offsets + shapes).max(axis=0).tolist())
+    fault = find_fault(shape, offsets, shapes)
+    if fault is not None:
+        what = "is in no data file" if fault.times == 0 else f"is stored {fault.times} times"
+        raise CorruptError(f"tensor {name!r}: {fault.box} {what}", where=where, hint=_INCOMPLETE)
+    for key, box in zip(found.keys, found.boxes, strict=True):
+        wanted = chunk_key(name, box, shape, found.dtype)
+        if key != wanted:
+            raise CorruptError(f"tensor {name!r} is not whole: a key is {key!r}, not {wanted!r}", where=where, hint=_INCOMPLETE)
+    return TensorEntry(name=name, dtype=found.dtype, shape=shape, grid=_grid(shape, offsets, shapes, np.array(found.files, dtype=np.int32)))
+
+
+def _grid(shape: tuple[int, ...], offsets: IntArray, shapes: IntArray, files: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Grid:
+    """Cuts if the boxes are the cells of some, else boxes; either way in row-major order of their offsets."""
+    order = np.lexsort(offsets.T[::-1]) if shape else np.arange(len(offsets))
+    offsets, shapes, files = offsets[order], shapes[order], files[order]
+    if (files == files[0]).all():
+        files = files[:1]
+    cuts = tuple(_cuts(n, offsets[:, i], offsets[:, i] + shapes[:, i]) for i, n in enumerate(shape))
+    if np.prod([len(c) - 1 for c in cuts], dtype=np.int64) == len(offsets):
+        grid = Grid(cuts=cuts, files=files)
+        if all(np.array_equal(a, b) for a, b in zip(cells(cuts), (offsets, shapes), strict=True)):
+            return grid
+    return Grid(boxes=(offsets, shapes), files=files)
+
+
+def _cuts(size: int, starts: IntArray, ends: IntArray) -> tuple[int, ...]:
+    return merge_cuts((0, size), starts, ends) if size else (0, 0)

@@ -1,0 +1,142 @@
+"""A checkpoint exists if and only if its commit record does, and this is the only place that writes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ckpt.catalog import Contents
+from ckpt.errors import CkptError, ConflictError, CorruptError, StorageError
+
+from .catalog import read_index_file, read_record
+from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
+from .index import decode_files, encode_index
+from .paths import FILES, data_prefix, index_path
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+__all__ = ["committed_id", "new_id", "previous_files", "read_record", "write_index"]
+
+
+def write_index(backend: Backend, contents: Contents, *, id: str, world_size: int, previous: bytes | None) -> CommitRecord:
+    """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
+
+    ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
+    If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
+    the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
+    ``committed_id`` has shown that it is not the committed one.
+
+    Raises:
+        ConflictError: the commit record is not ``previous``: somebody else saved here. Nothing of theirs is touched.
+        ConsistencyError, StateError: the contents cannot be an index.
+        StorageError: the storage failed.
+    """
+    files = encode_index(contents)
+    record = _record(contents, files, id, world_size)
+    made: list[str] = []
+    try:
+        for name, data in files.items():
+            _write(backend, record.index[name].path, data, made)
+    except BaseException:
+        _remove(backend, made)
+        raise
+    _publish(backend, record.to_bytes(), previous, made)
+    return record
+
+
+def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:
+    """Paths of all index and data files that a commit record reaches, to be removed once it is replaced.
+
+    The record is ``previous``, by default the present one; it is not among the paths. No record: no files. If its index is damaged, the
+    data files that bear its id are listed instead.
+
+    Raises:
+        CorruptError, FormatError: the record itself cannot be read.
+    """
+    data = read_record(backend) if previous is None else previous
+    if data is None:
+        return ()
+    record = CommitRecord.from_bytes(data, _where(backend))
+    index = tuple(f.path for f in record.index.values())
+    try:
+        files = decode_files(read_index_file(backend, record, FILES), record.index[FILES].path)
+    except CorruptError:
+        return (*index, *(e.path for e in backend.list(data_prefix(record.id))))
+    return (*index, *(f.path for f in files))
+
+
+def committed_id(backend: Backend) -> str | None:
+    """The id of the save that is committed here; None if none is.
+
+    Raises:
+        CorruptError, FormatError: the record cannot be read.
+        StorageError: the storage cannot say.
+    """
+    data = read_record(backend)
+    return None if data is None else CommitRecord.from_bytes(data, _where(backend)).id
+
+
+def _where(backend: Backend) -> str:
+    return f"{backend.url.rstrip('/')}/{COMMIT_PATH}"
+
+
+def _record(contents: Contents, files: Mapping[str, bytes], id: str, world_size: int) -> CommitRecord:
+    index = {n: IndexFile(path=index_path(id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()}
+    return CommitRecord(
+        id=id,
+        created=now(),
+        writer=writer_name(),
+        world_size=world_size,
+        index=index,
+        tensor_bytes=sum(t.nbytes for t in contents.tensors if t.alias is None),
+    )
+
+
+def _write(backend: Backend, path: str, data: bytes, made: list[str]) -> None:
+    made.append(path)
+    try:
+        with backend.create(path, len(data)) as writer:
+            writer.write(0, [data])
+            writer.commit()
+    except ConflictError:
+        made.remove(path)  # somebody else's
+        raise
+
+
+def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str]) -> None:
+    try:
+        backend.publish(COMMIT_PATH, data, replaces=previous)
+    except BaseException as err:
+        holds = _holds(backend, data)
+        if holds and isinstance(err, StorageError) and _published_again(backend, data):
+            return
+        if holds is False:
+            _remove(backend, made)
+        raise
+
+
+def _published_again(backend: Backend, data: bytes) -> bool:
+    """Whether a record that is there, but perhaps not for good, was made durable: an answer was lost, or a sync failed after a rename."""
+    try:
+        backend.publish(COMMIT_PATH, data, replaces=data)
+    except StorageError:
+        return False
+    return True
+
+
+def _holds(backend: Backend, data: bytes) -> bool | None:
+    """Whether the commit record is ``data``; None if the storage cannot say."""
+    try:
+        return read_record(backend) == data
+    except CkptError:
+        return None
+
+
+def _remove(backend: Backend, paths: Sequence[str]) -> None:
+    for path in paths:
+        with suppress(CkptError):  # the error that led here matters more; what stays is debris
+            backend.delete(path)

@@ -1,0 +1,77 @@
+"""Which format a checkpoint is in: recognised by its content, never by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckpt.errors import FormatError, NotCommittedError, NotFoundError
+
+from .protocol import Format
+
+if TYPE_CHECKING:
+    from ckpt.catalog import Catalog
+
+ENTRY_POINTS = "ckpt.formats"
+"""Group of entry points that are ``Format`` values of other distributions."""
+
+_BUILTIN = ("ckpt.formats.native.catalog:FORMAT",)
+"""Formats of this distribution, most specific first; loaded when they are asked."""
+
+_SHOWN = 8
+
+
+def formats() -> Iterator[Format]:
+    """All formats that can be read: ours, then those of other distributions by name. Loaded one at a time, as the caller goes on."""
+    for reference in _BUILTIN:
+        module, _, attribute = reference.partition(":")
+        found: Format = getattr(import_module(module), attribute)
+        yield found
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
+        yield point.load()
+
+
+def open_catalog(url: str) -> Catalog:
+    """Open the checkpoint at ``url``, whatever known format it is in.
+
+    Raises:
+        NotFoundError: nothing is there.
+        NotCommittedError: a save was there, but it did not finish.
+        FormatError: what is there is no checkpoint that we know; the message names what was found.
+        CorruptError: it is one, and damaged.
+    """
+    from ckpt.io_backends.registry import open_backend
+
+    from .native.paths import has_debris
+
+    backend = open_backend(url)
+    names = backend.children()
+    if not names:
+        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
+    known = []
+    for candidate in formats():
+        if candidate.recognises(backend, names):
+            return candidate.open(backend)
+        known.append(candidate.name)
+    if has_debris(names):
+        raise NotCommittedError(
+            "a save began here and did not finish", where=url, hint="load an earlier step, or remove it if no save is running"
+        )
+    raise FormatError(
+        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _hint(names: list[str]) -> str:
+    steps = [n for n in names if n.startswith("step-") and n.endswith("/")]
+    if steps:
+        return f"this is a run: open one of its steps, such as {steps[-1].rstrip('/')}"
+    return f"other formats can be added through entry points of the group {ENTRY_POINTS}"

@@ -1,0 +1,251 @@
+"""A backend that fails on purpose: at the n-th operation, in a chosen way. For tests of what a failure, a crash or a power loss leaves.
+
+Invariant: after a simulated crash no operation of the process reaches the storage any more, clean-up included.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
+
+from .checks import byte_views
+from .protocol import Backend, Entry, Writer
+
+_T = TypeVar("_T")
+
+
+class SimulatedCrash(BaseException):
+    """The process is gone. No Exception, so that code under test cannot handle what no process can handle."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What goes wrong, once, at operation number ``at`` (from 0).
+
+    Every method of a backend and every write, commit and abort of a Writer is one operation. ``kind``: ``error`` raises StorageError(EIO);
+    ``no_space`` raises NoSpaceError; ``crash`` raises SimulatedCrash, then and at every later operation; ``slow`` waits ``seconds`` first;
+    ``short_write`` hits the first ``Writer.write`` from ``at`` on, which keeps half of its bytes and raises StorageError(EIO).
+    """
+
+    at: int
+    kind: Literal["error", "short_write", "no_space", "crash", "slow"]
+    after: bool = False
+    """The operation takes its effect before ``error``, ``no_space`` or ``crash``: only the answer is lost."""
+    lose_unsynced: bool = False
+    """With ``crash``: as in a power loss, each object that is not committed keeps a random prefix or vanishes."""
+    seed: int = 0
+    """Of the random prefixes."""
+    seconds: float = 0.05
+
+
+class FaultyProcess:
+    """What the backends of one simulated process share: the count of operations, the fault, and whether the process has crashed.
+
+    ``wrap_backends(FaultyProcess(fault).wrap)`` puts everything that is opened inside the block into the process. Without a fault it only
+    counts.
+    """
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self._fault = fault
+        self._lock = threading.Lock()
+        self._log: list[str] = []
+        self._crashed_at: str | None = None
+        self._unsynced: dict[FaultyWriter, None] = {}  # a dict for its order: the seed decides all
+
+    @property
+    def operations(self) -> int:
+        """Number of operations begun so far, the one that failed included, those after a crash not."""
+        return len(self._log)
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """The operations, as ``"publish checkpoint.json"``; entry n is operation number n."""
+        with self._lock:
+            return tuple(self._log)
+
+    @property
+    def crashed(self) -> bool:
+        return self._crashed_at is not None
+
+    def wrap(self, inner: Backend) -> FaultyBackend:
+        """Put a backend into this process."""
+        return FaultyBackend(inner, process=self)
+
+    def check_alive(self) -> None:
+        """Raise SimulatedCrash if the process has crashed."""
+        if self._crashed_at is not None:
+            raise SimulatedCrash(f"crashed at {self._crashed_at}")
+
+    def operate(self, what: str, effect: Callable[[], _T], half: Callable[[], None] | None = None) -> _T:
+        """Count one operation, and run ``effect`` or what the fault makes of it. ``half`` is the half of a write."""
+        fault = self._begin(what, is_write=half is not None)
+        if fault is None:
+            return self._run(effect)
+        if fault.kind == "slow":
+            time.sleep(fault.seconds)
+            return self._run(effect)
+        if half is not None and fault.kind == "short_write":
+            self._run(half)
+        elif fault.after:
+            self._run(effect)
+        if fault.kind == "crash":
+            self._crash(fault, what)
+        raise _failure(fault, what)
+
+    def _begin(self, what: str, *, is_write: bool) -> Fault | None:
+        with self._lock:
+            self.check_alive()
+            number = len(self._log)
+            self._log.append(what)
+            fault = self._fault
+            if fault is None or number < fault.at or (number > fault.at and fault.kind != "short_write"):
+                return None
+            if fault.kind == "short_write":
+                if not is_write:
+                    return None
+                self._fault = None
+            return fault
+
+    def _run(self, effect: Callable[[], _T]) -> _T:
+        try:
+            result = effect()
+        except CkptError:
+            self.check_alive()  # another thread crashed meanwhile: a dead process sees neither errors nor results
+            raise
+        self.check_alive()
+        return result
+
+    def _crash(self, fault: Fault, what: str) -> None:
+        with self._lock:
+            self._crashed_at = what
+            lost = tuple(self._unsynced) if fault.lose_unsynced else ()
+            self._unsynced.clear()
+        chance = random.Random(fault.seed)
+        for writer in lost:
+            writer.lose(chance)
+
+    def opened(self, writer: FaultyWriter) -> None:
+        """Remember a Writer until it is committed or aborted."""
+        with self._lock:
+            self._unsynced[writer] = None
+
+    def closed(self, writer: FaultyWriter) -> None:
+        with self._lock:
+            self._unsynced.pop(writer, None)
+
+
+def _failure(fault: Fault, what: str) -> BaseException:
+    if fault.kind == "crash":
+        return SimulatedCrash(f"crashed at {what}")
+    full = fault.kind == "no_space"
+    error = (NoSpaceError if full else StorageError)(f"injected fault: {fault.kind}", where=what, hint="this comes from a FaultyBackend")
+    error.errno = errno.ENOSPC if full else errno.EIO
+    return error
+
+
+class FaultyBackend(Backend):
+    """``inner`` with a fault. Backends given the same ``process`` crash together and count together."""
+
+    def __init__(self, inner: Backend, fault: Fault | None = None, *, process: FaultyProcess | None = None) -> None:
+        self._inner = inner
+        self.process = FaultyProcess(fault) if process is None else process
+
+    @property
+    def operations(self) -> int:
+        """Number of operations of the process so far."""
+        return self.process.operations
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        return self.process.operate(f"read {path}", lambda: self._inner.read(path, offset, length))
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        self.process.operate(f"read_into {path}", lambda: self._inner.read_into(path, offset, buffer))
+
+    def size(self, path: str) -> int:
+        return self.process.operate(f"size {path}", lambda: self._inner.size(path))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return self.process.operate(f"list {prefix}", lambda: self._listed(self._inner.list(prefix)))
+
+    def _listed(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        for entry in entries:
+            self.process.check_alive()
+            yield entry
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        return self.process.operate(f"children {prefix}", lambda: self._inner.children(prefix))
+
+    def create(self, path: str, size: int) -> Writer:
+        return self.process.operate(f"create {path}", lambda: FaultyWriter(self._inner, path, size, self.process))
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        self.process.operate(f"publish {path}", lambda: self._inner.publish(path, data, replaces=replaces))
+
+    def delete(self, path: str) -> None:
+        self.process.operate(f"delete {path}", lambda: self._inner.delete(path))
+
+    def prepare(self) -> None:
+        self.process.operate("prepare", self._inner.prepare)
+
+
+class FaultyWriter(Writer):
+    """A Writer of a FaultyBackend."""
+
+    def __init__(self, backend: Backend, path: str, size: int, process: FaultyProcess) -> None:
+        self._backend = backend
+        self._path = path
+        self._process = process
+        self._settling = threading.Lock()
+        self._settled = False
+        self._inner = backend.create(path, size)
+        process.opened(self)
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        self._process.operate(
+            f"write {self._path}", lambda: self._inner.write(offset, parts), lambda: self._inner.write(offset, [_first_half(parts)])
+        )
+
+    def commit(self) -> None:
+        self._process.operate(f"commit {self._path}", lambda: self._settle(self._inner.commit))
+
+    def abort(self) -> None:
+        self._process.operate(f"abort {self._path}", lambda: self._settle(self._inner.abort))
+
+    def _settle(self, effect: Callable[[], None]) -> None:
+        with self._settling:
+            effect()
+            self._settled = True
+        self._process.closed(self)
+
+    def lose(self, chance: random.Random) -> None:
+        """What a power loss does to bytes that were not synced: a prefix of the object is there afterwards, or nothing."""
+        with self._settling:
+            if self._settled:  # by another thread, while the crash was on its way
+                return
+            kept: bytes | None = None
+            with suppress(NotFoundError):  # a storage that shows nothing before commit leaves nothing
+                kept = self._backend.read(self._path)
+            self._inner.abort()
+        if kept is not None and chance.random() < 0.75:
+            kept = kept[: chance.randrange(len(kept) + 1)]
+            with self._backend.create(self._path, len(kept)) as writer:
+                writer.write(0, [kept])
+                writer.commit()
+
+
+def _first_half(parts: Sequence[memoryview | bytes]) -> bytes:
+    joined = b"".join(byte_views(parts))
+    return joined[: len(joined) // 2]

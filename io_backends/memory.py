@@ -1,0 +1,203 @@
+"""Objects in the memory of this process: ``memory://name/...``. For tests, and for checkpoints that need not outlive the process.
+
+Invariant: one lock guards the one store; the bytes of an object that is being written belong to its Writer, and only its Writer changes
+them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
+
+from .checks import byte_view, byte_views, check_path, check_prefix, check_read, check_size, check_write, past_end
+from .protocol import Backend, Entry, Writer
+from .written import Written
+
+
+class _Store:
+    """Objects by full key, shared by all backends of the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.objects: dict[str, bytes | bytearray] = {}
+
+    def remove(self, key: str, content: bytearray) -> None:
+        """Remove an object if it still has this very content."""
+        with self.lock:
+            if self.objects.get(key) is content:
+                del self.objects[key]
+
+
+class MemoryBackend(Backend):
+    """Objects below a prefix of the process-wide store. ``memory://a`` and ``memory://a/b`` see the same objects under different paths.
+
+    As on a file system, an object shows from ``create`` on, at its full size. There are no directories: they exist as long as an object
+    lies in them.
+    """
+
+    _store: ClassVar[_Store] = _Store()
+
+    def __init__(self, url: str) -> None:
+        root = url.removeprefix("memory://").rstrip("/")
+        if not url.startswith("memory://") or not root:
+            raise UsageError(f"{url!r} is not a memory URL", hint="write memory://name or memory://name/path")
+        self._root = check_path(root)
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget all objects of the process; Writers that are still open then fail to commit."""
+        with cls._store.lock:
+            cls._store.objects.clear()
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"memory://{self._root}"
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}"
+
+    def _get(self, key: str) -> bytes | bytearray:
+        found = self._store.objects.get(key)
+        if found is None:
+            raise NotFoundError("no such object", where=f"memory://{key}", hint="check the URL; memory:// does not outlive the process")
+        return found
+
+    def _range(self, path: str, offset: int, length: int | None) -> memoryview:
+        check_read(offset, length)
+        key = self._key(path)
+        with self._store.lock:
+            content = self._get(key)
+        wanted = max(len(content) - offset, 0) if length is None else length
+        if offset + wanted > len(content):
+            raise past_end(f"memory://{key}", offset, wanted, len(content))
+        return memoryview(content)[offset : offset + wanted]
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        return bytes(self._range(path, offset, length))
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        view = byte_view(buffer, writable=True)
+        view[:] = self._range(path, offset, view.nbytes)
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        key = self._key(path)
+        with self._store.lock:
+            return len(self._get(key))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See ``Backend.list``. The objects are those of the moment of the call."""
+        start = f"{self._root}/{check_prefix(prefix)}"
+        with self._store.lock:
+            found = [
+                Entry(key.removeprefix(f"{self._root}/"), len(content))
+                for key, content in self._store.objects.items()
+                if key.startswith(start)
+            ]
+        return iter(sorted(found))
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        """See ``Backend.children``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = f"{directory}/" if directory else ""
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list(start))
+        return sorted({name + slash for name, slash, _ in heads})
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Two callers at once: one gets ConflictError."""
+        key = self._key(path)
+        check_size(size, f"memory://{key}")
+        content = bytearray(size)
+        with self._store.lock:
+            if key in self._store.objects:
+                raise ConflictError(
+                    "cannot create: the name is taken", where=f"memory://{key}", hint="use a fresh name, or delete the object"
+                )
+            self._store.objects[key] = content
+        return MemoryWriter(store=self._store, key=key, content=content)
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        """See ``Backend.publish``."""
+        key = self._key(path)
+        with self._store.lock:
+            if self._store.objects.get(key) != replaces:
+                message = (
+                    "cannot publish: the name is taken" if replaces is None else "cannot replace: it is absent or holds something else now"
+                )
+                raise ConflictError(message, where=f"memory://{key}", hint="another save was first; read it again and decide anew")
+            self._store.objects[key] = bytes(data)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        key = self._key(path)
+        with self._store.lock:
+            self._store.objects.pop(key, None)
+
+    def prepare(self) -> None:
+        """Does nothing: memory is always ready."""
+
+
+class MemoryWriter(Writer):
+    """An object of the store while it is being written."""
+
+    def __init__(self, *, store: _Store, key: str, content: bytearray) -> None:
+        self._store = store
+        self._key = key
+        self._where = f"memory://{key}"
+        self._content = content
+        self._written = Written(len(content))
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._state = "open"
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``."""
+        views = byte_views(parts)
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, len(self._content), self._where)
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            self._copy(offset, views)
+        finally:
+            with self._lock:
+                self._busy -= 1
+        self._written.add(offset, offset + length)
+
+    def _copy(self, offset: int, views: Sequence[memoryview]) -> None:
+        target = memoryview(self._content)
+        for view in views:
+            target[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
+            self._written.check(self._where)
+            with self._store.lock:
+                if self._store.objects.get(self._key) is not self._content:
+                    self._state = "failed"
+                    raise StorageError("the object was removed while it was written", where=self._where, hint="look for who deletes it")
+            self._state = "committed"
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        with self._lock:
+            if self._state != "committed":
+                self._state = "aborted"
+                self._store.remove(self._key, self._content)

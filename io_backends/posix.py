@@ -1,0 +1,196 @@
+"""Files and directories: ``file://`` URLs and plain paths, on local and on network file systems.
+
+Invariants: the root is absolute from the moment of opening, so that a later ``chdir`` changes nothing. Linked files and linked directories
+are read through; ``list`` alone does not enter linked directories, because they may lead in a circle.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import unquote
+
+from ckpt.errors import ConflictError, NotFoundError, UsageError
+
+from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
+from .posix_files import (
+    create_file,
+    make_directories,
+    prune_empty,
+    read_all,
+    remove_file,
+    storage_errors,
+    sync_directories,
+    write_all,
+)
+from .posix_publish import publish
+from .posix_writer import PosixWriter
+from .protocol import Backend, Entry, Writer
+
+
+def _root_of(url: str) -> str:
+    path = url
+    if url.startswith("file:"):
+        host, slash, rest = url.removeprefix("file:").removeprefix("//").partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise UsageError(f"{url!r} names a host, not an absolute path", hint="write file:///absolute/path, or a plain path")
+        path = "/" + unquote(rest)
+    if not path or "\0" in path:
+        raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
+    path = os.path.abspath(os.path.expanduser(path))
+    return "/" + path.lstrip("/")  # POSIX lets abspath keep two leading slashes
+
+
+class PosixBackend(Backend):
+    """A directory of a file system. ``url`` is a plain path (``~`` is expanded) or ``file://`` with an absolute, percent-encoded one."""
+
+    def __init__(self, url: str) -> None:
+        self._root = _root_of(url)
+
+    @property
+    def url(self) -> str:
+        """The root as an absolute path."""
+        return self._root
+
+    def _file(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path))
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[str, int]]:
+        file = self._file(path)
+        with storage_errors(file, "read", reading=True):
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield file, fd
+            finally:
+                os.close(fd)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_read(offset, length)
+        with self._opened(path) as (file, fd):
+            size = _regular_size(os.fstat(fd), file)
+            wanted = max(size - offset, 0) if length is None else length
+            if offset + wanted > size:
+                raise past_end(file, offset, wanted, size)
+            data = os.pread(fd, wanted, offset)
+            if len(data) == wanted:
+                return data
+            rest = bytearray(wanted - len(data))  # one call gives at most 2 GiB
+            got = len(data) + read_all(fd, memoryview(rest), offset + len(data))
+            if got < wanted:
+                raise past_end(file, offset, wanted, offset + got)
+            return data + rest
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        with self._opened(path) as (file, fd):
+            size = _regular_size(os.fstat(fd), file)
+            if offset + view.nbytes > size or read_all(fd, view, offset) < view.nbytes:
+                raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        file = self._file(path)
+        with storage_errors(file, "get the size", reading=True):
+            return _regular_size(os.stat(file), file)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See ``Backend.list``."""
+        check_prefix(prefix)
+        return self._walk(prefix.rpartition("/")[0], prefix)
+
+    def _walk(self, directory: str, prefix: str) -> Iterator[Entry]:
+        for name, entry in _scan(os.path.join(self._root, directory)):
+            path = f"{directory}/{name}" if directory else name
+            if name.endswith("/"):
+                if path.startswith(prefix) and not entry.is_symlink():
+                    yield from self._walk(path.removesuffix("/"), prefix)
+            elif path.startswith(prefix):
+                size = _size_if_there(entry)
+                if size is not None:
+                    yield Entry(path, size)
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        """See ``Backend.children``."""
+        return [name for name, _ in _scan(os.path.join(self._root, check_prefix(prefix)))]
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Two callers at once: one gets ConflictError, on every file system that has ``O_EXCL``."""
+        file = self._file(path)
+        check_size(size, file)
+        with storage_errors(file, "create the file"):
+            try:
+                fd, made = create_file(file)
+            except FileExistsError:
+                raise ConflictError("cannot create: the name is taken", where=file, hint="use a fresh name, or delete the object") from None
+            except OSError:
+                prune_empty(os.path.dirname(file), self._root)
+                raise
+        return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made)
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        """See ``Backend.publish``."""
+        file = self._file(path)
+        with storage_errors(file, "publish"):
+            publish(file, self._root, data, replaces)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        file = self._file(path)
+        with storage_errors(file, "delete"):
+            remove_file(file, self._root)
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``. Writes a small file and removes it: only that tells whether the file system takes one."""
+        with storage_errors(self._root, "prepare the directory"):
+            made = make_directories(self._root)
+            probe = os.path.join(self._root, f".prepare-{secrets.token_hex(8)}.tmp")
+            try:
+                fd, _ = create_file(probe)
+                try:
+                    write_all(fd, [memoryview(bytes(4096))], 0)
+                finally:
+                    os.close(fd)
+            finally:
+                remove_file(probe, self._root)
+            if made:
+                sync_directories(self._root, self._root, made)
+
+
+def _regular_size(status: os.stat_result, file: str) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` shows what is there")
+    return status.st_size
+
+
+def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """Directories (with a trailing ``/``) and regular files in a directory, sorted by name; nothing if it is no directory.
+
+    With the slash counted, a walk in this order gives paths in order: ``a.txt`` comes before ``a/b``.
+    """
+    found = []
+    try:
+        with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    found.append((entry.name + "/", entry))
+                elif entry.is_file():
+                    found.append((entry.name, entry))
+    except NotFoundError:
+        return []
+    return sorted(found, key=lambda item: item[0])
+
+
+def _size_if_there(entry: os.DirEntry[str]) -> int | None:
+    try:
+        with storage_errors(entry.path, "get the size", reading=True):
+            return entry.stat().st_size
+    except NotFoundError:  # deleted since the directory was read
+        return None

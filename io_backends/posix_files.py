@@ -1,0 +1,166 @@
+"""The system calls that the POSIX backend is made of: errors mapped, directories made, synced and pruned.
+
+Invariants: this is the one place where an OSError becomes one of ours. Paths here are absolute. A directory that another process removes
+between two calls is made again, because a ``delete`` elsewhere may prune what was made a moment ago.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ckpt.errors import AccessError, CkptError, NoSpaceError, NotFoundError, StorageError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_KEEP_DIRECTORY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_ACCESS}
+_HINTS = {
+    errno.ENOENT: "the file system lets nobody make files or directories here, or somebody removes them: choose another URL",
+    errno.ENOTDIR: "a part of the path is a file, not a directory: choose another URL",
+    errno.EFBIG: "the file system or a limit (`ulimit -f`) refuses files of this size",
+    errno.ENAMETOOLONG: "the file system refuses names of this length: choose a shorter URL",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+}
+_TRIES = 16
+
+
+@contextmanager
+def storage_errors(where: str, doing: str, *, reading: bool = False) -> Iterator[None]:
+    """Turn any OSError of the block into one of ours that names ``where`` and what could not be done.
+
+    Absence is NotFoundError when ``reading``. A write that meets it is no different from other failed writes: StorageError.
+    """
+    try:
+        yield
+    except CkptError:  # ours are OSErrors too
+        raise
+    except OSError as err:
+        raise _mapped(err, where, doing, reading=reading) from err
+
+
+def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError:
+    code = err.errno or 0
+    message = f"cannot {doing}: {err.strerror or err}"
+    mapped: NotFoundError | StorageError
+    if code in _NO_SPACE:
+        mapped = NoSpaceError(message, where=where, hint="free some space or raise the quota, or use another file system")
+    elif code in _NO_ACCESS:
+        mapped = AccessError(
+            message, where=where, hint="check owner and mode of the directories and whether the file system is mounted read-only"
+        )
+    elif reading and code in _NOT_THERE:
+        mapped = NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
+    else:
+        mapped = StorageError(
+            message, where=where, hint=_HINTS.get(code, "check the mount, and the system log for errors of the device or server")
+        )
+    mapped.errno = code
+    return mapped
+
+
+def make_directories(directory: str) -> list[str]:
+    """Make a directory and its missing parents; gives those that this call made, outermost first."""
+    if os.path.isdir(directory):
+        return []
+    made = []
+    parent = os.path.dirname(directory)
+    if parent != directory:
+        made = make_directories(parent)
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        if os.path.isdir(directory):
+            return made
+        code = errno.ENOTDIR if os.path.lexists(directory) else errno.ENOENT  # ENOENT: another process made it and pruned it since
+        raise OSError(code, os.strerror(code), directory) from None
+    return [*made, directory]
+
+
+def create_file(file: str) -> tuple[int, list[str]]:
+    """Make a file that must not exist, with its parents. Gives its descriptor and the directories that were made."""
+    made: list[str] = []
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            made += make_directories(os.path.dirname(file))
+            return os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), made
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def write_all(fd: int, views: list[memoryview], offset: int) -> None:
+    """``pwritev`` all bytes of views that are not empty, in as few calls as the system allows."""
+    batch = os.sysconf("SC_IOV_MAX")
+    first = 0
+    while first < len(views):
+        done = os.pwritev(fd, views[first : first + batch], offset)
+        if done == 0:
+            raise OSError(errno.EIO, "the system wrote no byte and gave no reason")
+        offset += done
+        while first < len(views) and done >= views[first].nbytes:
+            done -= views[first].nbytes
+            first += 1
+        if done:
+            views[first] = views[first][done:]
+
+
+def read_all(fd: int, view: memoryview, offset: int) -> int:
+    """Fill ``view`` from ``offset``; gives the bytes read, fewer only at the end of the file."""
+    filled = 0
+    while filled < view.nbytes:
+        got = os.preadv(fd, [view[filled:]], offset + filled)
+        if got == 0:
+            break
+        filled += got
+    return filled
+
+
+def sync_directories(directory: str, root: str, made: list[str]) -> None:
+    """Make the names on the way to a file durable: those in ``directory`` and its parents up to ``root``, and those of all directories
+    ``made``.
+
+    Directories below the root are synced even if they were there before: the process that made them may not have come to it.
+    """
+    chain = [directory]
+    while chain[-1] != root:
+        chain.append(os.path.dirname(chain[-1]))
+    chain += [parent for parent in map(os.path.dirname, reversed(made)) if parent not in chain]
+    for name in chain:
+        _sync_directory(name)
+
+
+def _sync_directory(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as err:
+        if err.errno not in _NO_DIRECTORY_SYNC:  # file systems without this call keep names durable by themselves, or cannot at all
+            raise
+    finally:
+        os.close(fd)
+
+
+def remove_file(file: str, root: str) -> None:
+    """Unlink a file if it is there, then the parents that this leaves empty."""
+    with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        os.unlink(file)
+    prune_empty(os.path.dirname(file), root)
+
+
+def prune_empty(directory: str, root: str) -> None:
+    """Remove ``directory`` and its parents below ``root`` as far as they are empty; absent ones are skipped."""
+    while directory != root:
+        try:
+            os.rmdir(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as err:
+            if err.errno in _KEEP_DIRECTORY:
+                return
+            raise
+        directory = os.path.dirname(directory)

@@ -1,0 +1,98 @@
+"""Writing one new file: ``pwritev`` from any thread, ``fsync`` of file and directories on commit.
+
+Invariant: the descriptor is closed only when no write uses it. A closed number is given to the next file that is opened, by anybody in the
+process, and a late write would go there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from ckpt.errors import StorageError, UsageError
+
+from .checks import byte_views, check_write
+from .posix_files import remove_file, storage_errors, sync_directories, write_all
+from .protocol import Writer
+from .written import Written
+
+
+class PosixWriter(Writer):
+    """A file below ``root`` that was just created: ``fd`` is its descriptor, ``made`` the directories that were made for it."""
+
+    def __init__(self, *, file: str, root: str, size: int, fd: int, made: list[str]) -> None:
+        self._file = file
+        self._root = root
+        self._size = size
+        self._fd = fd
+        self._made = made
+        self._written = Written(size)
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+        self._close = weakref.finalize(self, os.close, fd)  # closes once, also for a Writer that was dropped
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``."""
+        views = byte_views(parts)
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._file)
+        with self._using(), storage_errors(self._file, f"write {length} bytes at {offset}"):
+            write_all(self._fd, views, offset)
+        self._written.add(offset, offset + length)
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                if self._state == "aborted" and not self._busy:
+                    self._close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._file, hint="create a new object")
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._file, hint="wait for all writes before commit")
+            self._written.check(self._file)
+            self._state = "failed"  # until it did not: after an fsync that failed the pages count as clean, and a second one succeeds
+            with storage_errors(self._file, "make the file durable"):
+                os.fsync(self._fd)
+                self._check_linked()
+                sync_directories(os.path.dirname(self._file), self._root, self._made)
+                self._state = "committed"
+                self._close()
+
+    def _check_linked(self) -> None:
+        status = os.fstat(self._fd)
+        if status.st_nlink == 0 or status.st_size != self._size:
+            raise StorageError(
+                f"the file was removed or cut while it was written: {status.st_nlink} names, {status.st_size} of {self._size} bytes",
+                where=self._file,
+                hint="look for another job or a clean-up that works on the same directory",
+            )
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        with self._lock:
+            if self._state in ("committed", "aborted"):
+                return
+            self._state = "aborted"
+            if not self._busy:
+                self._close()
+        with storage_errors(self._file, "remove the unfinished file"):
+            remove_file(self._file, self._root)

@@ -1,0 +1,241 @@
+"""The storage port: what a checkpoint needs from a file system or an object store, as tables that every backend must keep.
+
+Two rules generate all tables: an operation has its whole effect or raises, and no operation ever gives or keeps bytes that nobody wrote.
+Asking for bytes that are not there is an error, never a short answer; a name that is taken is an error, never an overwrite.
+
+Invariants: paths are ``str``, relative to the backend's root, ``/``-separated, without empty, ``.`` or ``..`` parts; ``check_path`` refuses
+others with UsageError. Offsets, lengths and sizes are in bytes. All methods may be called from several threads at once. Errors come from
+``ckpt.errors`` only: whatever the storage raises besides the rows below arrives as StorageError (NoSpaceError if it is full, AccessError if
+it refuses us). What happens when a path is at once a file and a parent of other files is left open, as object stores allow it and file
+systems do not. ``conformance.py`` tests every row that shows through the port.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+_W = TypeVar("_W", bound="Writer")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """A stored object: ``path`` relative to the backend's root, ``size`` in bytes."""
+
+    path: str
+    size: int
+
+
+class Writer(Protocol):
+    """A new object of known size while it is being written; ``Backend.create`` gives it.
+
+    Until ``commit`` returns nobody may rely on the object: whether it can be listed or read, and with what bytes, depends on the backend.
+    A Writer is open, then either committed or aborted. It is a context manager: leaving without ``commit`` aborts.
+    """
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """Write ``parts`` one after another, the first at ``offset``. Any order, any number of threads.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        the parts lie inside ``[0, size)``            all their bytes are handed to the storage before it returns
+        no parts, or only empty ones                  nothing happens
+        any number of parts, any sizes                one call; the backend splits what the storage limits
+        a range that was written before               the new bytes hold, and count once
+        two threads, ranges that do not touch         both hold
+        two threads, overlapping ranges               open: the caller's mistake
+        the parts reach beyond ``size``               UsageError; nothing is written
+        a part is not contiguous bytes                UsageError; nothing is written
+        the storage takes only some of the bytes      the rest is tried again, until all are taken or the storage raises
+        the storage raises                            that error; the range does not count as written and may be written again
+        committed or aborted before                   UsageError
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def commit(self) -> None:
+        """Make the object exist, whole and durable.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        every byte of ``[0, size)`` was written       afterwards every reader sees the object, and a power loss keeps bytes and name
+        some byte was not                             StorageError with the planned and the written bytes; it stays open
+        size 0                                        an empty object
+        a write is still running                      UsageError; it stays open
+        somebody removed the object meanwhile         StorageError; only ``abort`` is left to do
+        the storage cannot make the bytes durable     that error; only ``abort`` is left to do: a second try could succeed falsely
+        committed or aborted before                   UsageError
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def abort(self) -> None:
+        """Forget the object.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        open, or ``commit`` failed                    nothing of it is left, not even directories made for it
+        somebody removed the object meanwhile         nothing happens
+        aborted before                                nothing happens
+        committed before                              nothing happens: the object stays
+        a write is running in another thread          that write may end with any error; its bytes reach no other object
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def __enter__(self: _W) -> _W:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()  # does nothing after commit
+
+
+class Backend(Protocol):
+    """A storage opened at a root: the directory of a checkpoint or of a run."""
+
+    @property
+    def url(self) -> str:
+        """The root. ``open_backend(url)`` opens the same one, from any directory."""
+        ...
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``[offset, offset + length)`` is inside       these bytes
+        ``offset`` is the size, ``length`` 0 or None  ``b""``
+        the range reaches beyond the end              CorruptError with path, wanted range and size; never fewer bytes
+        ``path`` is absent or a directory             NotFoundError
+        ``offset`` or ``length`` is negative          UsageError
+        the object is replaced while it is read       bytes of one of the two, or CorruptError; never a mixture
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``offset``. The buffer may have any shape and item size if it is contiguous and writable.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        the range is inside                           every byte of the buffer is set
+        an empty buffer, ``offset`` inside or at end  nothing happens
+        the range reaches beyond the end              CorruptError with path, wanted range and size; the buffer's content is open
+        ``path`` is absent or a directory             NotFoundError
+        ``offset`` is negative                        UsageError
+        the buffer is read-only or not contiguous     UsageError
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def size(self, path: str) -> int:
+        """Size of the object in bytes.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``path`` is an object                         its size
+        ``path`` is absent or a directory             NotFoundError
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose path starts with ``prefix``, at any depth, sorted by path (code points).
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``prefix`` ends inside a name (``data/ab``)   objects ``data/ab``, ``data/abc``, ``data/ab/x``
+        ``prefix`` ends with ``/``                    objects below that directory
+        nothing matches, or the root is absent        an empty iterator
+        directories, other kinds of files             are not given
+        objects made or deleted meanwhile             may be given or not; the others are given once
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        """Names directly below the directory ``prefix``, sorted: directories with a trailing ``/``, objects without.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``prefix`` is ``""``                          names directly below the root
+        ``prefix`` is ``a/b`` or ``a/b/``             names directly below that directory, without the prefix
+        ``prefix`` is absent or an object             ``[]``
+        ``prefix`` ends inside a name                 ``[]``: unlike in ``list``, a directory is meant
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def create(self, path: str, size: int) -> Writer:
+        """Start a new object of ``size`` bytes. Parents are made as needed.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``path`` is absent                            an open Writer
+        ``path`` is an object                         ConflictError; the object stays as it is
+        two callers at once                           at most one commits; a backend that cannot promise this says so
+        ``size`` is negative                          UsageError
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        """Atomically make ``path`` hold ``data`` if it now holds exactly ``replaces``, or is absent when that is None. For small objects.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``replaces`` is None, ``path`` is absent      ``path`` holds ``data``; parents are made as needed
+        ``replaces`` is None, ``path`` is an object   ConflictError, whatever it holds; it stays as it is
+        ``path`` holds exactly ``replaces``           ``path`` holds ``data``
+        ``path`` holds anything else, or is absent    ConflictError; it stays as it is, or absent
+        it returned                                   a power loss keeps bytes and name
+        a reader, at any moment                       sees the old or the new whole content (or absence); never a part, never a gap
+        two publishers at once, same ``replaces``     exactly one returns, the other gets ConflictError
+        it raised                                     no temporary file and no new directory is left
+        it raised a StorageError that is no conflict  ``path`` holds the old or the new whole content: read it to know which
+        a ``delete`` of the same path at once         either order may win
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove an object, then the directories that this leaves empty.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        ``path`` is an object                         it is gone, and so are parents without any object or directory in them
+        ``path`` is absent                            nothing happens, apart from the same removal of empty parents
+        ``path`` is a directory                       nothing happens: only objects are deleted
+        the last object below the root                the root itself stays
+        ============================================  ==========================================================================
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Make the root usable for writing, so that a save that cannot succeed fails before it costs anything. Called once before a save.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        the root is absent                            it can be written to; where directories exist it does, and durably
+        the root is there                             its content stays as it is, and nothing is added
+        writing is refused                            AccessError
+        the storage is full                           NoSpaceError
+        the root cannot be a directory                StorageError
+        ============================================  ==========================================================================
+        """
+        ...

@@ -1,0 +1,272 @@
+"""The commands as people and scripts call them: what is on stdout, what on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt.cli.main import COMMANDS, cli
+from ckpt.errors import CkptError
+from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
+
+STATE = {"lr": 0.5, "model": {"w": {"$tensor": "model.wq.weight"}}, "names": ["a", "b"], "sampler": {"seed": 3}}
+RANKS = {1: {"rng": {"$bytes": "AA=="}}}
+
+
+@pytest.fixture
+def run_root(tmp_path: Path) -> Path:
+    options: dict[str, Any] = {"aliases": {"tied": "model.wq.weight"}, "state": STATE, "rank_values": RANKS}
+    write_checkpoint(str(tmp_path / "step-5"), sample(), **options)
+    write_checkpoint(str(tmp_path / "step-10"), sample(), ranks=3, **options)
+    write_checkpoint(str(tmp_path / "step-15"), sample(), commit=False)
+    return tmp_path
+
+
+def ckpt(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def document(result: Result) -> Any:
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def rows(result: Result) -> list[list[str]]:
+    """Cells of a printed table: columns are two or more spaces apart."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in result.stdout.splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------------------------- ls
+
+
+def test_ls(run_root: Path) -> None:
+    result = ckpt("ls", run_root)
+    size = f"{sum(a.nbytes for a in sample().values())} B"
+    head, first, second, third = rows(result)
+    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "RANKS", "AGE", "WHY NOT"]
+    assert first[:5] == [f"{run_root}/step-5", "5", "committed", size, "2"]
+    assert second[:5] == [f"{run_root}/step-10", "10", "committed", size, "3"]
+    assert third[:3] == [f"{run_root}/step-15", "15", "unfinished"]
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_ls_quiet_gives_what_can_be_loaded(run_root: Path) -> None:
+    assert ckpt("ls", "-q", run_root).stdout.split() == [f"{run_root}/step-5", f"{run_root}/step-10"]
+
+
+def test_ls_json(run_root: Path) -> None:
+    found = document(ckpt("ls", "--json", run_root))
+    assert found["root"] == str(run_root)
+    assert [(s["step"], s["committed"], s["damaged"], s["world_size"]) for s in found["steps"]] == [
+        (5, True, False, 2),
+        (10, True, False, 3),
+        (15, False, False, None),
+    ]
+    assert set(found["steps"][0]) == {"step", "url", "committed", "damaged", "created", "tensor_bytes", "world_size", "reason"}
+
+
+def test_ls_of_nothing(tmp_path: Path) -> None:
+    result = ckpt("ls", tmp_path)
+    assert (result.exit_code, result.stdout) == (10, "")
+    assert result.stderr.splitlines()[1] == f"  where: {tmp_path}"
+
+
+# -------------------------------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect(run_root: Path) -> None:
+    result = ckpt("inspect", run_root / "step-10")
+    arrays = sample()
+    table = {line[0]: line[1:] for line in rows(result)[1:-1]}
+    assert table["model.wq.weight"] == ["float32", "10 × 6", "240 B", "3"]
+    assert table["optimizer.step"] == ["int64", "scalar", "8 B", "1"]
+    assert table["tied"] == ["float32", "10 × 6", "= model.wq.weight"]
+    assert table.keys() == {*arrays, "tied"}
+    elements, size = sum(a.size for a in arrays.values()), sum(a.nbytes for a in arrays.values())
+    assert result.stdout.splitlines()[-1] == f"5 tensors, {elements} elements, {size} B in 11 chunks (ckpt 1)"
+
+
+def test_inspect_a_pattern(run_root: Path) -> None:
+    result = ckpt("inspect", "-q", run_root / "step-5", "model.*")
+    assert result.stdout.split() == ["model.ids", "model.norm", "model.wq.weight"]
+
+
+def test_inspect_a_pattern_without_a_match(run_root: Path) -> None:
+    result = ckpt("inspect", run_root / "step-5", "model.wz*")
+    assert (result.exit_code, result.stdout) == (21, "")
+    assert result.stderr.startswith("error: no tensor matches 'model.wz*'\n  try: ")
+
+
+def test_inspect_json(run_root: Path) -> None:
+    found = document(ckpt("inspect", "--json", run_root / "step-5"))
+    arrays = sample()
+    assert (found["url"], found["format"]) == (str(run_root / "step-5"), "ckpt 1")
+    assert found["totals"] == {
+        "tensors": 5,
+        "aliases": 1,
+        "elements": sum(a.size for a in arrays.values()),
+        "bytes": sum(a.nbytes for a in arrays.values()),
+        "chunks": sum(len(stored(path)) for path in data_files(run_root / "step-5")),
+    }
+    tensors = {t["name"]: t for t in found["tensors"]}
+    assert {n: (t["dtype"], tuple(t["shape"]), t["bytes"]) for n, t in tensors.items() if n != "tied"} == {
+        n: (a.dtype.name, a.shape, a.nbytes) for n, a in arrays.items()
+    }
+    assert (tensors["tied"]["alias"], tensors["tied"]["rank"], tensors["tied"]["logical"]) == ("model.wq.weight", None, None)
+
+
+def test_inspect_files(run_root: Path) -> None:
+    paths = data_files(run_root / "step-10")
+    spans = [stored(path).values() for path in paths]
+    expected = [
+        (f"data/{p.name}", p.stat().st_size, len(s), sum(end - begin for begin, end in s)) for p, s in zip(paths, spans, strict=True)
+    ]
+    found = document(ckpt("inspect", "--json", "--files", run_root / "step-10"))["files"]
+    assert [(f["path"], f["size"], f["chunks"], f["bytes"]) for f in found] == expected
+    assert [f["rank"] for f in found] == [0, 1, 2]
+    table = rows(ckpt("inspect", "--files", run_root / "step-10"))
+    assert [line[:2] + line[3:] for line in table[1:]] == [[p, str(r), str(n), f"{b} B"] for r, (p, _, n, b) in enumerate(expected)]
+    assert ckpt("inspect", "-q", "--files", run_root / "step-10", "optimizer.step").stdout.split() == [expected[0][0]]
+
+
+def test_inspect_state(run_root: Path) -> None:
+    result = ckpt("inspect", "--state", run_root / "step-5")
+    assert rows(result)[1:] == [["lr", "0.5"], ["names", '["a","b"]'], ["sampler.seed", "3"], ["rank 1: rng", '{"$bytes":"AA=="}']]
+    assert ckpt("inspect", "-q", "--state", run_root / "step-5", "sampler.*").stdout.split() == ["sampler.seed"]
+    found = document(ckpt("inspect", "--json", "--state", run_root / "step-5"))
+    assert (found["state"], found["ranks"]) == (STATE, {"1": RANKS[1]})
+
+
+def test_inspect_a_damaged_one(run_root: Path) -> None:
+    flip(next((run_root / "step-5").glob("index-*/tensors.arrow")), 50)
+    result = ckpt("inspect", run_root / "step-5")
+    assert (result.exit_code, result.stdout) == (20, "")
+    assert "tensors.arrow" in result.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- verify
+
+
+def test_verify(run_root: Path) -> None:
+    result = ckpt("verify", run_root / "step-5")
+    size = sum(a.nbytes for a in sample().values())
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"ok: 2 files, 8 chunks, {size} B in ")
+    assert ckpt("verify", "-q", run_root / "step-5").output == ""
+
+
+def test_verify_a_damaged_one(run_root: Path) -> None:
+    path = data_files(run_root / "step-5")[0]
+    for key in ("model.norm[0:4]", "model.ids[0:3,:,:]"):
+        flip(path, stored(path)[key][0])
+    result = ckpt("verify", run_root / "step-5")
+    first, second, last = result.stdout.splitlines()
+    assert result.exit_code == 20
+    assert first.endswith(f"(data/{path.name}, model.ids[0:3,0:2,0:3])")
+    assert second.endswith(f"(data/{path.name}, model.norm[0:4])")
+    assert last.startswith("2 problems: ")
+    assert ckpt("verify", "-q", run_root / "step-5").stdout.splitlines() == [first, second]
+
+
+def test_verify_json(run_root: Path) -> None:
+    whole = document(ckpt("verify", "--json", "--threads", 1, run_root / "step-5"))
+    assert set(whole) == {"url", "ok", "files", "chunks", "undigested", "bytes", "seconds", "problems"}
+    assert (whole["ok"], whole["problems"], whole["files"]) == (True, [], 2)
+    path = data_files(run_root / "step-5")[1]
+    flip(path, stored(path)["model.norm[4:7]"][0])
+    result = ckpt("verify", "--json", run_root / "step-5")
+    found = document(result)
+    (problem,) = found["problems"]
+    assert (result.exit_code, found["ok"]) == (20, False)
+    assert (problem["kind"], problem["file"], problem["tensor"]) == ("digest", f"data/{path.name}", "model.norm")
+    assert problem["box"] == {"offset": [4], "shape": [3]}
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
+    result = ckpt(command, "--json", tmp_path / "nothing")
+    error = document(result)["error"]
+    assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
+    assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"
+    assert error["where"] == str(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_save_that_did_not_finish(command: str, run_root: Path) -> None:
+    assert ckpt(command, run_root / "step-15").exit_code == 11
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_something_else(command: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert ckpt(command, tmp_path).exit_code == 12
+
+
+@pytest.mark.parametrize("args", [("nothing",), ("verify",), ("ls", "--wrong", "x"), ("verify", "--threads", "0", "x")])
+def test_usage(args: tuple[str, ...]) -> None:
+    plain, machine = ckpt(*args), ckpt(*args, "--json")
+    assert (plain.exit_code, plain.stdout, machine.exit_code) == (2, "", 2)
+    assert plain.stderr.startswith("error: ")
+    assert " --help" in plain.stderr
+    assert document(machine)["error"]["type"] == "UsageError"
+
+
+def _raise(error: BaseException) -> Any:
+    def instead(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return instead
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.runs.list_steps", _raise(KeyboardInterrupt()))
+    result = ckpt("ls", "x")
+    assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.runs.list_steps", _raise(ZeroDivisionError("oops")))
+    result = ckpt("ls", "--json", "x")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert "ZeroDivisionError: oops" in result.stderr
+    assert document(result)["error"] == {"type": "ZeroDivisionError", "message": "oops", "where": None, "hint": None, "exit_code": 1}
+
+
+def test_an_error_without_place_or_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.runs.list_steps", _raise(CkptError("it is so")))
+    result = ckpt("ls", "x")
+    assert (result.exit_code, result.stderr) == (1, "error: it is so\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_text_with_an_example(command: str) -> None:
+    text = ckpt(command, "--help").stdout
+    assert f"Usage: ckpt {command} " in text
+    assert f"ckpt {command} " in text.partition("Example:")[2]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_overview_agrees_with_the_commands() -> None:
+    text = ckpt("--help").stdout
+    for name, line in COMMANDS.items():
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        assert (command.name, command.short_help) == (name, line)
+        assert line in text
+
+
+def test_version() -> None:
+    from ckpt._version import __version__
+
+    assert ckpt("--version").stdout == f"ckpt {__version__}\n"

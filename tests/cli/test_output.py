@@ -1,0 +1,151 @@
+"""Units, tables, colours and progress: the parts that all commands print with."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.cli import units
+from ckpt.cli.output import Output
+from ckpt.cli.progress import Lines, progress
+from tests.cli.checkpoints import sample, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from ckpt.cli.main import main; main()"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (10_200, "10 KiB"),
+        (1023.6 * 1024, "1.0 MiB"),
+        (5 << 40, "5.0 TiB"),
+    ],
+)
+def test_size(count: float, text: str) -> None:
+    assert units.size(count) == text
+
+
+def test_size_is_right_to_five_percent() -> None:
+    powers = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5}
+    for count in np.random.default_rng(3).integers(1, 1 << 59, 500) >> np.arange(500) % 50:
+        number, unit = units.size(float(count)).split()
+        assert float(number) * 1024 ** powers[unit] == pytest.approx(float(count), rel=0.055)
+        assert len(number) <= 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.4, "9.4 s"), (9.6, "10 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (200_000, "2 d")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert units.duration(seconds) == text
+
+
+def test_age() -> None:
+    now = datetime(2026, 1, 2, 12, tzinfo=timezone.utc)
+    assert units.age("2026-01-02T09:00:00Z", now) == "3 h ago"
+    assert units.age("2026-01-02T09:00:00", now) == "3 h ago"
+    assert units.age((now - timedelta(seconds=1)).isoformat(), now) == "just now"
+    assert units.age("2026-01-02T13:00:00+02:00", now) == "60 min ago"
+    assert units.age("yesterday", now) == units.age(None, now) == "?"
+
+
+def test_a_table_aligns_and_drops_empty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().table(("NAME", ">SIZE", "NOTE", "X"), [("a", "1", "", "x"), ("long one", "12345", "", "")])
+    assert capsys.readouterr().out.splitlines() == ["NAME       SIZE  X", "a             1  x", "long one  12345"]
+
+
+def test_talk_goes_to_stderr_and_quiet_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().talk("hello")
+    Output(quiet=True).talk("hello")
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_progress_in_a_log_is_a_line_every_ten_seconds() -> None:
+    time, said = 100.0, list[str]()
+    lines = Lines("verify", said.append, lambda: time)
+    for second in range(31):
+        time = 100.0 + second
+        lines(second << 30, 60 << 30)
+    assert said == [
+        "verify: 10 GiB of 60 GiB (16 %), 1.0 GiB/s, 50 s left",
+        "verify: 20 GiB of 60 GiB (33 %), 1.0 GiB/s, 40 s left",
+        "verify: 30 GiB of 60 GiB (50 %), 1.0 GiB/s, 30 s left",
+    ]
+
+
+def test_progress_without_bytes_or_voice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.cli.progress.INTERVAL", 0.0)
+    with progress("verify", Output(quiet=True)) as update:
+        update(0, 0)
+    assert capsys.readouterr() == ("", "")
+    with progress("verify", Output()) as update:
+        update(0, 0)
+    assert capsys.readouterr().err == "verify: 0 B of 0 B (0 %), 0 B/s\n"
+
+
+# ------------------------------------------------------------------------------------------------------- a real process
+
+
+def _on_a_terminal(args: list[str], **environment: str) -> str:
+    """Everything that a command prints when stdout and stderr are a terminal."""
+    ours, theirs = pty.openpty()
+    env = {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", **environment}
+    process = subprocess.Popen([*COMMAND, *args], cwd=ROOT, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # Linux: the other side is closed
+            break
+        if not data:
+            break
+        printed += data
+    os.close(ours)
+    assert process.wait() == 0
+    return printed.decode()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("run") / "step-1"
+    write_checkpoint(str(path), sample())
+    return str(path)
+
+
+def test_colours_only_where_they_are_seen(checkpoint: str) -> None:
+    assert "\x1b[32mcommitted" in _on_a_terminal(["ls", checkpoint])
+    assert "\x1b" not in _on_a_terminal(["ls", checkpoint], NO_COLOR="1")
+    assert "\x1b" not in _on_a_terminal(["ls", checkpoint], TERM="dumb")
+    piped = subprocess.run([*COMMAND, "ls", checkpoint], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "committed" in piped.stdout
+    assert "\x1b" not in piped.stdout + piped.stderr
+
+
+def test_a_bar_on_a_terminal(checkpoint: str) -> None:
+    assert "verify" in _on_a_terminal(["verify", checkpoint]).partition("ok")[0]
+    assert _on_a_terminal(["verify", "-q", checkpoint]) == ""
+
+
+def test_a_reader_that_leaves_is_no_error_worth_a_traceback(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path), {f"tensor.{i:05d}": np.zeros(2, dtype=np.uint8) for i in range(4000)}, ranks=1)
+    process = subprocess.Popen([*COMMAND, "inspect", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1

@@ -1,0 +1,44 @@
+"""Settings that hold for every test. Nothing here knows about a single part of the project."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+# No time limit per example: the machines that run this are shared.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "needs --slow")
+    if any(item.get_closest_marker("cuda") for item in items) and not _cuda():
+        _skip(items, "cuda", "needs a GPU")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the shell that starts pytest has set must not change what is tested."""
+    for name in list(os.environ):
+        if name.startswith("CKPT_") or name in {"NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}:
+            monkeypatch.delenv(name)

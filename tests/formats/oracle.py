@@ -1,0 +1,119 @@
+"""A second reader of format version 1, written from docs/format.md alone: no code of the package, all is verified, files are read whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
+
+TABLE = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64, float16 2
+F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3, float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 F8_E4M3FNUZ,
+float8_e5m2fnuz 1 F8_E5M2FNUZ, float8_e8m0fnu 1 F8_E8M0, complex64 8 C64, float4_e2m1fn_x2 1 F4, complex32 4 U8, complex128 16 U8"""
+DTYPES = {name: (int(size), stored) for name, size, stored in (row.split() for row in TABLE.split(","))}
+INTS = "list<int64>"
+TENSORS = {"name": "string", "dtype": "string", "shape": INTS, "logical": f"{INTS}?", "grid": "int32", "alias": "string?", "rank": "int32?"}
+GRIDS = {"cuts": f"list<{INTS}>?", "boxes": f"{INTS}?", "files": "list<int32>"}  # ? may be null
+FILES = {"path": "string", "size": "int64", "header": "int64", "digest": "string", "rank": "int32"}
+
+
+def read(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor by name, aliases too: dtype, global shape (padding included) and row-major bytes. AssertionError if anything is off."""
+    try:
+        return _read(Path(directory))[0]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as e:
+        raise AssertionError(f"not readable: {e!r}") from e
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """state.json as it stands, of a checkpoint that ``read`` accepts."""
+    read(directory)
+    return _read(Path(directory))[1]
+
+
+def _read(root: Path) -> tuple[dict[str, Any], Any]:
+    raw = (root / "checkpoint.json").read_bytes()
+    record = _json(raw)
+    own, ident, made, index = record["digest"], record["id"], record["created"], {}
+    assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
+    assert (record["format"], record["version"], record["features"]) == ("ckpt", 1, []), "unknown format, version or feature"
+    assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
+    for name, entry in ((n, record["index"][n]) for n in ("tensors.arrow", "grids.arrow", "files.arrow", "state.json")):
+        index[name] = raw = (root / entry["path"]).read_bytes()
+        must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
+        assert must <= entry.items(), f"{name}: is {must}, not {entry}"
+    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", GRIDS), ("files", FILES)))
+    unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
+    assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
+    tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread) for r in rows if r["alias"] is None}
+    assert not any(unread), f"chunks that no tensor has: {[*map(list, unread)]}"
+    assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
+    assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in [*rows, *files]), "a rank is not below world_size"
+    aliases = {r["name"]: tensors[r["alias"]] for r in rows if r["alias"] is not None}  # KeyError: an alias of an alias, or of nothing
+    said = {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in aliases and r["grid"] == -1}
+    assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"
+    state = _json(index["state.json"])
+    assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
+    return tensors | aliases, state
+
+
+def _json(raw: bytes) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs), f"JSON: a key comes twice in {[k for k, _ in pairs]}"
+        return dict(pairs)
+
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=int)  # NaN and Infinity are not JSON: ValueError
+
+
+def _table(raw: bytes, columns: dict[str, str]) -> list[dict[str, Any]]:
+    found = pa.ipc.open_file(raw).read_all()
+    kinds = {c: re.sub(r"\w+: | not null", "", str(found.schema.field(c).type)) for c in columns}
+    assert kinds == {c: kind.rstrip("?") for c, kind in columns.items()}, f"columns {kinds}, not {columns}"
+    assert not any(found[c].null_count for c in columns if columns[c][-1] != "?"), "null in a column that may have none"
+    return [{c: row[c] for c in columns} for row in found.to_pylist()]
+
+
+def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[str, list[int], bytes]]:
+    path, raw = row["path"], (root / row["path"]).read_bytes()
+    assert re.fullmatch(rf"data/{ident}-{row['rank']:05d}(-\d+)?\.safetensors", path) and len(raw) == row["size"], f"{path}: path or size"
+    start = 8 + int.from_bytes(raw[:8], "little")
+    assert start == row["header"] and start % 4096 == 0 and xxh3_128_hexdigest(raw[:start]) == row["digest"], f"{path}: header"
+    meta = (header := _json(raw[8:start])).pop("__metadata__")
+    assert [meta[f"ckpt.{k}"] for k in ("version", "id", "rank")] == ["1", ident, str(row["rank"])], f"{path}: {meta}"
+    spans = sorted(e["data_offsets"] for e in header.values())
+    assert [0, *(b for _, b in spans)] == [*(a for a, _ in spans), len(raw) - start], f"{path}: entries leave a hole or overlap"
+    found = {k: (e["dtype"], e["shape"], raw[start + e["data_offsets"][0] : start + e["data_offsets"][1]]) for k, e in header.items()}
+    digests = re.findall("[0-9a-f]{16}|.+", meta["ckpt.digests"])
+    wrong = [k for k, d in zip(sorted(found), digests, strict=True) if xxh3_64_hexdigest(found[k][2]) != d]
+    assert not wrong, f"{path}: digest of {wrong}"
+    return found
+
+
+def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]]) -> tuple[str, tuple[int, ...], bytes]:
+    name, dtype, shape, cuts, flat, files = row["name"], row["dtype"], row["shape"], grid["cuts"], grid["boxes"], grid["files"]
+    (size, stored), logical = DTYPES[dtype], shape if row["logical"] is None else row["logical"]
+    assert row["grid"] >= 0 and (cuts is None) != (flat is None), f"{name}: no grid, or not one of cuts and boxes"
+    assert 1 <= len(name.encode()) <= 4096 and "\0" not in name, f"not a name: {name[:99]!r}"
+    assert all(0 <= a <= n for a, n in zip(logical, shape, strict=True)), f"{name}: logical {logical} of {shape}"
+    boxes: Any = [[]] if flat is None else [[(o, o + s) for o, s in b.T.tolist()] for b in np.reshape(flat, (-1, 2, len(shape)))]
+    for c, n in zip(cuts, shape, strict=True) if cuts is not None else ():
+        assert [c[0], c[-1]] == [0, n] and c == (sorted(set(c)) if n else [0, 0]), f"{name}: cuts {cuts} of {shape}"
+        boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]  # start and stop per dimension
+    whole, times = np.zeros((*shape, size), np.uint8), np.zeros(shape, np.int64)
+    for box, file in zip(boxes, files * len(boxes) if len(files) == 1 else files, strict=True):
+        part, at = [b - a for a, b in box], tuple(slice(a, b) for a, b in box)
+        wanted = [*part, size] if dtype in ("complex32", "complex128") else [*part[:-1], 2 * (part or [1])[-1]] if stored == "F4" else part
+        ranges = ",".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in zip(box, shape, strict=True))
+        bare = part == shape and name[-1] != "]" and name != "__metadata__" and len(wanted) == len(shape)
+        key = name if bare else f"{name}[{ranges}]"
+        inside = all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+        assert inside and file >= 0 and key in unread[file], f"{key}: not in shape {shape}, or not in data file {file}"
+        *said, raw = unread[file].pop(key)
+        assert said == [stored, wanted] and len(raw) == whole[at].size <= 64 << 20, f"{key}: {said}, not {[stored, wanted]}, or its size"
+        whole[at], times[at] = np.frombuffer(raw, np.uint8).reshape(*part, size), times[at] + 1
+    assert (times == 1).all(), f"{name}: chunks leave a hole or overlap"
+    return dtype, tuple(shape), whole.tobytes()

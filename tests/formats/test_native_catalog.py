@@ -1,0 +1,266 @@
+"""Reading native checkpoints: round trips, and every kind of damage found and named."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ckpt.catalog import Contents
+from ckpt.dtypes import DTYPES
+from ckpt.errors import CorruptError, NotCommittedError, NotFoundError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.writer import write_index
+from ckpt.io_backends.faulty import FaultyBackend
+from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.registry import open_backend
+from tests.formats.native_sample import ID, contents_of, read, sample, samples, save, two_ranks, write_data
+
+OTHER = "f" * 16
+
+
+@pytest.fixture
+def backend():
+    MemoryBackend.reset()
+    return open_backend("memory://c")
+
+
+def on_disk(root: Path) -> list[Path]:
+    save(open_backend(str(root)), two_ranks(), state={"step": 3})
+    return sorted(p for p in root.rglob("*") if p.is_file())
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x55]))
+
+
+# -------------------------------------------------------------------------------------------------- round trips
+
+
+@given(samples())
+def test_round_trip(made):
+    MemoryBackend.reset()
+    backend = open_backend("memory://c")
+    record = save(backend, made, state={"step": [1, 2.5]})
+    catalog = NativeCatalog(backend)
+    assert catalog.record == record == CommitRecord.from_bytes(backend.read("checkpoint.json"), "there")
+    assert record.tensor_bytes == sum(s.data.size for s in made)
+    assert (catalog.format, catalog.url, catalog.state, catalog.ranks) == ("ckpt 1", "memory://c", {"step": [1, 2.5]}, {})
+    assert set(catalog.tensors) == {s.name for s in made}
+    for s in made:
+        entry = catalog.tensors[s.name]
+        assert (entry.dtype, entry.shape) == (s.dtype, s.shape)
+        np.testing.assert_array_equal(read(backend, catalog, s.name), s.data)
+
+
+def test_alias_is_read_under_its_own_name(backend):
+    made = [sample("tok.weight", "bfloat16", (4, 2), [[0, 2, 4], [0, 2]], ranks=(0, 1))]
+    rows, where = write_data(backend, made)
+    contents = contents_of(made, rows, where)
+    tied = replace(contents.tensors[0], name="lm_head.weight", alias="tok.weight")
+    record = write_index(backend, replace(contents, tensors=(*contents.tensors, tied)), id=ID, world_size=2, previous=None)
+    assert record.tensor_bytes == 16
+    np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "lm_head.weight"), made[0].data)
+
+
+def test_extents_in_the_order_asked_for(backend):
+    made = [sample("w", "int16", (6, 4), [[0, 1, 3, 6], [0, 2, 4]], ranks=(0, 1, 1))]
+    save(backend, made)
+    catalog = NativeCatalog(backend)
+    entry = catalog.tensors["w"]
+    for order in ([], [5], [4, 0, 4, 1], iter([2, 3])):
+        order = list(order)
+        extents = catalog.extents(entry, iter(order))
+        assert len(extents) == len(order)
+        for n, e in zip(order, extents, strict=True):
+            assert backend.read(e.path, e.offset, e.length) == made[0].data[entry.grid.box(n).slices].tobytes()
+
+
+def test_only_the_headers_that_are_needed_are_read(backend):
+    save(backend, [sample("a", "int8", (4,), ranks=(0,)), sample("b", "int8", (4,), ranks=(1,))])
+    counted = FaultyBackend(backend)
+    catalog = NativeCatalog(counted)
+    catalog.extents(catalog.tensors["b"], [0])
+    catalog.extents(catalog.tensors["b"], [0])
+    assert [w for w in counted.process.log if "data/" in w] == [f"size data/{ID}-00001.safetensors", f"read data/{ID}-00001.safetensors"]
+
+
+def test_threads_read_a_header_once(backend):
+    save(backend, two_ranks())
+    counted = FaultyBackend(backend)
+    catalog = NativeCatalog(counted)
+    start = threading.Barrier(8)
+
+    def ask(_):
+        start.wait()
+        return [id(catalog.header(0)), id(catalog.header(1))]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    assert all(f == found[0] for f in found)
+    assert sum(w.startswith("read data/") for w in counted.process.log) == 2
+
+
+# ------------------------------------------------------------------------------------------------- nothing there
+
+
+def test_nothing_there(backend):
+    with pytest.raises(NotFoundError, match="memory://c"):
+        NativeCatalog(backend)
+    backend.publish("notes.txt", b"x", replaces=None)
+    with pytest.raises(NotFoundError):
+        NativeCatalog(backend)
+
+
+@pytest.mark.parametrize("kept", ["index-", "data/"])
+def test_not_committed(backend, kept):
+    save(backend, two_ranks())
+    for entry in list(backend.list()):
+        if not entry.path.startswith(kept):
+            backend.delete(entry.path)
+    with pytest.raises(NotCommittedError, match="did not finish"):
+        NativeCatalog(backend)
+
+
+# --------------------------------------------------------------------------------------------------------- damage
+
+
+def test_every_flipped_byte_is_found_and_named(tmp_path):
+    """Commit record, index files and headers; chunks are found by whoever reads them, see below."""
+    found = 0
+    for path in on_disk(tmp_path):
+        name = path.relative_to(tmp_path).as_posix()
+        is_data = name.startswith("data/")
+        # The padding of headers is tried at some places only: test_native_datafile has all of them.
+        size = path.stat().st_size
+        places = [*range(0, 4096, 7)] if is_data else range(size)
+        for at in places:
+            flip(path, at)
+            with pytest.raises(CorruptError) as caught:
+                touch_everything(tmp_path)
+            assert caught.value.where.endswith(name)
+            flip(path, at)
+            found += 1
+    assert found > 3000
+    touch_everything(tmp_path)
+
+
+def touch_everything(root: Path) -> None:
+    catalog = NativeCatalog(open_backend(str(root)))
+    for n in range(len(catalog.files)):
+        catalog.header(n)
+
+
+def test_every_flipped_byte_of_a_chunk_is_found(tmp_path):
+    paths = [p for p in on_disk(tmp_path) if p.suffix == ".safetensors"]
+    assert sum(p.stat().st_size - 4096 for p in paths) == sum(s.data.size for s in two_ranks())
+    backend = open_backend(str(tmp_path))
+    for path in paths:
+        for at in range(4096, path.stat().st_size):
+            flip(path, at)
+            catalog = NativeCatalog(backend)
+            wrong = [s.name for s in two_ranks() if not reads(backend, catalog, s.name)]
+            assert len(wrong) == 1
+            flip(path, at)
+    assert all(reads(backend, NativeCatalog(backend), s.name) for s in two_ranks())
+
+
+def reads(backend, catalog, name):
+    try:
+        read(backend, catalog, name)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "missing", "empty"])
+def test_wrong_size_is_found_and_named(tmp_path, how):
+    for path in on_disk(tmp_path):
+        name = path.relative_to(tmp_path).as_posix()
+        data = path.read_bytes()
+        if how == "missing":
+            path.unlink()
+        else:
+            path.write_bytes({"truncated": data[:-1], "longer": data + b"\0", "empty": b""}[how])
+        if name == "checkpoint.json" and how == "missing":
+            with pytest.raises(NotCommittedError):
+                touch_everything(tmp_path)
+        else:
+            with pytest.raises(CorruptError) as caught:
+                touch_everything(tmp_path)
+            assert name in str(caught.value)
+            assert caught.value.hint
+        path.write_bytes(data)
+    touch_everything(tmp_path)
+
+
+def wrong(contents: Contents, **change) -> Contents:
+    return replace(contents, tensors=tuple(replace(t, **change) if t.name == "w" else t for t in contents.tensors))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": DTYPES["int32"]}, ["w[0:2,0:3]", "F32 [2, 3]", "I32 [2, 3]"]),
+        ({"dtype": DTYPES["float64"]}, ["w[0:2,0:3]", "F32 [2, 3]", "F64 [2, 3]"]),
+        ({"name": "v"}, ["v[0:2,0:3]", "is not in its data file"]),
+    ],
+)
+def test_index_and_data_of_different_saves(backend, change, words):
+    made = [sample("w", "float32", (4, 3), [[0, 2, 4], [0, 3]], ranks=(0, 1))]
+    contents = wrong(contents_of(made, *write_data(backend, made)), **change)
+    write_index(backend, contents, id=ID, world_size=2, previous=None)
+    catalog = NativeCatalog(backend)
+    with pytest.raises(CorruptError) as caught:
+        catalog.extents(catalog.tensors[change.get("name", "w")], [0])
+    assert all(w in str(caught.value) for w in [*words, f"data/{ID}-00000.safetensors"])
+
+
+def test_chunk_in_another_file_than_the_index_says(backend):
+    made = [sample("w", "float32", (4, 3), [[0, 2, 4], [0, 3]], ranks=(0, 1))]
+    rows, where = write_data(backend, made)
+    write_index(backend, contents_of(made, rows, {"w": where["w"][::-1]}), id=ID, world_size=2, previous=None)
+    catalog = NativeCatalog(backend)
+    with pytest.raises(CorruptError, match=r"w\[0:2,0:3\] is not in its data file"):
+        catalog.extents(catalog.tensors["w"], [0])
+
+
+# ------------------------------------------------------------------------------------------------- replaced meanwhile
+
+
+class Replaced(FaultyBackend):
+    """Somebody replaces the checkpoint, and removes the old one, between the reading of the record and of the index."""
+
+    def __init__(self, inner, replacement) -> None:
+        super().__init__(inner)
+        self._replacement = replacement
+
+    def read(self, path, offset=0, length=None):
+        data = super().read(path, offset, length)
+        if path == "checkpoint.json" and self._replacement:
+            self._replacement.pop()()
+        return data
+
+
+def test_opening_while_the_checkpoint_is_replaced(backend):
+    old, new = [sample("old", "int8", (3,))], [sample("new", "int8", (3,))]
+    save(backend, old)
+
+    def replacement():
+        save(backend, new, id=OTHER, previous=backend.read("checkpoint.json"))
+        for entry in list(backend.list(f"index-{ID}/")):
+            backend.delete(entry.path)
+
+    catalog = NativeCatalog(Replaced(backend, [replacement]))
+    assert list(catalog.tensors) == ["new"]
+    assert catalog.record.id == OTHER

@@ -1,0 +1,178 @@
+"""Rebuilding a lost index from the data files alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ckpt.dtypes import DTYPES
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.rebuild import rebuild
+from ckpt.formats.native.writer import write_index
+from ckpt.geometry import Box
+from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.registry import open_backend
+from tests.formats.native_sample import ID, Sample, read, sample, samples, save, two_ranks, write_data
+
+OTHER = "f" * 16
+
+
+@pytest.fixture
+def backend():
+    MemoryBackend.reset()
+    return open_backend("memory://r")
+
+
+def cells_of(grid):
+    """Boxes and files of a grid, whatever its order."""
+    return {(grid.box(i), grid.file(i)) for i in range(len(grid))}
+
+
+@given(samples())
+def test_round_trip(made):
+    MemoryBackend.reset()
+    backend = open_backend("memory://r")
+    rows, where = write_data(backend, made)
+    if not rows:
+        with pytest.raises(NotFoundError, match=ID):
+            rebuild(backend, ID)
+        return
+    found = rebuild(backend, ID)
+    assert found.files == rows
+    by_name = {t.name: t for t in found.tensors}
+    assert set(by_name) == {s.name for s in made}
+    for s in made:
+        entry = by_name[s.name]
+        assert (entry.dtype, entry.shape, entry.logical, entry.alias) == (s.dtype, s.shape, None, None)
+        assert cells_of(entry.grid) == cells_of(s.grid(where[s.name]))
+        assert s.cuts is None or entry.grid.cuts == s.cuts
+    write_index(backend, found, id=ID, world_size=1, previous=None)
+    catalog = NativeCatalog(backend)
+    for s in made:
+        np.testing.assert_array_equal(read(backend, catalog, s.name), s.data)
+
+
+def test_regular_boxes_become_cuts_in_row_major_order(backend):
+    data = np.arange(24, dtype=np.uint8).reshape(4, 6, 1)
+    boxes = tuple(Box((r, c), (2, 2)) for c in (4, 0, 2) for r in (2, 0))
+    write_data(backend, [Sample(name="w", dtype=DTYPES["uint8"], data=data, boxes=boxes, ranks=(0, 1, 2, 0, 1, 2))])
+    grid = rebuild(backend, ID).tensors[0].grid
+    assert grid.cuts == ((0, 2, 4), (0, 2, 4, 6))
+    assert grid.files.tolist() == [0, 2, 1, 2, 1, 0]
+
+
+def test_only_files_of_this_save(backend):
+    save(backend, two_ranks())
+    write_data(backend, [sample("x", "int8", (3,))], id=OTHER)
+    assert {t.name for t in rebuild(backend, ID).tensors} == {s.name for s in two_ranks()}
+    assert {t.name for t in rebuild(backend, OTHER).tensors} == {"x"}
+
+
+def test_several_files_of_a_rank(backend):
+    made = [sample(f"t{n}", "int8", (3,), ranks=(4,)) for n in range(200)]
+    rows, _ = write_data(backend, made, limit=4088)
+    assert len(rows) > 3
+    found = rebuild(backend, ID)
+    assert set(found.files) == set(rows)
+    assert {t.name for t in found.tensors} == {s.name for s in made}
+
+
+# --------------------------------------------------------------------------------------------------------- damage
+
+
+def pieces(name, boxes, dtypes=("int8",)):
+    """Chunks as tensors of their own, so that they may contradict each other: one rank for each."""
+    out = []
+    for rank, box in enumerate(boxes):
+        kind = DTYPES[dtypes[rank % len(dtypes)]]
+        shape = (8, 8) if len(box.shape) == 2 else (8,)
+        data = np.zeros((*shape, kind.itemsize), dtype=np.uint8)
+        out.append(Sample(name=name, dtype=kind, data=data, boxes=(box,), ranks=(rank,)))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([Box((0,), (2,)), Box((5,), (3,))], ["'w'", "[2:5]", "in no data file"]),
+        ([Box((1,), (7,))], ["[0:1]", "in no data file"]),
+        ([Box((0,), (4,)), Box((3,), (5,))], ["[3:4]", "stored 2 times"]),
+        ([Box((0, 0), (8, 4)), Box((0, 4), (4, 4))], ["[4:8,4:8]", "in no data file"]),
+        ([Box((0,), (8,)), Box((0,), (8,))], ["[0:8]", "stored 2 times"]),
+        ([Box((0,), (4,))], ["not whole", "'w[0:4]'"]),
+        ([Box((0, 0), (4, 8))], ["not whole", "'w[0:4,:]'"]),
+    ],
+)
+def test_holes_and_overlaps(backend, boxes, words):
+    write_data(backend, pieces("w", boxes))
+    with pytest.raises(CorruptError) as caught:
+        rebuild(backend, ID)
+    assert all(w in str(caught.value) for w in words)
+
+
+@pytest.mark.parametrize("dtypes", [("int8", "uint8"), ("complex128", "complex32"), ("int16", "bfloat16")])
+def test_chunks_that_differ_in_dtype(backend, dtypes):
+    write_data(backend, pieces("w", [Box((0,), (4,)), Box((4,), (4,))], dtypes))
+    with pytest.raises(CorruptError, match=rf"w\[4:8\].*{dtypes[1]}.*{dtypes[0]}"):
+        rebuild(backend, ID)
+
+
+def test_chunks_that_differ_in_dimensions(backend):
+    write_data(backend, pieces("w", [Box((0,), (8,)), Box((0, 0), (8, 8))]))
+    with pytest.raises(CorruptError, match="'w'"):
+        rebuild(backend, ID)
+
+
+def put(backend, path, data):
+    backend.delete(path)
+    with backend.create(path, len(data)) as writer:
+        writer.write(0, [data])
+        writer.commit()
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, 4095, 4096, 4100])
+def test_truncated_files(backend, size):
+    (row,), _ = write_data(backend, [sample("w", "int8", (8,))])
+    put(backend, row.path, backend.read(row.path)[:size])
+    with pytest.raises(CorruptError) as caught:
+        rebuild(backend, ID)
+    assert caught.value.where == f"memory://r/{row.path}"
+
+
+def test_a_length_that_cannot_be(backend):
+    (row,), _ = write_data(backend, [sample("w", "int8", (8,))])
+    put(backend, row.path, struct.pack("<Q", 2**62) + backend.read(row.path)[8:])
+    with pytest.raises(CorruptError, match="truncated"):
+        rebuild(backend, ID)
+
+
+def test_a_file_that_is_not_ours(backend):
+    write_data(backend, [sample("w", "int8", (8,))])
+    put(backend, f"data/{ID}-notes.safetensors", struct.pack("<Q", 2) + b"{}")
+    with pytest.raises(CorruptError, match="has no rank"):
+        rebuild(backend, ID)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "shape", "size"),
+    [
+        ("w[0:4]", "I8", [3], 3),
+        ("w[0:3,0:1]", "I8", [3], 3),
+        ("w[0:3]", "U8", [3, 5], 15),
+        ("w[3:0]", "I8", [3], 3),
+        ("w]", "I8", [3], 3),
+        ("w[]", "F4", [4], 2),
+    ],
+)
+def test_keys_that_do_not_fit_their_entries(backend, key, dtype, shape, size):
+    metadata = {"ckpt.version": "1", "ckpt.id": ID, "ckpt.rank": "0", "ckpt.digests": "0" * 16}
+    text = json.dumps({"__metadata__": metadata, key: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    put(backend, f"data/{ID}-00000.safetensors", struct.pack("<Q", 4088) + text.ljust(4088) + bytes(size))
+    with pytest.raises(CorruptError) as caught:
+        rebuild(backend, ID)
+    assert repr(key) in str(caught.value)

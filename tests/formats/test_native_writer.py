@@ -1,0 +1,218 @@
+"""Committing: whatever fails wherever, there is the old checkpoint or the new one, whole, and no index without a record."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckpt.errors import CkptError, ConflictError, ConsistencyError, CorruptError, StorageError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.writer import committed_id, previous_files, read_record, write_index
+from ckpt.io_backends.faulty import Fault, FaultyBackend, SimulatedCrash
+from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.registry import open_backend
+from tests.formats.native_sample import ID, contents_of, read, sample, save, two_ranks, write_data
+
+OTHER = "f" * 16
+OLD = [sample("w", "int8", (4,), [[0, 2, 4]], ranks=(0, 1))]
+NEW = [sample("v", "int16", (5,), ranks=(1,))]
+
+
+@pytest.fixture
+def backend():
+    MemoryBackend.reset()
+    return open_backend("memory://w")
+
+
+def paths(backend, prefix=""):
+    return {e.path for e in backend.list(prefix)}
+
+
+def new_contents(backend):
+    return contents_of(NEW, *write_data(backend, NEW, id=OTHER))
+
+
+def test_what_is_written(backend):
+    record = save(backend, two_ranks())
+    names = {"tensors.arrow", "grids.arrow", "files.arrow", "state.json"}
+    assert {n: f.path for n, f in record.index.items()} == {n: f"index-{ID}/{n}" for n in names}
+    assert paths(backend) == {
+        "checkpoint.json",
+        *(f"index-{ID}/{n}" for n in names),
+        *(f"data/{ID}-0000{r}.safetensors" for r in (0, 1)),
+    }
+    assert (record.id, record.world_size, record.features) == (ID, 2, ())
+    assert record.writer.startswith("ckpt ")
+    assert read_record(backend) == record.to_bytes()
+    assert committed_id(backend) == ID
+
+
+def test_nothing_committed(backend):
+    assert (read_record(backend), committed_id(backend), previous_files(backend)) == (None, None, ())
+
+
+def test_replacing(backend):
+    save(backend, OLD)
+    previous = read_record(backend)
+    old = set(previous_files(backend))
+    assert old == paths(backend) - {"checkpoint.json"}
+    write_index(backend, new_contents(backend), id=OTHER, world_size=1, previous=previous)
+    assert set(previous_files(backend, previous)) == old
+    assert paths(backend) - {"checkpoint.json"} == old | set(previous_files(backend))
+    for path in old:
+        backend.delete(path)
+    np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "v"), NEW[0].data)
+
+
+def test_files_of_a_checkpoint_whose_index_is_lost(backend):
+    save(backend, OLD)
+    write_data(backend, NEW, id=OTHER)
+    wanted = set(previous_files(backend))
+    backend.delete(f"index-{ID}/files.arrow")
+    assert set(previous_files(backend)) == wanted
+    assert not any(OTHER in p for p in wanted)
+
+
+def test_files_of_a_damaged_record(backend):
+    save(backend, OLD)
+    with pytest.raises(CorruptError, match=r"checkpoint\.json"):
+        previous_files(backend, read_record(backend)[:-9])
+
+
+def test_contents_that_cannot_be(backend):
+    contents = new_contents(backend)
+    twice = contents_of(NEW * 2, contents.files, {"v": [0]})
+    with pytest.raises(ConsistencyError, match="twice"):
+        write_index(backend, twice, id=OTHER, world_size=1, previous=None)
+    assert paths(backend, "index-") == set()
+
+
+@pytest.mark.parametrize("seen", [None, b"something else"])
+def test_somebody_else_committed_first(backend, seen):
+    save(backend, OLD)
+    before = paths(backend)
+    contents = new_contents(backend)
+    with pytest.raises(ConflictError):
+        write_index(backend, contents, id=OTHER, world_size=1, previous=seen)
+    assert paths(backend) == before | {contents.files[0].path}
+    assert committed_id(backend) == ID
+
+
+def test_index_files_of_others_are_not_removed(backend):
+    """An id that is not fresh is a mistake, but it must not cost what is there."""
+    save(backend, OLD)
+    before = {p: backend.read(p) for p in paths(backend)}
+    with pytest.raises(ConflictError):
+        write_index(backend, new_contents(backend), id=ID, world_size=1, previous=None)
+    assert {p: backend.read(p) for p in before} == before
+
+
+def operations():
+    """What a write_index without a fault asks of the storage."""
+    MemoryBackend.reset()
+    inner = open_backend("memory://w")
+    save(inner, OLD)
+    contents = new_contents(inner)
+    counted = FaultyBackend(inner)
+    write_index(counted, contents, id=OTHER, world_size=1, previous=read_record(inner))
+    return counted.process.log
+
+
+OPERATIONS = operations()
+FAULTS = [
+    Fault(at=at, kind=kind, after=after, lose_unsynced=kind == "crash", seed=at)
+    for at in range(len(OPERATIONS))
+    for kind in ("error", "no_space", "crash", "short_write")
+    for after in ((False,) if kind == "short_write" else (False, True))
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.at}{'-after' * f.after}")
+@pytest.mark.parametrize("kind", ["memory", "posix"])
+def test_a_fault_at_every_operation(fault, kind, tmp_path):
+    MemoryBackend.reset()
+    inner = open_backend("memory://w" if kind == "memory" else str(tmp_path))
+    save(inner, OLD)
+    contents = new_contents(inner)
+    faulty = FaultyBackend(inner, fault)
+    raised: BaseException | None = None
+    try:
+        write_index(faulty, contents, id=OTHER, world_size=1, previous=read_record(inner))
+    except (CkptError, SimulatedCrash) as err:
+        raised = err
+    catalog = NativeCatalog(inner)
+    made = {OTHER: NEW, ID: OLD}[catalog.record.id]
+    np.testing.assert_array_equal(read(inner, catalog, made[0].name), made[0].data)
+    if raised is None:
+        assert catalog.record.id == OTHER
+    elif isinstance(raised, CkptError):
+        assert isinstance(raised, StorageError)
+        assert catalog.record.id == ID
+        assert paths(inner, f"index-{OTHER}") == set()
+    no_write_left = fault.kind == "short_write" and not any(w.startswith("write") for w in OPERATIONS[fault.at :])
+    made_good = fault.after and fault.kind != "crash" and OPERATIONS[fault.at] == "publish checkpoint.json"
+    assert (raised is None) == (no_write_left or made_good)
+
+
+class Unsure(FaultyBackend):
+    """Publishes, fails to say so, and from then on answers nothing."""
+
+    def __init__(self, inner, publishes) -> None:
+        super().__init__(inner)
+        self._publishes = publishes
+        self.gone = False
+
+    def publish(self, path, data, *, replaces) -> None:
+        if self._publishes:
+            super().publish(path, data, replaces=replaces)
+        self.gone = True
+        raise StorageError("no answer", where=path)
+
+    def read(self, path, offset=0, length=None):
+        if self.gone:
+            raise StorageError("no answer", where=path)
+        return super().read(path, offset, length)
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_storage_that_cannot_say(backend, publishes):
+    """The index stays: if the record was published after all, the checkpoint has to be whole."""
+    save(backend, OLD)
+    contents = new_contents(backend)
+    with pytest.raises(StorageError, match="no answer"):
+        write_index(Unsure(backend, publishes), contents, id=OTHER, world_size=1, previous=read_record(backend))
+    assert len(paths(backend, f"index-{OTHER}/")) == 4
+    assert NativeCatalog(backend).record.id == (OTHER if publishes else ID)
+
+
+class Retried(FaultyBackend):
+    """A client that repeats a request whose answer was lost, and meets its own first attempt."""
+
+    def publish(self, path, data, *, replaces) -> None:
+        super().publish(path, data, replaces=replaces)
+        if data != replaces:
+            super().publish(path, data, replaces=replaces)
+
+
+def test_meeting_ones_own_record(backend):
+    contents = new_contents(backend)
+    record = write_index(Retried(backend), contents, id=OTHER, world_size=1, previous=None)
+    assert read_record(backend) == record.to_bytes()
+    assert CommitRecord.from_bytes(record.to_bytes(), "there") == NativeCatalog(backend).record
+
+
+class Unsynced(FaultyBackend):
+    """The record's name is there, but no publish makes it durable."""
+
+    def publish(self, path, data, *, replaces) -> None:
+        super().publish(path, data, replaces=replaces)
+        raise StorageError("sync failed", where=path)
+
+
+def test_a_record_that_is_not_durable(backend):
+    contents = new_contents(backend)
+    with pytest.raises(StorageError, match="sync failed"):
+        write_index(Unsynced(backend), contents, id=OTHER, world_size=1, previous=None)
+    assert committed_id(backend) == OTHER
+    np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "v"), NEW[0].data)

@@ -1,0 +1,252 @@
+"""What the POSIX backend syncs and in which order, what failures leave, and publishing where links or locks are missing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import ConflictError, NoSpaceError, StorageError, UsageError
+from ckpt.io_backends import Backend, PosixBackend, posix_publish
+from ckpt.io_backends.conformance_reading import put
+from ckpt.io_backends.conformance_writing import PublishingRows
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> PosixBackend:
+    return PosixBackend(str(tmp_path / "root"))
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """``sync <path>``, ``link <path>`` and ``rename <path>`` in order, relative to ``tmp_path``; files set aside show as ``aside``."""
+    seen: list[str] = []
+
+    def shown(path: str) -> str:
+        relative = os.path.relpath(path, tmp_path)
+        return "aside" if os.path.basename(path).startswith(".publish-") else relative
+
+    def watch(name: str, path_of: Callable[..., str]) -> None:
+        call = getattr(os, name)
+
+        def watched(*args: Any) -> None:
+            call(*args)
+            seen.append(f"{name} {shown(path_of(*args))}")
+
+        monkeypatch.setattr(os, name, watched)
+
+    watch("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    watch("link", lambda source, target: target)
+    watch("rename", lambda source, target: target)
+    return seen
+
+
+def test_commit_syncs_the_file_then_its_directories(backend: PosixBackend, events: list[str]) -> None:
+    with backend.create("data/sub/a", 1) as writer:
+        writer.write(0, [b"x"])
+        assert events == []
+        writer.commit()
+    assert events == ["fsync root/data/sub/a", "fsync root/data/sub", "fsync root/data", "fsync root", "fsync ."]
+    events.clear()
+    put(backend, "data/b")  # whoever made data/ may not have synced it yet
+    assert events == ["fsync root/data/b", "fsync root/data", "fsync root"]
+
+
+def test_prepare_syncs_what_it_makes(backend: PosixBackend, events: list[str], tmp_path: Path) -> None:
+    PosixBackend(str(tmp_path / "x" / "y")).prepare()
+    assert sorted(events) == ["fsync .", "fsync x", "fsync x/y"]
+    events.clear()
+    PosixBackend(str(tmp_path / "x" / "y")).prepare()
+    assert events == []
+
+
+def test_publish_syncs_content_before_name(backend: PosixBackend, events: list[str]) -> None:
+    backend.prepare()
+    events.clear()
+    backend.publish("a", b"1", replaces=None)
+    assert events == ["fsync aside", "link root/a", "fsync root"]
+    events.clear()
+    backend.publish("a", b"2", replaces=b"1")
+    assert events == ["fsync aside", "rename root/a", "fsync root"]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, code: int = errno.EIO) -> None:
+    def failing(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, name, failing)
+
+
+def test_commit_that_could_not_sync_cannot_be_repeated(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = backend.create("d/a", 1)
+    writer.write(0, [b"x"])
+    with monkeypatch.context() as patch:
+        fail(patch, "fsync")
+        with pytest.raises(StorageError) as error:
+            writer.commit()
+    assert error.value.errno == errno.EIO
+    with pytest.raises(UsageError):
+        writer.commit()
+    writer.abort()
+    assert backend.children() == []
+
+
+def test_directories_that_cannot_be_synced_are_no_error(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def only_files(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    put(backend, "d/a", b"x")
+    backend.publish("d/b", b"y", replaces=None)
+    assert (backend.read("d/a"), backend.read("d/b")) == (b"x", b"y")
+
+
+@pytest.mark.parametrize("name", ["pwritev", "fsync", "link"])
+def test_failed_publish_of_a_new_file_leaves_nothing(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with monkeypatch.context() as patch:
+        fail(patch, name)
+        with pytest.raises(StorageError) as error:
+            backend.publish("new/dir/a", b"x", replaces=None)
+    assert type(error.value) is StorageError
+    assert backend.children() == []
+
+
+@pytest.mark.parametrize("name", ["pwritev", "fsync", "rename"])
+def test_failed_replacing_leaves_the_old(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    backend.publish("a", b"old", replaces=None)
+    with monkeypatch.context() as patch:
+        fail(patch, name)
+        with pytest.raises(StorageError):
+            backend.publish("a", b"new", replaces=b"old")
+    assert backend.children() == ["a"]
+    assert backend.read("a") == b"old"
+
+
+def test_link_whose_answer_got_lost(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def lost(source: str, target: str) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists", target)
+
+    monkeypatch.setattr(os, "link", lost)
+    backend.publish("a", b"x", replaces=None)
+    with pytest.raises(FileExistsError):
+        backend.publish("a", b"y", replaces=None)
+    assert backend.children() == ["a"]
+    assert backend.read("a") == b"x"
+
+
+def no_flock(fd: int, operation: int) -> None:
+    raise OSError(errno.EBADF, "Bad file descriptor")
+
+
+class TestWithoutLinks(PublishingRows):
+    @pytest.fixture
+    def backend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        fail(monkeypatch, "link", errno.EPERM)
+        return PosixBackend(str(tmp_path / "root"))
+
+
+class TestWithoutDirectoryLocks(PublishingRows):
+    @pytest.fixture
+    def backend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        monkeypatch.setattr(fcntl, "flock", no_flock)
+        return PosixBackend(str(tmp_path / "root"))
+
+
+class TestWithoutLinksAndLocks(PublishingRows):
+    @pytest.fixture
+    def backend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        fail(monkeypatch, "link", errno.EPERM)
+        monkeypatch.setattr(fcntl, "flock", no_flock)
+        return PosixBackend(str(tmp_path / "root"))
+
+
+def test_lock_file_of_a_dead_process_is_named_and_kept(backend: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.publish("a", b"old", replaces=None)
+    (tmp_path / "root" / ".publish.lock").write_text("host process 1\n")
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    monkeypatch.setattr(posix_publish, "_LOCK_SECONDS", 0.05)
+    with pytest.raises(StorageError, match=r"\.publish\.lock") as error:
+        backend.publish("a", b"new", replaces=b"old")
+    assert not isinstance(error.value, ConflictError)
+    assert backend.children() == [".publish.lock", "a"]
+    (tmp_path / "root" / ".publish.lock").unlink()
+    backend.publish("a", b"new", replaces=b"old")
+    assert backend.children() == ["a"]
+
+
+def test_lock_file_that_could_not_be_written_is_removed(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.publish("a", b"old", replaces=None)
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    fail(monkeypatch, "write", errno.ENOSPC)
+    with pytest.raises(NoSpaceError):
+        backend.publish("a", b"new", replaces=b"old")
+    assert backend.children() == ["a"]
+    assert backend.read("a") == b"old"
+
+
+COUNT = """
+import sys
+from ckpt.errors import ConflictError
+from ckpt.io_backends import PosixBackend
+
+backend = PosixBackend(sys.argv[1])
+done = 0
+while done < 40:
+    now = backend.read("count")
+    try:
+        backend.publish("count", b"%d" % (int(now) + 1), replaces=now)
+        done += 1
+    except ConflictError:
+        pass
+"""
+
+REPLACE_FOREVER = """
+import sys
+from ckpt.io_backends import PosixBackend
+
+backend = PosixBackend(sys.argv[1])
+old = backend.read("a")
+while True:
+    new = bytes([(old[0] + 1) % 256]) * (5000 + old[0])
+    backend.publish("a", new, replaces=old)
+    old = new
+"""
+
+
+def test_processes_do_not_lose_each_others_updates(backend: PosixBackend) -> None:
+    backend.publish("count", b"0", replaces=None)
+    processes = [subprocess.Popen([sys.executable, "-c", COUNT, backend.url]) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert backend.read("count") == b"120"
+    assert backend.children() == ["count"]
+
+
+def test_killed_publisher_leaves_whole_content_and_no_lock(backend: PosixBackend) -> None:
+    backend.publish("a", b"\0" * 4999, replaces=None)
+    process = subprocess.Popen([sys.executable, "-c", REPLACE_FOREVER, backend.url])
+    while backend.read("a") == b"\0" * 4999:
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found = backend.read("a")
+    assert found == bytes([found[0]]) * (5000 + (found[0] - 1) % 256)
+    backend.publish("a", b"after", replaces=found)
+    assert backend.read("a") == b"after"

@@ -1,0 +1,137 @@
+"""URLs: which backend they open, how they are joined, and what is refused with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.io_backends import Backend, FaultyBackend, MemoryBackend, PosixBackend, join_url, open_backend, wrap_backends
+
+
+class OtherBackend(MemoryBackend):
+    """Stands for a backend of another package."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url.replace("other://", "memory://"))
+
+
+def register(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    points = EntryPoints(EntryPoint(name, value, "ckpt.io_backends") for name, value in backends.items())
+
+    def entry_points(*, group: str) -> EntryPoints:
+        return points.select(group=group)
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "root"),
+    [
+        ("/a/b", PosixBackend, "/a/b"),
+        ("file:///a/b", PosixBackend, "/a/b"),
+        ("FILE:///a/b", PosixBackend, "/a/b"),
+        ("/odd/x://y", PosixBackend, "/odd/x:/y"),
+        ("/a:/b", PosixBackend, "/a:/b"),
+        ("memory://name", MemoryBackend, "memory://name"),
+        ("memory://name/step-1/", MemoryBackend, "memory://name/step-1"),
+    ],
+)
+def test_opens(url: str, kind: type[Backend], root: str) -> None:
+    backend = open_backend(url)
+    assert type(backend) is kind
+    assert backend.url == root
+
+
+def test_memory_is_shared_by_name() -> None:
+    MemoryBackend.reset()
+    open_backend("memory://run").publish("step-1/a", b"x", replaces=None)
+    assert open_backend("memory://run/step-1").read("a") == b"x"
+    assert open_backend("memory://ru").children() == []
+    MemoryBackend.reset()
+    assert open_backend("memory://run").children() == []
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///a", "memory://a//b", "memory://a/../b"])
+def test_no_memory_url(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_backend(url)
+
+
+def test_unknown_scheme_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, other="nowhere:Nothing")
+    for url in ("gopher://x/y", "simplecache::memory://x"):
+        with pytest.raises(UsageError, match="known: file, memory, other") as error:
+            open_backend(url)
+        assert url.partition("://")[0] in error.value.message
+        assert error.value.hint is not None
+        assert "ckpt-toolkit[s3]" in error.value.hint
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, other=f"{OtherBackend.__module__}:OtherBackend", broken="no_such_module:X")
+    monkeypatch.setitem(sys.modules, OtherBackend.__module__, sys.modules[__name__])
+    assert type(open_backend("other://x")) is OtherBackend
+    with pytest.raises(UsageError, match="no_such_module") as error:
+        open_backend("broken://x")
+    assert isinstance(error.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize("open_it", [open_backend, join_url])
+def test_refuses_what_is_no_url(open_it: Callable[[Any], object]) -> None:
+    with pytest.raises(UsageError, match="PosixPath"):
+        open_it(Path("/a"))
+    with pytest.raises(UsageError, match="bytes"):
+        open_it(b"/a")
+    with pytest.raises(UsageError, match="empty"):
+        open_it("")
+    with pytest.raises(UsageError, match="lost a slash"):
+        open_it(str(Path("s3://bucket/run")))
+
+
+@pytest.mark.parametrize(
+    ("parts", "joined"),
+    [
+        (("/a",), "/a"),
+        (("/a", "b"), "/a/b"),
+        (("/a/", "b/c", "d"), "/a/b/c/d"),
+        (("/", "a"), "/a"),
+        (("s3://bucket", "run", "step-1"), "s3://bucket/run/step-1"),
+        (("memory://x/", "y"), "memory://x/y"),
+        ((".", "a"), "./a"),
+    ],
+)
+def test_join_url(parts: tuple[str, ...], joined: str) -> None:
+    assert join_url(*parts) == joined
+
+
+@pytest.mark.parametrize("part", ["", "/b", "b/", "..", "b/../../c"])
+def test_join_url_stays_below_the_root(part: str) -> None:
+    with pytest.raises(UsageError):
+        join_url("/a", part)
+
+
+def test_wrap_backends_nests_and_ends() -> None:
+    with wrap_backends(FaultyBackend):
+        with wrap_backends(FaultyBackend):
+            outer = open_backend("memory://x")
+            assert isinstance(outer, FaultyBackend)
+            assert isinstance(outer._inner, FaultyBackend)
+        assert type(open_backend("memory://x")._inner) is MemoryBackend  # type: ignore[attr-defined]
+        with pytest.raises(UsageError), wrap_backends(FaultyBackend):
+            open_backend("")
+        assert type(open_backend("memory://x")._inner) is MemoryBackend  # type: ignore[attr-defined]
+    assert type(open_backend("memory://x")) is MemoryBackend
+
+
+def test_importing_is_light() -> None:
+    heavy = "{'torch', 'numpy', 'pyarrow', 'pytest', 'fsspec', 'importlib.metadata'}"
+    code = f"import sys, ckpt.io_backends as b; b.open_backend('/tmp'); print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

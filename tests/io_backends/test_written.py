@@ -1,0 +1,35 @@
+"""``Written`` against a mask of booleans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.errors import StorageError
+from ckpt.io_backends.written import Written
+
+SIZE = 40
+RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda r: (min(r), max(r))), max_size=30)
+
+
+@given(ranges=RANGES)
+def test_counts_every_byte_once(ranges: list[tuple[int, int]]) -> None:
+    mask = np.zeros(SIZE, dtype=bool)
+    written = Written(SIZE)
+    for start, stop in ranges:
+        mask[start:stop] = True
+        written.add(start, stop)
+        assert written.count == mask.sum()
+        assert len(written._starts) == np.count_nonzero(np.diff(mask, prepend=False) & mask)  # one entry per run, however it came about
+
+
+def test_a_hole_does_not_hide_behind_repeats() -> None:
+    written = Written(10)
+    for start, stop in ((0, 6), (2, 6), (7, 10)):  # 13 bytes in all, byte 6 not among them
+        written.add(start, stop)
+    with pytest.raises(StorageError, match="10 bytes were planned, but 9 were written"):
+        written.check("file")
+    written.add(6, 7)
+    written.check("file")

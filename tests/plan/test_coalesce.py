@@ -1,0 +1,279 @@
+"""Byte ranges against numpy: the address of every wanted element is enumerated, and every bound is counted byte by byte."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.catalog import Extent
+from ckpt.errors import CorruptError
+from ckpt.geometry import Box, strided_blocks
+from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
+from ckpt.plan.join import Copy, join
+from tests.box_strategies import boxes_in, grids, shapes
+
+ITEM_SIZES = st.sampled_from([1, 2, 4, 8, 16])
+
+
+def extent_at(offset: int, length: int, path: str = "f") -> Extent:
+    return Extent(path=path, offset=offset, length=length, digest=None)
+
+
+def addresses(copy: Copy, extent: Extent, itemsize: int, box: Box) -> np.ndarray:
+    """First byte in the file of every element of ``box``, increasing."""
+    first = extent.offset + np.arange(copy.chunk_box.numel).reshape(copy.chunk_box.shape) * itemsize
+    return first[box.relative_to(copy.chunk_box.offset).slices].ravel()
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[Copy, Extent, int]:
+    """A copy of a part of a chunk that starts anywhere in a tensor and in a file, and its item size."""
+    shape, itemsize = draw(shapes(min_side=1)), draw(ITEM_SIZES)
+    corner = tuple(draw(st.integers(0, 7)) for _ in shape)
+    box = draw(boxes_in(shape, min_side=1)).shifted(corner)
+    copy = Copy(chunk=3, chunk_box=Box(corner, shape), box=box)
+    return copy, extent_at(draw(st.integers(0, 100)), math.prod(shape) * itemsize), itemsize
+
+
+# ------------------------------------------------------------------------------------------------------------------ parts_of
+
+
+@given(copies(), st.integers(0, 200))
+def test_parts_are_the_runs_of_the_box_with_near_ones_together(given_copy: tuple[Copy, Extent, int], max_gap: int) -> None:
+    copy, extent, itemsize = given_copy
+    parts = parts_of(7, copy, extent, itemsize, whole_chunks=False, max_gap=max_gap)
+    wanted = addresses(copy, extent, itemsize, copy.box)
+    groups = np.split(wanted, np.flatnonzero(np.diff(wanted) - itemsize > max_gap) + 1)
+    assert [(p.offset, p.end) for p in parts] == [(g[0], g[-1] + itemsize) for g in groups]
+    for part, group in zip(parts, groups, strict=True):
+        assert np.array_equal(addresses(copy, extent, itemsize, part.box), group)
+        assert (part.path, part.copy) == ("f", 7)
+
+
+@given(copies(), st.integers(0, 200))
+def test_parts_read_at_most_the_gaps_too_much(given_copy: tuple[Copy, Extent, int], max_gap: int) -> None:
+    copy, extent, itemsize = given_copy
+    parts = parts_of(0, copy, extent, itemsize, whole_chunks=False, max_gap=max_gap)
+    runs = 1 + np.count_nonzero(np.diff(addresses(copy, extent, itemsize, copy.box)) != itemsize)
+    needed = copy.box.numel * itemsize
+    assert needed <= sum(p.length for p in parts) <= needed + max_gap * (runs - len(parts))
+
+
+@given(copies(), st.integers(0, 200))
+def test_wanted_elements_lie_where_the_docstring_says(given_copy: tuple[Copy, Extent, int], max_gap: int) -> None:
+    copy, extent, itemsize = given_copy
+    for whole in (False, True):
+        for part in parts_of(0, copy, extent, itemsize, whole_chunks=whole, max_gap=max_gap):
+            blocks = strided_blocks(copy.chunk_box.shape, part.box.relative_to(copy.chunk_box.offset))
+            runs = extent.offset + blocks.starts() * itemsize
+            found = (runs[:, None] + np.arange(blocks.length) * itemsize).ravel()
+            assert np.array_equal(found, addresses(copy, extent, itemsize, part.box))
+            assert part.offset <= found[0]
+            assert found[-1] + itemsize <= part.end
+
+
+@given(copies(), st.integers(0, 200))
+def test_whole_chunks_are_one_part(given_copy: tuple[Copy, Extent, int], max_gap: int) -> None:
+    copy, extent, itemsize = given_copy
+    whole = Part(path="f", offset=extent.offset, length=extent.length, copy=2, box=copy.box)
+    assert parts_of(2, copy, extent, itemsize, whole_chunks=True, max_gap=max_gap) == [whole]
+
+
+def test_a_column_is_cut_into_rows_only_where_gaps_are_wide() -> None:
+    """Rows of 10 elements of 4 bytes: a column 3 wide leaves gaps of 28 bytes; the outer dimension's gaps are 28 + 80."""
+    copy = Copy(chunk=0, chunk_box=Box((0, 0, 0), (2, 5, 10)), box=Box((0, 0, 2), (2, 3, 3)))
+    extent = extent_at(1000, 400)
+
+    def boxes(max_gap: int) -> list[tuple[int, int, str]]:
+        parts = parts_of(0, copy, extent, 4, whole_chunks=False, max_gap=max_gap)
+        return [(p.offset, p.length, str(p.box)) for p in parts]
+
+    assert boxes(108) == [(1008, 292, "[0:2,0:3,2:5]")]
+    assert boxes(107) == boxes(28) == [(1008, 92, "[0:1,0:3,2:5]"), (1208, 92, "[1:2,0:3,2:5]")]
+    assert [b[:2] for b in boxes(27)] == [(1008 + 40 * r + 200 * i, 12) for i in range(2) for r in range(3)]
+    assert boxes(27)[4] == (1248, 12, "[1:2,1:2,2:5]")
+
+
+def test_a_hundred_thousand_runs() -> None:
+    n = 100_000
+    copy = Copy(chunk=0, chunk_box=Box((0, 0), (n, 64)), box=Box((0, 8), (n, 16)))
+    parts = parts_of(0, copy, extent_at(0, n * 128), 2, whole_chunks=False, max_gap=95)
+    assert [p.offset for p in parts] == list(range(16, n * 128, 128))
+    assert {p.length for p in parts} == {32}
+    assert parts[-1].box == Box((n - 1, 8), (1, 16))
+    reads = coalesce(parts, max_gap=96, max_length=1 << 20)
+    assert len(reads) == math.ceil(n * 128 / (1 << 20))
+    assert [i for r in reads for i in r.parts] == list(range(n))
+
+
+def test_an_empty_box_needs_no_bytes() -> None:
+    copy = Copy(chunk=0, chunk_box=Box((0, 0), (4, 3)), box=Box((1, 0), (0, 3)))
+    for whole in (False, True):
+        assert parts_of(0, copy, extent_at(0, 12), 1, whole_chunks=whole, max_gap=0) == []
+
+
+def test_an_extent_that_does_not_fit_its_chunk_is_named() -> None:
+    copy = Copy(chunk=0, chunk_box=Box((2, 0), (4, 3)), box=Box((2, 0), (1, 3)))
+    with pytest.raises(CorruptError, match=r"chunk \[2:6,0:3\] takes 48 bytes, but bytes 8 to 55 .*\(47 bytes\)") as caught:
+        parts_of(0, copy, extent_at(8, 47, path="data/x"), 4, whole_chunks=False, max_gap=0)
+    assert caught.value.where == "data/x"
+
+
+# ------------------------------------------------------------------------------------------------------------------ coalesce
+
+FILE_SIZE = 300
+
+
+@st.composite
+def byte_ranges(draw: st.DrawFn) -> list[Part]:
+    """Parts of two files in any order: near, far, touching, overlapping and identical."""
+    ranges = st.tuples(st.sampled_from("ab"), st.integers(0, 250), st.integers(1, 50))
+    drawn = draw(st.lists(ranges, max_size=25))
+    drawn += draw(st.lists(st.sampled_from(drawn), max_size=5)) if drawn else []
+    return [Part(path=p, offset=o, length=n, copy=i, box=Box((), ())) for i, (p, o, n) in enumerate(draw(st.permutations(drawn)))]
+
+
+def count_bytes(ranges: list[Part] | list[Read]) -> dict[str, np.ndarray]:
+    """How often each byte of each file is in a range."""
+    times = {path: np.zeros(FILE_SIZE, dtype=np.int64) for path in "ab"}
+    for r in ranges:
+        times[r.path][r.offset : r.offset + r.length] += 1
+    return times
+
+
+@given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
+def test_each_part_is_in_one_read_that_covers_it(parts: list[Part], max_gap: int, max_length: int) -> None:
+    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
+    assert sorted(i for r in reads for i in r.parts) == list(range(len(parts)))
+    assert [(r.path, r.offset) for r in reads] == sorted((r.path, r.offset) for r in reads)
+    for read in reads:
+        members = [parts[i] for i in read.parts]
+        assert {p.path for p in members} == {read.path}
+        assert (read.offset, read.offset + read.length) == (min(p.offset for p in members), max(p.end for p in members))
+
+
+@given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
+def test_reads_keep_the_limits(parts: list[Part], max_gap: int, max_length: int) -> None:
+    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
+        members = [parts[i] for i in read.parts]
+        assert read.length <= max_length or (read.offset, read.length) in {(p.offset, p.length) for p in members}
+        needed = count_bytes(members)[read.path][read.offset : read.offset + read.length] > 0
+        unneeded = np.flatnonzero(np.diff(np.concatenate([[True], needed, [True]]).astype(int)))
+        assert all(stop - start <= max_gap for start, stop in unneeded.reshape(-1, 2).tolist())
+
+
+@given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
+def test_reads_are_joined_wherever_the_limits_allow(parts: list[Part], max_gap: int, max_length: int) -> None:
+    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
+    for read, after in itertools.pairwise(reads):
+        first = parts[after.parts[0]]
+        near = read.path == after.path and first.offset - (read.offset + read.length) <= max_gap
+        assert not near or first.end - read.offset > max_length
+
+
+@given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
+def test_over_read_is_bounded(parts: list[Part], max_gap: int, max_length: int) -> None:
+    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
+    needed, read, twice = count_bytes(parts), count_bytes(reads), halves(parts)
+    assert all((read[path][needed[path] > 0] > 0).all() for path in "ab")
+    assert all(twice[path][read[path] > 1].all() for path in "ab")
+    distinct = sum(np.count_nonzero(times) for times in read.values())
+    assert distinct <= sum(np.count_nonzero(times) for times in needed.values()) + max_gap * (len(parts) - len(reads))
+
+
+def halves(parts: list[Part]) -> dict[str, np.ndarray]:
+    """Bytes that two parts share of which neither covers the other: only these may be read more than once."""
+    found = {path: np.zeros(FILE_SIZE, dtype=bool) for path in "ab"}
+    for a in parts:
+        for b in parts:
+            if a.path == b.path and a.offset < b.offset < a.end < b.end:
+                found[a.path][b.offset : a.end] = True
+    return found
+
+
+@given(byte_ranges(), st.integers(0, 30))
+def test_without_a_limit_on_length_no_byte_is_read_twice(parts: list[Part], max_gap: int) -> None:
+    reads = coalesce(parts, max_gap=max_gap, max_length=FILE_SIZE)
+    needed, read = count_bytes(parts), count_bytes(reads)
+    assert all((times <= 1).all() for times in read.values())
+    assert sum(r.length for r in reads) <= sum(np.count_nonzero(t) for t in needed.values()) + max_gap * (len(parts) - len(reads))
+
+
+@given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
+def test_a_covered_part_opens_no_read(parts: list[Part], max_gap: int, max_length: int) -> None:
+    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
+        first = parts[read.parts[0]]
+        others = [p for i, p in enumerate(parts) if p.path == first.path and i not in read.parts]
+        assert not any(p.offset <= first.offset and first.end <= p.end for p in others)
+
+
+def test_a_chunk_that_two_targets_want_is_read_once() -> None:
+    extent = extent_at(4096, 800)
+    wanted = [Box((0, 0), (10, 5)), Box((0, 5), (10, 5))]
+    parts = [
+        p
+        for i, box in enumerate(wanted)
+        for p in parts_of(i, Copy(chunk=0, chunk_box=Box((0, 0), (10, 10)), box=box), extent, 8, whole_chunks=True, max_gap=0)
+    ]
+    assert coalesce(parts, max_gap=0, max_length=100) == [Read(path="f", offset=4096, length=800, parts=(0, 1))]
+
+
+def test_a_long_part_stays_alone() -> None:
+    parts = [Part(path="f", offset=o, length=n, copy=0, box=Box((), ())) for o, n in [(0, 10), (10, 500), (510, 10), (520, 10)]]
+    reads = coalesce(parts, max_gap=0, max_length=100)
+    assert [(r.offset, r.length, r.parts) for r in reads] == [(0, 10, (0,)), (10, 500, (1,)), (510, 20, (2, 3))]
+
+
+def test_limits_are_inclusive() -> None:
+    parts = [Part(path="f", offset=o, length=n, copy=0, box=Box((), ())) for o, n in [(0, 60), (65, 35)]]
+    assert coalesce(parts, max_gap=5, max_length=100) == [Read(path="f", offset=0, length=100, parts=(0, 1))]
+    assert len(coalesce(parts, max_gap=5, max_length=99)) == 2
+    assert len(coalesce(parts, max_gap=4, max_length=100)) == 2
+
+
+def test_nothing_to_read() -> None:
+    assert coalesce([], max_gap=0, max_length=1) == []
+
+
+# ------------------------------------------------------------------------------------------------------- from join to bytes
+
+
+@given(shapes(min_side=1), st.data())
+def test_what_is_read_rebuilds_every_target(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Two targets of one tensor whose chunks lie in two files, through join, parts_of and coalesce, with numpy as memory and files."""
+    grid, itemsize = data.draw(grids(shape)), 4
+    targets = [data.draw(boxes_in(shape, min_side=1)) for _ in range(2)]
+    whole, max_gap, max_length = data.draw(st.booleans()), data.draw(st.integers(0, 40)), data.draw(st.integers(1, 300))
+    array = np.arange(1, math.prod(shape) + 1, dtype="<u4").reshape(shape)
+    files = {"a": bytearray(b"\xff" * data.draw(st.integers(0, 9))), "b": bytearray()}
+    extents = []
+    for n, (offset, size) in enumerate(zip(*(a.tolist() for a in grid.all_boxes()), strict=True)):
+        raw = array[Box(tuple(offset), tuple(size)).slices].tobytes()
+        path = "ab"[n % 2]
+        extents.append(extent_at(len(files[path]), len(raw), path=path))
+        files[path] += raw
+
+    jobs = [(t, copy) for t, target in enumerate(targets) for copy in join(grid, target)]
+    parts = [
+        p for i, (_, copy) in enumerate(jobs) for p in parts_of(i, copy, extents[copy.chunk], itemsize, whole_chunks=whole, max_gap=max_gap)
+    ]
+    memory = [np.zeros(t.shape, dtype="<u4") for t in targets]
+    times = [np.zeros(t.shape, dtype=np.int64) for t in targets]
+    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
+        buffer = bytes(files[read.path][read.offset : read.offset + read.length])
+        for part in (parts[i] for i in read.parts):
+            t, copy = jobs[part.copy]
+            blocks = strided_blocks(copy.chunk_box.shape, part.box.relative_to(copy.chunk_box.offset))
+            runs = extents[copy.chunk].offset + blocks.starts() * itemsize - read.offset
+            values = b"".join(buffer[r : r + blocks.length * itemsize] for r in runs.tolist())
+            to = part.box.relative_to(targets[t].offset).slices
+            memory[t][to] = np.frombuffer(values, dtype="<u4").reshape(part.box.shape)
+            times[t][to] += 1
+    for t, target in enumerate(targets):
+        assert np.array_equal(memory[t], array[target.slices])
+        assert (times[t] == 1).all()

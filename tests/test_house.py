@@ -1,0 +1,238 @@
+"""The house rules that no other tool checks: which module may import which, what starts without torch, and no swallowed errors."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("cli", "converters", "formats", "io_backends")
+"""Folders beside ckpt/ that are packages inside it."""
+
+PURE = tuple(f"ckpt.{name}" for name in ("_version", "errors", "dtypes", "geometry", "catalog", "layout", "rules", "tree", "plan"))
+"""Values and arithmetic: they import each other, numpy and the standard library."""
+
+ARROWS = {
+    "ckpt.io_backends": (*PURE, "ckpt.io_backends"),
+    "ckpt.formats": (*PURE, "ckpt.formats", "ckpt.io_backends.protocol", "ckpt.io_backends.registry"),
+    "ckpt.cli": ("ckpt",),
+    "ckpt.converters": ("ckpt",),
+    "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
+    **dict.fromkeys((name for name in PURE if name != "ckpt.catalog"), PURE),
+    "ckpt": ("ckpt",),
+}
+"""Module prefix → prefixes that it may import from. The first that matches counts."""
+
+ABOVE = {"ckpt.cli": ("ckpt.cli",), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
+"""Module prefix → the only prefixes that may import from it: nobody looks up."""
+
+TORCH_WHEN_ASKED = ("ckpt.tree",)
+"""Modules that may import torch inside a function: reading a stored torch.dtype gives one."""
+
+WITHOUT_TORCH = (*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target; ``at_start`` if importing the module runs it."""
+
+    module: str
+    target: str
+    line: int
+    at_start: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name → file, of everything that is installed. Packages are called ``x.__init__``."""
+    found = {f"ckpt.{'.'.join(p.relative_to(ROOT).with_suffix('').parts)}": p for room in ROOMS for p in (ROOT / room).rglob("*.py")}
+    for path in (ROOT / "ckpt").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[1] not in ROOMS:
+            found[".".join(parts)] = path
+    return found
+
+
+@cache
+def imports() -> list[Import]:
+    return [found for module, path in sources().items() for found in _imports(module, ast.parse(path.read_text()))]
+
+
+def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
+    def walk(node: ast.AST, at_start: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                yield from (Import(module, target, child.lineno, at_start) for target in _targets(module, child))
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from (i for statement in child.body for i in walk(ast.Module([statement], []), False))
+                yield from (i for statement in child.orelse for i in walk(ast.Module([statement], []), at_start))
+            else:
+                yield from walk(child, at_start and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    return walk(tree, True)
+
+
+def _targets(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+    base = ".".join(part for part in (base, node.module) if part)
+    return [f"{base}.{alias.name}" if _is_module(f"{base}.{alias.name}") else base for alias in node.names]
+
+
+def _is_module(name: str) -> bool:
+    return name in sources() or f"{name}.__init__" in sources()
+
+
+def _below(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+# -------------------------------------------------------------------------------------------------------------- arrows
+
+
+def test_the_readers_see_imports() -> None:
+    tree = ast.parse("import torch\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from ..x import y\n")
+    found = {(i.target, i.at_start) for i in _imports("ckpt.engine.reader", tree)}
+    assert found == {("torch", True), ("a", False), ("b", True), ("ckpt.x", False)}
+    assert {"ckpt.cli.main", "ckpt.geometry", "ckpt.engine.__init__"} <= sources().keys()
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for found in imports():
+        if found.target.partition(".")[0] == "ckpt":
+            allowed = next(to for prefix, to in ARROWS.items() if _below(found.module, (prefix,)))
+            looks_up = any(_below(found.target, (top,)) and not _below(found.module, users) for top, users in ABOVE.items())
+            if looks_up or not _below(found.target, allowed):
+                wrong.append(str(found))
+    assert wrong == []
+
+
+def test_the_rooms_are_imported_through_ckpt() -> None:
+    assert [str(found) for found in imports() if found.target.partition(".")[0] in ROOMS] == []
+
+
+def test_torch_stays_out_of_what_must_run_without_it() -> None:
+    bound = [f for f in imports() if _below(f.module, WITHOUT_TORCH) and (f.at_start or not _below(f.module, TORCH_WHEN_ASKED))]
+    assert [str(f) for f in bound if f.target.partition(".")[0] == "torch"] == []
+
+
+def test_no_import_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for found in imports():
+        target = found.target if found.target in sources() else f"{found.target}.__init__"
+        if found.at_start and target in sources() and target != found.module:
+            edges.setdefault(found.module, set()).add(target)
+    assert _circle(edges) is None
+
+
+def _circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """A path that ends where it began, or None."""
+    finished: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str] | None:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in finished:
+            return None
+        circles = (walk(target, [*path, module]) for target in sorted(edges.get(module, ())))
+        found = next((circle for circle in circles if circle), None)
+        finished.add(module)
+        return found
+
+    return next((circle for module in sorted(edges) if (circle := walk(module, []))), None)
+
+
+def test_a_circle_is_found() -> None:
+    assert _circle({"a": {"b"}, "b": {"c", "d"}, "d": {"b"}}) == ["b", "d", "b"]
+    assert _circle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"BaseException"}
+    return bool(names & {"Exception", "BaseException"}) and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+def test_no_error_is_swallowed_without_a_reason() -> None:
+    texts = {module: path.read_text() for module, path in sources().items()}
+    handlers = ((m, node) for m, text in texts.items() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ExceptHandler))
+    lines = ((m, h.lineno, texts[m].splitlines()[h.lineno - 1].strip()) for m, h in handlers if _swallows(h))
+    assert [line for line in lines if "#" not in line[2]] == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert [module for module, path in sources().items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    names = {part for module in sources() for part in module.split(".")}
+    assert not names & {"utils", "util", "helpers", "common", "misc"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_links_lead_to_the_rooms(room: str) -> None:
+    assert (ROOT / "ckpt" / room).readlink() == Path("..") / room
+
+
+# --------------------------------------------------------------------------------------------------------------- start
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def _loaded(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after ``code``."""
+    printed = _run(f"{code}\nimport sys; print('MODULES', *{{m.partition('.')[0] for m in sys.modules}})")
+    return set(printed.partition("MODULES ")[2].split())
+
+
+HELP = "import sys; from ckpt.cli.main import cli; sys.exit = lambda code: None; cli.main(['--help'])"
+
+
+def test_pure_modules_load_neither_torch_nor_pyarrow() -> None:
+    modules = [m.removesuffix(".__init__") for m in sources() if _below(m, PURE)]
+    assert not _loaded(f"import {', '.join(modules)}") & {"torch", "pyarrow", "fsspec"}
+
+
+def test_formats_verify_and_runs_load_no_torch() -> None:
+    modules = [m.removesuffix(".__init__") for m in sources() if _below(m, WITHOUT_TORCH) and not m.endswith("conformance")]
+    assert "torch" not in _loaded(f"import {', '.join(modules)}")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = _loaded(HELP)
+    assert "click" in loaded
+    assert not loaded & {"torch", "numpy", "pyarrow", "fsspec", "rich", "zstandard", "xxhash"}
+
+
+def _cpu_seconds(code: str) -> float:
+    """CPU time of a fresh interpreter that runs ``code``: the least of five, because other load only adds."""
+    times = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _run(code)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+def test_help_starts_in_a_blink() -> None:
+    bare, with_help = _cpu_seconds("pass"), _cpu_seconds(HELP)
+    print(f"python: {1000 * bare:.0f} ms, ckpt --help: {1000 * with_help:.0f} ms of CPU time")
+    assert with_help < 15 * bare

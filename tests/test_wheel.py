@@ -1,0 +1,80 @@
+"""What is installed is what lies here: a wheel is built, read, unpacked and used far away from the sources."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("cli", "converters", "formats", "io_backends")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that neither build folders nor egg-info appear in the checkout."""
+    out, copy = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source") / "copy"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(out), str(copy)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def expected_names() -> set[str]:
+    names = {f"ckpt/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    own = (path.relative_to(ROOT) for path in (ROOT / "ckpt").rglob("*.py"))
+    return names | {path.as_posix() for path in own if path.parts[1] not in ROOMS} | {"ckpt/py.typed"}
+
+
+def test_the_wheel_has_every_module_once_and_no_link(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        infos = archive.infolist()
+    names = [info.filename for info in infos]
+    assert len(names) == len(set(names))
+    assert {name for name in names if ".dist-info/" not in name} == expected_names()
+    assert [info.filename for info in infos if stat.S_ISLNK(info.external_attr >> 16)] == []
+
+
+def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with zipfile.ZipFile(wheel) as archive:
+        version = archive.read("ckpt/_version.py").decode().partition('__version__ = "')[2].partition('"')[0]
+        folder = f"ckpt_toolkit-{version}.dist-info"
+        metadata = archive.read(f"{folder}/METADATA").decode()
+        scripts = archive.read(f"{folder}/entry_points.txt").decode()
+        licence = archive.read(f"{folder}/licenses/LICENSE").decode()
+    assert f"Name: ckpt-toolkit\nVersion: {version}\n" in metadata
+    assert {f"Requires-Dist: {need}" for need in project["dependencies"]} <= set(metadata.splitlines())
+    assert "ckpt = ckpt.cli.main:main" in scripts
+    assert "Apache License" in licence
+
+
+def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "import ckpt, ckpt.formats.native, ckpt.io_backends, ckpt.converters, ckpt.cli.main, ckpt.engine.verify\n"
+        "print('\\n'.join(sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'ckpt')))\n"
+        "ckpt.cli.main.cli.main(['--version'])\n"
+    )
+    # -I leaves out PYTHONPATH and the current directory; an editable install of the checkout comes after our entry of sys.path.
+    ran = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    *files, version = ran.stdout.splitlines()
+    assert version.startswith("ckpt ")
+    assert len(files) > 10
+    assert [path for path in files if not path.startswith(f"{target}/ckpt/")] == []
