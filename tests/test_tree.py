@@ -303,6 +303,7 @@ def test_depth_is_limited_before_python_gives_up() -> None:
         {"$set": [[]]},
         {"$bytes": "a"},
         {"$bytes": 5},
+        {"$bytes": "AP8=\n"},
         {"$float": "huge"},
         {"$float": []},
         {"$complex": [1.0]},

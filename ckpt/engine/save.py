@@ -19,7 +19,7 @@ from ckpt.adapters.collect import Collected, collect
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.errors import CkptError, ReplicaError, StorageError
 from ckpt.formats.native.datafile import plan_data_files
-from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
+from ckpt.formats.native.writer import committed_id, new_id, previous_files, read_record, write_index
 from ckpt.group import Call, Group, Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
@@ -193,10 +193,9 @@ class _Save:
         """Whether this save's record is the committed one after all: then its files must stay."""
         assert self.backend is not None
         try:
-            record = read_record(self.backend)
+            return committed_id(self.backend) == id
         except CkptError:
             return True  # the storage cannot say; debris is better than loss
-        return record is not None and id.encode() in record
 
     def remove_previous(self) -> None:
         """Remove the files of the checkpoint that was replaced. It is no longer reachable, so a failure here harms nothing."""
