@@ -1,4 +1,5 @@
-"""Writes the golden checkpoints of a format version: ``python -m tests.golden.generate v1``. Kept beside what it wrote; run it for a new version only.
+"""Writes the golden checkpoints of a format version: ``python -m tests.golden.generate v1``. Kept beside what it wrote; run it for
+a new version only.
 
 What the checkpoints hold is known without them: ``expected_bytes`` and ``expected_values`` say it in numpy and plain Python.
 """
@@ -45,7 +46,7 @@ def itemsize(dtype: str) -> int:
 def expected_bytes(name: str) -> bytes:
     """The row-major bytes of a tensor: a pattern that depends on its name."""
     dtype, shape = TENSORS["tied.a" if name == "tied.b" else name]
-    seed = sum("tied.a".encode() if name == "tied.b" else name.encode())
+    seed = sum(b"tied.a" if name == "tied.b" else name.encode())
     pattern = (np.arange(int(np.prod(shape)) * itemsize(dtype), dtype=np.int64) * 7 + seed) % 251
     return ((pattern % 2) if dtype == "bool" else pattern).astype(np.uint8).tobytes()
 

@@ -9,7 +9,6 @@ import torch
 
 import ckpt
 from tests.formats.oracle import read
-
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # complex32 is stored all the same
