@@ -41,6 +41,8 @@ class Mesh:
         if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
             # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
             object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
+        else:
+            object.__setattr__(self, "ranks", tuple(self.ranks))
         if len(self.ranks) != size or len(set(self.ranks)) != size:
             raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
 
@@ -148,9 +150,11 @@ class TensorLayout:
 
     mesh: Mesh
     splits: tuple[Split, ...] = ()
-    at: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.splits, self.at)))
         over = [s.over for s in self.splits] + [name for name, _ in self.at]
         for name in over:
             self.mesh.axis(name)
@@ -158,6 +162,14 @@ class TensorLayout:
             raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
         if any(isinstance(s, Flat) for s in self.splits[:-1]):
             raise LayoutError("Flat must be the last split")
+        for name, allowed in self.at:
+            size = self.mesh.size(name)
+            if not allowed or len(set(allowed)) != len(allowed) or not all(0 <= i < size for i in allowed):
+                raise LayoutError(f"coordinates {allowed} of {name!r} must be different numbers from 0 to {size - 1}, at least one")
+
+    def __hash__(self) -> int:
+        """Computed once: layouts are keys of caches that are asked for every tensor."""
+        return self._hash
 
     @classmethod
     def replicated(cls, ranks: Sequence[int]) -> TensorLayout:
@@ -178,20 +190,25 @@ class TensorLayout:
         """All ranks that take part (some may hold nothing of an uneven tensor)."""
         return frozenset(self._submesh().ravel().tolist())
 
-    def pieces(self, shape: tuple[int, ...], rank: int) -> list[Piece]:
-        """What ``rank`` holds of a tensor of global ``shape``; empty pieces are left out."""
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank in the mesh, or None if it takes no part."""
         where = self.mesh.coordinate(rank)
         if where is None or any(where[self.mesh.axis(name)] not in allowed for name, allowed in self.at):
-            return []
-        lists = [[axis.intervals(where)] for axis in _axes(self, shape)]
-        pieces = _product_pieces([options[0] for options in lists])
-        return _flat_pieces(self, pieces, where) if self.is_flat else pieces
+            return None
+        return where
+
+    def pieces(self, shape: tuple[int, ...], rank: int) -> list[Piece]:
+        """What ``rank`` holds of a tensor of global ``shape``; empty pieces are left out."""
+        return _pieces(self, shape, rank)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Shape of the rank's memory for a tensor of global ``shape``, in elements (one-dimensional for ``Flat``)."""
-        where = self.mesh.coordinate(rank)
+        """Shape of the rank's memory for a tensor of global ``shape``, in elements (one-dimensional for ``Flat``).
+
+        A rank that takes no part gets sizes of 0.
+        """
+        where = self.coordinate(rank)
         if where is None:
-            return (0,) * len(shape)
+            return (0,) if self.is_flat else (0,) * len(shape)
         block = tuple(sum(b - a for a, b in axis.intervals(where)) for axis in _axes(self, shape))
         if not self.is_flat:
             return block
@@ -313,6 +330,15 @@ def _joined(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 # ------------------------------------------------------------------------------------------------------- pieces, tiling
 
 
+@lru_cache(maxsize=16384)
+def _pieces(layout: TensorLayout, shape: tuple[int, ...], rank: int) -> list[Piece]:
+    where = layout.coordinate(rank)
+    if where is None:
+        return []
+    pieces = _product_pieces([axis.intervals(where) for axis in _axes(layout, shape)])
+    return _flat_pieces(layout, pieces, where) if layout.is_flat else pieces
+
+
 def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
     """Every combination of one interval per dimension; local offsets follow the order of the intervals."""
     options = []
@@ -396,6 +422,9 @@ def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     split_axes = [layout.mesh.axis(s.over) for s in layout.splits]
     free = [i for i in range(array.ndim) if i not in split_axes]
     groups = array.transpose(split_axes + free).reshape(math.prod(array.shape[i] for i in split_axes), -1)
+    if math.prod(shape) == 0 or not shape:
+        # One cell, at the first coordinate: explicit boxes need at least one box and one dimension.
+        return Tiling(cuts=tuple((0, n) for n in shape), boxes=None, holders=groups[:1])
     boxes: list[Box] = []
     holders: list[npt.NDArray[np.int64]] = []
     for group in groups:

@@ -60,6 +60,7 @@ class OnMesh:
 
 
 Placement = Split | Replicate | Padded | Uneven | GlobalShape | Stage | OnMesh
+_PLACEMENTS = (Shard, Interleaved, Flat, Replicate, Padded, Uneven, GlobalShape, Stage, OnMesh)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +167,10 @@ class Layout:
         self.meshes = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
         self.rules = [(rule[0], tuple(rule[1:])) for rule in rules]
         self.numbered = tuple(numbered)
+        for glob, placements in self.rules:
+            for p in placements:
+                if not isinstance(p, _PLACEMENTS):
+                    raise LayoutError(f"the rule for {glob!r} has {p!r} of {type(p).__module__}", hint="placements are classes of ckpt")
         for other in self.meshes.values():
             if set(other.ranks) != set(self.mesh.ranks):
                 raise LayoutError(f"meshes {self.mesh} and {other} are over different ranks")
@@ -186,10 +191,16 @@ class Layout:
         """Where the tensor that ``rank`` calls ``name`` belongs.
 
         Raises:
-            LayoutError: no rule matches, the shape does not fit the rule, or the rank is not in the mesh.
+            LayoutError: no rule matches, the shape does not fit the rule, or the layout gives the rank no part of it.
         """
+        try:
+            return self._place(name, local_shape, rank)
+        except LayoutError as err:
+            raise LayoutError(err.message, where=f"tensor {name}, rank {rank}", hint=err.hint) from err
+
+    def _place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
         if rank not in self.mesh.ranks:
-            raise LayoutError(f"rank {rank} is not in the layout's mesh {self.mesh}", where=name)
+            raise LayoutError(f"the rank is not in the layout's mesh {self.mesh}")
         placements = self._rule(name)
         given = next((p.name for p in placements if isinstance(p, OnMesh)), None)
         stored, numbers = self._renumber(name, rank)
@@ -197,23 +208,20 @@ class Layout:
         mesh = self._mesh(mesh_name)
         at = self._at(placements, numbers, mesh, rank)
         splits = tuple(p for p in placements if isinstance(p, (Shard, Interleaved, Flat)))
-        try:
-            layout = TensorLayout(mesh, splits, at)
-            shape = _global_shape(placements, layout, local_shape)
-            logical = _logical(placements, shape)
-            stacked = next((n for n in numbers if n.rule.stack is not None), None)
-            if stacked is not None:
-                return self._stack(stored, shape, layout, logical, stacked)
-            _check_local(layout, shape, local_shape, rank)
-        except LayoutError as err:
-            raise LayoutError(err.message, where=f"tensor {name}, rank {rank}", hint=err.hint) from err
+        layout = TensorLayout(mesh, splits, at)
+        shape = _global_shape(placements, layout, local_shape)
+        logical = _logical(placements, shape)
+        _check_local(layout, shape, local_shape, rank)
+        stacked = next((n for n in numbers if n.rule.stack is not None), None)
+        if stacked is not None:
+            return self._stack(stored, shape, layout, logical, stacked)
         return Placed(name=stored, shape=shape, layout=layout, logical=logical)
 
     def _rule(self, name: str) -> tuple[Placement, ...]:
         for glob, placements in self.rules:
             if fnmatchcase(name, glob):
                 return placements
-        raise LayoutError("no rule of the layout matches", where=f"tensor {name}", hint='add a rule, or ("*", Replicate()) as the last one')
+        raise LayoutError("no rule of the layout matches", hint='add a rule, or ("*", Replicate()) as the last one')
 
     def _renumber(self, name: str, rank: int) -> tuple[str, list[_Number]]:
         numbers = []
@@ -229,9 +237,7 @@ class Layout:
             chunks = rule.ids[coordinate]
             chunk, local = int(fields.get("chunk") or 0), fields.get("n")
             if chunk >= len(chunks) or (local is not None and int(local) >= len(chunks[chunk])):
-                raise LayoutError(
-                    f"{rule.pattern!r} has no number for it on coordinate {coordinate} of {rule.over!r}", where=f"tensor {name}"
-                )
+                raise LayoutError(f"{rule.pattern!r} has no number for it on coordinate {coordinate} of {rule.over!r}")
             value = None if local is None else chunks[chunk][int(local)]
             to = rule.to.replace(".{n}", "").replace("{n}", "") if rule.stack is not None else rule.to.replace("{n}", str(value))
             name = (name[: found.start()] + to + name[found.end() :]).strip(".")
@@ -252,27 +258,41 @@ class Layout:
                 at[n.rule.over] = (n.coordinate,)
         for p in placements:
             if isinstance(p, Stage):
-                size = mesh.size(p.over)
-                at[p.over] = tuple(sorted({i % size for i in ((p.at,) if isinstance(p.at, int) else p.at)}))
+                at[p.over] = _stages(p, mesh.size(p.over))
         return tuple(sorted(at.items()))
 
     def _stack(self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number) -> Placed:
         """The layout of the stacked tensor: a new dimension, cut over the number's mesh dimension; ids must be contiguous blocks."""
-        rule, dim = number.rule, number.rule.stack
-        assert dim is not None and number.value is not None
+        rule, ndim = number.rule, len(shape) + 1
+        assert rule.stack is not None and number.value is not None
+        dim = _dim(rule.stack, ndim, rule)
         flat = [i for coordinate in rule.ids for chunk in coordinate for i in chunk]
         if flat != list(range(len(flat))) or any(len(coordinate) != 1 for coordinate in rule.ids):
             raise LayoutError(
                 f"{rule.pattern!r} cannot be stacked: a coordinate's numbers are not one contiguous block", hint="leave stack=None"
             )
         sizes = tuple(len(coordinate[0]) for coordinate in rule.ids)
-        ndim = len(shape) + 1
         splits = tuple(_shifted(s, dim, ndim) for s in layout.splits)
         at = tuple((over, allowed) for over, allowed in layout.at if over != rule.over)
         stacked = TensorLayout(layout.mesh, (Shard(dim, rule.over, sizes), *splits), at)
         grown = (*shape[:dim], len(flat), *shape[dim:])
         real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
         return Placed(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
+
+
+def _stages(placement: Stage, size: int) -> tuple[int, ...]:
+    """The coordinates of a ``Stage`` on a mesh dimension of ``size``, counted from 0; the last may also be the first."""
+    given = (placement.at,) if isinstance(placement.at, int) else placement.at
+    if not all(-size <= i < size for i in given):
+        raise LayoutError(f"{placement} does not fit: {placement.over!r} has {size} coordinates")
+    return tuple(sorted({i % size for i in given}))
+
+
+def _dim(dim: int, ndim: int, said_by: object) -> int:
+    """A dimension of a tensor that has ``ndim``, counted from 0."""
+    if not -ndim <= dim < ndim:
+        raise LayoutError(f"{said_by} does not fit a tensor of {ndim} dimensions")
+    return dim % ndim
 
 
 def _shifted(split: Split, dim: int, ndim: int) -> Split:
@@ -291,19 +311,19 @@ def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local
     if layout.is_flat:
         raise LayoutError("the global shape of a Flat tensor cannot be told from its memory", hint="add GlobalShape(shape) to the rule")
     shape = list(local)
-    for split in layout.splits:
+    # Splits are undone from the last to the first: given sizes are those of what the splits before left.
+    for split in reversed(layout.splits):
         assert not isinstance(split, Flat)
-        if not -len(local) <= split.dim < len(local):
-            raise LayoutError(f"{split} does not fit a tensor of shape {local}")
+        dim = _dim(split.dim, len(local), split)
         if isinstance(split, Shard) and split.sizes is not None:
-            shape[split.dim] = sum(split.sizes)
+            shape[dim] = sum(split.sizes)
         elif isinstance(split, Interleaved) and isinstance(split.groups, tuple):
-            shape[split.dim] = sum(split.groups)
+            shape[dim] = sum(split.groups)
         else:
-            shape[split.dim] *= layout.mesh.size(split.over)
+            shape[dim] *= layout.mesh.size(split.over)
     for p in placements:
         if isinstance(p, Uneven):
-            shape[p.dim] = p.size
+            shape[_dim(p.dim, len(local), p)] = p.size
     return tuple(shape)
 
 
@@ -311,13 +331,19 @@ def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple
     logical = list(shape)
     for p in placements:
         if isinstance(p, Padded):
-            if p.size > shape[p.dim]:
-                raise LayoutError(f"dimension {p.dim} has {shape[p.dim]} elements, fewer than the {p.size} real ones of {p}")
-            logical[p.dim] = p.size
+            dim = _dim(p.dim, len(shape), p)
+            if p.size > shape[dim]:
+                raise LayoutError(f"dimension {dim} has {shape[dim]} elements, fewer than the {p.size} real ones of {p}")
+            logical[dim] = p.size
     return tuple(logical) if any(isinstance(p, Padded) for p in placements) else None
 
 
 def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:
+    if layout.coordinate(rank) is None:
+        raise LayoutError(
+            f"the layout has it on {dict(layout.at)} only, where this rank is not",
+            hint="correct the rule's Stage, such as Stage(\"pp\", (0, -1)) for both ends, or take the tensor out of this rank's state",
+        )
     wanted = layout.local_shape(shape, rank)
     if wanted != local:
         raise LayoutError(

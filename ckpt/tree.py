@@ -433,13 +433,17 @@ def _no_reference(kind: str, payload: Any) -> object:
 def find(node: Node, path_keys: Sequence[object]) -> Node | Missing:
     """The node that these keys and indices lead to, or ``MISSING``."""
     for key in path_keys:
+        if isinstance(node, dict) and isinstance(key, str) and not key.startswith("$") and (key in node or len(node) > 1):
+            # The common case first: a plain mapping, which may have many thousand keys.
+            if key not in node:
+                return MISSING
+            node = node[key]
+            continue
         items = items_of(node)
         if items is not None:
             if type(key) is not int or not 0 <= key < len(items):
                 return MISSING
             node = items[key]
-        elif isinstance(node, dict) and isinstance(key, str) and not key.startswith("$") and key in node:
-            node = node[key]
         else:
             node = next((v for k, v in _pairs(node) or () if _key(k) == key), MISSING)
             if node is MISSING:

@@ -245,6 +245,7 @@ REFUSED = [
     ({"\udfff": 1}, "udfff", "bytes"),
     ({object()}, "object", "state_dict"),
     ({math.nan: 1, float("nan"): 2}, "NaN", "one NaN"),
+    ({math.nan, float("nan")}, "NaN", "one NaN"),
 ]
 
 
@@ -310,6 +311,7 @@ def test_depth_is_limited_before_python_gives_up() -> None:
         {"$complex": ["1", 2.0]},
         {"$scalar": ["int64", "AAAA"]},
         {"$scalar": ["object", "AAAAAAAAAAA="]},
+        {"$scalar": ["datetime64[s]", "AAAAAAAAAAA="]},
         {"$array": ["int8", [3], "AAA="]},
         {"$array": ["int8", "x"]},
         {"$dtype": "nn"},
@@ -396,6 +398,9 @@ def test_at_most_ten_conflicts_are_shown_and_all_are_counted() -> None:
         (None, {}),
         ([1], [1, 2]),
         ([1], {"$tuple": [1]}),
+        ([[1]], {"$tuple": [[1]]}),
+        ([[1]], [[1], [2]]),
+        ([[1], [2]], [[1]]),
         ({"$tensor": "a"}, {"$tensor": "b"}),
         ("1", 1),
     ],
@@ -453,6 +458,9 @@ def test_a_parameter_with_two_options_is_one_conflict_per_option() -> None:
     with pytest.raises(ConsistencyError) as caught:
         tree.merge([([0, 1], groups(("abc", 0.1), ("z", 5))), ([2], groups(("bcd", 0.2), ("z", 5)))])
     assert caught.value.message.splitlines()[1:] == ["  g.b.lr: 0.1 on ranks 0-1, 0.2 on rank 2 (and so for 1 more parameters)"]
+    with pytest.raises(ConsistencyError) as caught:
+        tree.merge([([0], groups(("a", 0.1))), ([1], groups(("a", 0.2))), ([2], groups(("a", 0.2), ("b", 0.1)))])
+    assert caught.value.message.splitlines()[1:] == ["  g.a.lr: 0.1 on rank 0, 0.2 on ranks 1-2"]
 
 
 def test_an_option_that_one_side_lacks_is_a_conflict() -> None:

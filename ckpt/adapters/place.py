@@ -25,6 +25,7 @@ class Placer:
     aliases: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
+    _replicated: TensorLayout | None = None
     _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
     _keep: list[torch.Tensor] = field(default_factory=list)
 
@@ -35,8 +36,14 @@ class Placer:
         elif self.layout is not None:
             local = from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
         else:
-            local = from_plain(said, tensor, TensorLayout.replicated(self.ranks), self.rank)
+            local = from_plain(said, tensor, self.replicated(), self.rank)
         return self._register(local, tensor)
+
+    def replicated(self) -> TensorLayout:
+        """The layout of tensors that all ranks have."""
+        if self._replicated is None:
+            self._replicated = TensorLayout.replicated(self.ranks)
+        return self._replicated
 
     def add_own(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
@@ -64,7 +71,7 @@ class Placer:
         if isinstance(param, DTensor):
             return self._register(self._beside_dtensor(said, tensor, param, param_name), tensor)
         if self.layout is None:
-            return self._register(from_plain(said, tensor, TensorLayout.replicated(self.ranks), self.rank), tensor)
+            return self._register(from_plain(said, tensor, self.replicated(), self.rank), tensor)
         placed = self.layout.place(param_name, tuple(param.shape), self.rank)
         name = f"{prefix}.{placed.name}.{key}"
         if tensor.shape == param.shape:

@@ -135,7 +135,7 @@ class _Save:
     def write(self, writer: RankWriter) -> Row:
         written = writer.run()
         self.rank_bytes = sum(f.size for f in written.files)
-        replicas = [[list(ranks), self.call.share(json.dumps(digests).encode())] for ranks, digests in written.replicas.items()]
+        replicas = {ranks: self.call.share(json.dumps(digests).encode()) for ranks, digests in written.replicas.items()}
         return {"files": [[f.path, f.size, f.header, f.digest] for f in written.files], "replicas": replicas}
 
     def commit(self, id: str, rows: dict[int, Row]) -> Row:
@@ -150,10 +150,10 @@ class _Save:
         return {"id": id, "tensor_bytes": record.tensor_bytes}
 
     def compare_replicas(self, rows: dict[int, Row]) -> None:
-        sets: dict[tuple[int, ...], dict[str, list[int]]] = {}
+        sets: dict[str, dict[str, list[int]]] = {}
         for rank, row in rows.items():
-            for ranks, digest in row["replicas"]:
-                sets.setdefault(tuple(ranks), {}).setdefault(digest, []).append(rank)
+            for ranks, digest in row["replicas"].items():
+                sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
         problems = []
         for by_digest in sets.values():
             if len(by_digest) > 1:

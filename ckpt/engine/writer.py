@@ -13,7 +13,7 @@ import xxhash
 from ckpt.adapters.memory import as_bytes
 from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import DataFile
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend, Writer
@@ -27,10 +27,13 @@ BATCH = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a rank wrote: ``files``, and for each set of replicas (their ranks) the digests of the replicated tensors that it holds."""
+    """What a rank wrote: ``files``, and for each set of replicas the digests of the replicated tensors that it holds.
+
+    A set of replicas goes by the digest of its ranks: the ranks themselves would be as many as the job's, on each of them.
+    """
 
     files: tuple[DataFile, ...]
-    replicas: Mapping[tuple[int, ...], Mapping[str, str]]
+    replicas: Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,20 @@ class RankWriter:
 
     def _file(self, plan: DataFilePlan, chunks: Sequence[_Chunk], pool: ThreadPoolExecutor) -> DataFile:
         mine = chunks[plan.first : plan.first + len(plan)]
-        with self.backend.create(plan.path, plan.size) as writer:
-            self._made.append(plan.path)
+        with self._create(plan) as writer:
             run_all(pool, [partial(self._batch, writer, plan, mine, b) for b in _batches(plan)])
             header = plan.encode_header([self._digests[c.name, c.number] for c in mine])
             writer.write(0, [header])
             writer.commit()
         return plan.row(header)
+
+    def _create(self, plan: DataFilePlan) -> Writer:
+        self._made.append(plan.path)  # before it is made: an error may come after the effect
+        try:
+            return self.backend.create(plan.path, plan.size)
+        except ConflictError:
+            self._made.remove(plan.path)  # somebody else's
+            raise
 
     def _batch(self, writer: Writer, plan: DataFilePlan, chunks: Sequence[_Chunk], batch: Sequence[int]) -> None:
         if len(batch) == 1:
@@ -112,20 +122,21 @@ class RankWriter:
     def _bytes(self, chunk: _Chunk) -> memoryview:
         return as_bytes(self.tensors[chunk.name].view(chunk.box)) if chunk.box.numel else memoryview(b"")
 
-    def _replicas(self, pool: ThreadPoolExecutor) -> dict[tuple[int, ...], dict[str, str]]:
+    def _replicas(self, pool: ThreadPoolExecutor) -> dict[str, dict[str, str]]:
         """Hash the replicated chunks that other ranks write, so that replicas can be compared."""
-        found: dict[tuple[int, ...], dict[str, str]] = {}
+        found: dict[str, dict[str, str]] = {}
         todo: list[tuple[str, list[int]]] = []
         for name, owned in self.owned.items():
-            if owned.holders.shape[1] > 1:
+            if owned.replicas > 1:
                 held = owned.held_by(self.rank)
                 if held:
                     todo.append((name, held))
         run_all(pool, [partial(self._hash_replicas, todo[i : i + 64]) for i in range(0, len(todo), 64)])
         for name, held in todo:
             digests = b"".join(self._digests[name, i].to_bytes(8, "big") for i in held)
-            ranks = tuple(sorted(self.owned[name].holders[held[0]].tolist()))
-            found.setdefault(ranks, {})[name] = xxhash.xxh3_64_hexdigest(digests)
+            owned = self.owned[name]
+            ranks = owned.cell_holders[owned.cell[held[0]]]
+            found.setdefault(xxhash.xxh3_64_hexdigest(ranks.tobytes()), {})[name] = xxhash.xxh3_64_hexdigest(digests)
         return found
 
     def _hash_replicas(self, group: Sequence[tuple[str, list[int]]]) -> None:
@@ -149,10 +160,10 @@ def specs_of(chunks: Sequence[_Chunk], tensors: Mapping[str, Global]) -> list[Ch
 def _batches(plan: DataFilePlan) -> list[list[int]]:
     """Chunks in the order of the file, small neighbours together."""
     batches: list[list[int]] = []
-    size = BATCH
+    size = 0
     for i in plan.offsets.argsort(kind="stable").tolist():
         length = int(plan.lengths[i])
-        if size + length > BATCH:
+        if not batches or size + length > BATCH:
             batches.append([])
             size = 0
         batches[-1].append(i)

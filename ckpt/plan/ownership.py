@@ -43,13 +43,27 @@ class Global:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Owned:
-    """The stored grid of one tensor, and the rank that writes each chunk; ``holders`` ``[chunks, replicas]`` are the ranks that
-    have its bytes."""
+    """The stored grid of one tensor, and the rank that writes each chunk.
+
+    ``owners`` is ``[chunks]``. Chunk i is cut from cell ``cell[i]`` of the tensor's tiling, and the ranks
+    ``cell_holders[cell[i]]`` have its bytes.
+    """
 
     cuts: tuple[tuple[int, ...], ...] | None
     boxes: tuple[IntArray, IntArray] | None
     owners: IntArray
-    holders: IntArray
+    cell: IntArray
+    cell_holders: IntArray
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have each byte."""
+        return int(self.cell_holders.shape[1])
+
+    @property
+    def holders(self) -> IntArray:
+        """The ranks that have each chunk's bytes, ``[chunks, replicas]``."""
+        return self.cell_holders[self.cell]
 
     def box(self, chunk: int) -> Box:
         if self.cuts is None:
@@ -66,7 +80,8 @@ class Owned:
 
     def held_by(self, rank: int) -> list[int]:
         """Numbers of the chunks whose bytes ``rank`` has."""
-        found: list[int] = np.flatnonzero((self.holders == rank).any(axis=1)).tolist()
+        cells = np.flatnonzero((self.cell_holders == rank).any(axis=1))
+        found: list[int] = np.flatnonzero(np.isin(self.cell, cells)).tolist()
         return found
 
 
@@ -153,9 +168,8 @@ def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: in
     for dim, (_, parent, _) in enumerate(refined):
         parents = parents * (len(tiling.cuts[dim]) - 1) + parent[index[dim]]
     part = 0 if row is None else refined[row][2][index[row]]
-    holders = tiling.holders[parents]
-    owners = holders[np.arange(len(holders)), (part + turn) % replicas]
-    return Owned(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, holders=holders)
+    owners = tiling.holders[parents, (part + turn) % replicas]
+    return Owned(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
 def _caps(widest: Sequence[int], itemsize: int) -> list[int]:
@@ -188,8 +202,8 @@ def _refine(cuts: Sequence[int], parts: int, cap: int) -> tuple[tuple[int, ...],
 def _owned_boxes(tiling: Tiling, itemsize: int, turn: int) -> Owned:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
     assert tiling.boxes is not None
-    offsets, shapes, owners, holders = [], [], [], []
-    for offset, shape, held in zip(tiling.boxes[0].tolist(), tiling.boxes[1].tolist(), tiling.holders, strict=True):
+    offsets, shapes, owners, parents = [], [], [], []
+    for cell, (offset, shape, held) in enumerate(zip(tiling.boxes[0].tolist(), tiling.boxes[1].tolist(), tiling.holders, strict=True)):
         small = math.prod(shape) * itemsize < SMALL
         row = _row_dim(shape, len(held)) if shape else None
         caps = _caps(shape, itemsize)
@@ -200,12 +214,13 @@ def _owned_boxes(tiling: Tiling, itemsize: int, turn: int) -> Owned:
         offsets.append(at + np.asarray(offset, dtype=np.int64))
         shapes.append(sizes)
         owners.append(held[(part + turn) % len(held)])
-        holders.append(np.broadcast_to(held, (len(at), len(held))))
+        parents.append(np.full(len(at), cell, dtype=np.int64))
     boxes = (np.concatenate(offsets), np.concatenate(shapes)) if offsets else tiling.boxes
-    width = tiling.holders.shape[1]
+    none = np.zeros(0, dtype=np.int64)
     return Owned(
         cuts=None,
         boxes=boxes,
-        owners=np.concatenate(owners) if owners else np.zeros(0, dtype=np.int64),
-        holders=np.concatenate(holders) if holders else np.zeros((0, width), dtype=np.int64),
+        owners=np.concatenate(owners) if owners else none,
+        cell=np.concatenate(parents) if parents else none,
+        cell_holders=tiling.holders,
     )

@@ -100,8 +100,11 @@ SAMPLE: dict[str, Any] = {
         "features": [],
         "tensor_bytes": 48 + 4 + 16 + 0 + 2 + 1 + 48 + 2 + 1 + 8,
     },
-    "meta": {},
-    "files": {},
+    "meta": {},  # replaces members of the metadata of data files
+    "files": {},  # replaces values in files.arrow
+    "path": f"data/{ID}-%05d.safetensors",
+    "align": 4096,
+    "gap": b"",  # after each chunk
 }
 
 WANTED = {
@@ -127,27 +130,29 @@ def arrow(schema: dict[str, pa.DataType], rows: list[dict[str, Any]]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def data_file(root: Path, rank: int, entries: dict[str, Any], meta: dict[str, str], change: dict[str, Any]) -> dict[str, Any]:
-    """Write one data file; ``meta`` and ``change`` replace members of the metadata and of the row, which is returned."""
+def data_file(root: Path, rank: int, sample: dict[str, Any]) -> dict[str, Any]:
+    """Write one data file; returns its row of files.arrow."""
+    entries = sample["data"][rank]
     header: dict[str, Any] = {}
     data = b""
     for key, (dtype, shape, raw) in entries.items():
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
+        data += raw + sample["gap"]
     digests = "".join(xxh3_64_hexdigest(entries[k][2]) for k in sorted(entries))
-    header["__metadata__"] = {"ckpt.version": "1", "ckpt.id": ID, "ckpt.rank": str(rank), "ckpt.digests": digests} | meta
+    header["__metadata__"] = {"ckpt.version": "1", "ckpt.id": ID, "ckpt.rank": str(rank), "ckpt.digests": digests} | sample["meta"]
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 4096)
+    text += b" " * (-(8 + len(text)) % sample["align"])
     start = struct.pack("<Q", len(text)) + text
-    path = f"data/{ID}-{rank:05d}.safetensors"
+    path = sample["path"] % rank
     (root / path).write_bytes(start + data)
-    return {"path": path, "size": len(start + data), "header": len(start), "digest": xxh3_128_hexdigest(start), "rank": rank} | change
+    row = {"path": path, "size": len(start + data), "header": len(start), "digest": xxh3_128_hexdigest(start), "rank": rank}
+    return row | sample["files"]
 
 
 def build(root: Path, sample: dict[str, Any]) -> Path:
     (root / "data").mkdir(parents=True)
     (root / f"index-{ID}").mkdir()
-    files = [data_file(root, i, entries, sample["meta"], sample["files"]) for i, entries in enumerate(sample["data"])]
+    files = [data_file(root, rank, sample) for rank in range(2)]
     index = {
         "tensors.arrow": arrow(SCHEMAS["tensors"], sample["tensors"]),
         "grids.arrow": arrow(SCHEMAS["grids"], sample["grids"]),
@@ -254,11 +259,12 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "format": (_record(format="other"), "unknown format"),
     "version": (_record(version=2), "unknown format, version"),
     "feature": (_record(features=["virtual"]), "feature"),
-    "id": (_record(id="UPPERCASE0000000"), "UPPERCASE"),
+    "id": (_record(id="UPPERCASE0000000"), "commit record: .UPPERCASE"),
     "time": (_record(created="yesterday"), "yesterday"),
     "bytes": (_record(tensor_bytes=129), "tensor_bytes"),
     "ranks": (_record(world_size=1), "world_size"),
     "state": (lambda s: s["state"].pop("ranks"), "state.json"),
+    "rank of a state": (lambda s: s["state"]["ranks"].update({"2": {}}), "state.json"),
     "NaN": (lambda s: s["state"].update(state=float("nan")), "not readable"),
     "order": (lambda s: s["tensors"].insert(0, s["tensors"].pop()), "sorted"),
     "twice": (lambda s: s["tensors"].insert(1, s["tensors"][0]), "not in data file|unique"),
@@ -316,7 +322,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "rank of the file": (lambda s: s["meta"].update({"ckpt.rank": "1"}), "ckpt.rank"),
     "size of the file": (lambda s: s["files"].update(size=1), "size"),
     "header of the file": (lambda s: s["files"].update(header=8192), "header"),
-    "path of the file": (lambda s: s["files"].update(path=FILES[-1]), "path"),
+    "name of the file": (lambda s: s.update(path="data/%d.safetensors"), "path"),
+    "alignment": (lambda s: s.update(align=512), "header"),
+    "gap": (lambda s: s.update(gap=b"?"), "hole"),
 }
 
 
@@ -328,6 +336,12 @@ def test_a_broken_rule_is_found_though_every_digest_fits(tmp_path: Path, case: s
     assert sample != SAMPLE
     with pytest.raises(AssertionError, match=says):
         read(build(tmp_path / "c", sample))
+
+
+def test_a_column_of_another_type_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMAS["tensors"], "grid", pa.int64())
+    with pytest.raises(AssertionError, match="columns .*int64"):
+        read(build(tmp_path / "c", SAMPLE))
 
 
 def test_a_bare_key_named_like_the_metadata_is_not_needed(tmp_path: Path) -> None:

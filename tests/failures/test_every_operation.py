@@ -1,0 +1,141 @@
+"""A save of one process that fails, or dies, at each operation on the storage in turn: what was there before stays, or the new one is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import ckpt
+from ckpt.errors import NoSpaceError, NotCommittedError, NotFoundError, StorageError
+from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.registry import open_backend, wrap_backends
+from tests.failures.states import state, stored
+
+BEFORE, NEW, LATER = 1, 2, 3
+ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError, "crash": SimulatedCrash}
+SHM = "/dev/shm"
+SAVES = ["replacing", "at a new URL"]
+
+
+@pytest.fixture(params=["posix", "memory"])
+def root(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where to save; in memory in both cases, because thousands of fsyncs on a disk take minutes."""
+    if request.param == "memory":
+        MemoryBackend.reset()
+        yield "memory://failures"
+        MemoryBackend.reset()
+        return
+    with TemporaryDirectory(prefix="ckpt-", dir=SHM if os.path.isdir(SHM) else None) as directory:
+        yield directory
+
+
+def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) -> tuple[BaseException | None, FaultyProcess]:
+    """Save state ``number`` with a fault. Gives what was raised, and the operations."""
+    process = FaultyProcess(fault)
+    try:
+        with wrap_backends(process.wrap):
+            ckpt.save(url, state(number), threads=threads)
+    except (ckpt.CkptError, SimulatedCrash) as err:
+        return err, process
+    return None, process
+
+
+def files(url: str) -> dict[str, int]:
+    return {entry.path: entry.size for entry in open_backend(url).list()}
+
+
+def found(url: str) -> int | None:
+    """The number of the state at ``url``; None if there is no checkpoint, which must show as one of the two errors for that."""
+    try:
+        return stored(url)
+    except (NotFoundError, NotCommittedError) as err:
+        assert err.hint, err
+        return None
+
+
+def operations(root: str, kind: str) -> tuple[str, ...]:
+    """What one such save does, ids left out."""
+    url = f"{root}/counted"
+    if kind == "replacing":
+        save(url, BEFORE)
+    error, process = save(url, NEW)
+    assert error is None
+    return process.log
+
+
+def prepared(root: str, kind: str, n: int) -> tuple[str, int | None, dict[str, int]]:
+    """A fresh URL, what is saved there, and its files."""
+    url = f"{root}/{n}"
+    if kind == "at a new URL":
+        return url, None, {}
+    assert save(url, BEFORE)[0] is None
+    return url, BEFORE, files(url)
+
+
+def test_a_save_does_what_these_tests_believe(root: str) -> None:
+    """If a save had fewer operations than it needs, the loops below would prove nothing."""
+    names = [line.partition(" ")[0] for line in operations(root, "replacing")]
+    assert names.count("publish") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
+    after = names[names.index("publish") + 1 :]
+    assert after == ["read"] + ["delete"] * 5
+    assert operations(root + "/new", "at a new URL")[-1] == "publish checkpoint.json"
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("lose", [False, True], ids=["process", "power"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose: bool, after: bool) -> None:
+    log = operations(root, kind)
+    publish = log.index("publish checkpoint.json")
+    for n, what in enumerate(log):
+        url, before, _ = prepared(root, kind, n)
+        error, process = save(url, NEW, Fault(at=n, kind="crash", after=after, lose_unsynced=lose, seed=n))
+        assert isinstance(error, SimulatedCrash) and process.crashed, what
+        committed = n > publish or (n == publish and after)
+        assert found(url) == (NEW if committed else before), f"crash {'after' if after else 'before'} operation {n}, {what}"
+        ckpt.save(url, state(LATER))
+        assert stored(url) == LATER, what
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(
+    ("fault", "after"), [("error", False), ("error", True), ("no_space", False), ("no_space", True), ("short_write", False)]
+)
+def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, kind: str, fault: str, after: bool) -> None:
+    log = operations(root, kind)
+    publish = log.index("publish checkpoint.json")
+    raised = 0
+    for n, what in enumerate(log):
+        if fault == "short_write" and not what.startswith("write"):
+            continue
+        url, before, was_there = prepared(root, kind, n)
+        error, _ = save(url, NEW, Fault(at=n, kind=fault, after=after))  # type: ignore[arg-type]
+        where = f"{fault} {'after' if after else 'before'} operation {n}, {what}"
+        if error is None:
+            assert n >= publish, f"{where}: nothing was raised"
+            assert stored(url) == NEW, where
+        else:
+            raised += 1
+            assert type(error) is ERRORS[fault] and error.hint and error.where, f"{where}: {error!r}"
+            assert found(url) == before, where
+            assert files(url) == was_there, f"{where}: debris"
+        ckpt.save(url, state(LATER))
+        assert stored(url) == LATER, where
+    assert raised >= 5
+
+
+def test_with_several_threads_too(root: str) -> None:
+    """The order of operations is then open, so every fault is tried at every number."""
+    count = len(operations(root, "replacing"))
+    for n in range(count):
+        for kind in ("crash", "error"):
+            url, _, was_there = prepared(root, "replacing", n)
+            error, process = save(url, NEW, Fault(at=n, kind=kind, lose_unsynced=True, seed=n), threads=4)  # type: ignore[arg-type]
+            held = found(url)
+            assert held == NEW if error is None else held in (BEFORE, NEW), f"{kind} at {process.log[n]}"
+            if kind == "error" and error is not None:
+                assert held == BEFORE and files(url) == was_there, f"debris after an error at {process.log[n]}"
