@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ class Job:
 class Contestant(Protocol):
     """Saves to and loads from a directory; collective over the job's group. What they return is noted with the measurement."""
 
-    exact: bool
-    """Whether a load gives every rank the bytes that its layout asks for."""
-
     def save(self, job: Job, directory: str) -> dict[str, Any]: ...
     def load(self, job: Job, directory: str) -> dict[str, Any]: ...
 
@@ -49,8 +46,7 @@ class Contestant(Protocol):
 class Ours:
     """``ckpt.save`` and ``ckpt.load``."""
 
-    verify: Any = "full"
-    exact: bool = True
+    verify: Literal["full", "partial"] = "full"
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
         report = ckpt.save(directory, job.state.tree, process_group=job.group)
@@ -65,8 +61,6 @@ class Ours:
 class Dcp:
     """``torch.distributed.checkpoint``; it syncs its files by default."""
 
-    exact: bool = True
-
     def save(self, job: Job, directory: str) -> dict[str, Any]:
         dcp.save(job.state.tree, checkpoint_id=directory, process_group=job.group)
         return {}
@@ -79,8 +73,6 @@ class Dcp:
 @dataclass(frozen=True)
 class TorchSave:
     """``torch.save``: a file per rank, or rank 0's alone for a replicated state; loads copy into the state's tensors."""
-
-    exact: bool = True
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
         if job.state.replicated and job.rank > 0:
@@ -107,8 +99,6 @@ class Raw:
     A file per rank; a replicated state's bytes are divided evenly. A load reads this rank's share of all bytes, one after another, straight into the
     tensors: in another layout than the saved one these are as many bytes, but not those that belong there.
     """
-
-    exact: bool = False
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
         os.makedirs(directory, exist_ok=True)

@@ -131,9 +131,7 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     return found | {"norm.weight": (hidden,), "output.weight": (4 * hidden, hidden)}
 
 
-def _dtensor(
-    local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, dim: int
-) -> DTensor:
+def _dtensor(local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, dim: int) -> DTensor:
     placements = [Shard(dim)]
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     local[name] = pattern(shape, seed, tuple(offset), tuple(size))
@@ -141,9 +139,7 @@ def _dtensor(
     return DTensor.from_local(local[name], mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def pattern(
-    shape: tuple[int, ...], seed: int, offset: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
-) -> torch.Tensor:
+def pattern(shape: tuple[int, ...], seed: int, offset: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None) -> torch.Tensor:
     """The block at ``offset`` of shape ``size`` (all by default) of global tensor number ``seed``: float32, finite, the elements different."""
     offset = offset if offset is not None else (0,) * len(shape)
     size = size if size is not None else shape

@@ -32,8 +32,8 @@ def prepare(rank: Rank, *, recipe: Recipe) -> tuple[int, int]:
     return state.nbytes, state.total
 
 
-def run(rank: Rank, *, operation: Operation, contestant: str, directory: str) -> RankCost:
-    """One operation of one contestant on the state that was prepared. Barriers before and after are not counted.
+def run(rank: Rank, *, operation: Operation, contestant: str, directory: str, check: bool = False) -> RankCost:
+    """One operation of one contestant on the state that was prepared; ``check`` compares what a load brought. Barriers before and after are not counted.
 
     Raises:
         WrongBytesError: a load did not bring back what was built.
@@ -47,14 +47,9 @@ def run(rank: Rank, *, operation: Operation, contestant: str, directory: str) ->
     act = getattr(CONTESTANTS[contestant], operation)
     cost = cost_of(lambda: act(job, directory))
     dist.barrier(job.group)
-    if operation == "load" and CONTESTANTS[contestant].exact:
+    if operation == "load" and check:
         _check(state, contestant)
     return cost
-
-
-def refill(rank: Rank) -> None:
-    """Build the prepared state anew, after a load that may have left other bytes in it."""
-    prepare(rank, recipe=rank.kept["recipe"])
 
 
 def _check(state: State, contestant: str) -> None:
@@ -72,3 +67,9 @@ def versions(rank: Rank) -> dict[str, Any]:
     import ckpt
 
     return {"ckpt": ckpt.__version__, "torch": torch.__version__} | {name: version(name) for name in ("numpy", "pyarrow", "xxhash")}
+
+
+def forget(rank: Rank) -> None:
+    """Free the prepared state."""
+    rank.kept.clear()
+    gc.collect()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .dtypes import DTYPES
-from .errors import ConsistencyError, FormatError, StateError, UsageError
+from .errors import FormatError, StateError
 
 Node: TypeAlias = Any
 """A JSON value: None, bool, int, float, str, list of nodes, dict of str to node."""
@@ -64,10 +64,10 @@ def join(path: str, key: object) -> str:
     Raises:
         StateError: ``key`` cannot be stored.
     """
-    return _child(path, _encode_key(key, path))
+    return child_path(path, _encode_key(key, path))
 
 
-def _child(path: str, key: Node) -> str:
+def child_path(path: str, key: Node) -> str:
     end = key if isinstance(key, str) else text(key)
     return f"{path}.{end}" if path else end
 
@@ -96,7 +96,7 @@ def _unknown(value: object, path: str) -> None:
 def _encode_key(key: object, path: str) -> Node:
     if type(key) is str and key.isascii():
         return key
-    return _Encoder(_unknown).node(key, _child(path, "(key)"))
+    return _Encoder(_unknown).node(key, child_path(path, "(key)"))
 
 
 class _Encoder:
@@ -132,7 +132,7 @@ class _Encoder:
                 return self.mapping(value, path)
             if isinstance(value, (set, frozenset)):
                 return self.unordered(value, path)
-            items = [self.node(v, _child(path, i)) for i, v in enumerate(value)]
+            items = [self.node(v, child_path(path, i)) for i, v in enumerate(value)]
             return items if type(value) is list else {"$tuple": items}
         finally:
             self.open.discard(id(value))
@@ -141,15 +141,15 @@ class _Encoder:
         pairs = []
         for key, child in value.items():
             key_node = _encode_key(key, path)
-            pairs.append((key_node, self.node(child, _child(path, key_node))))
-        found = _mapping_node(pairs)
+            pairs.append((key_node, self.node(child, child_path(path, key_node))))
+        found = mapping_node(pairs)
         if "$map" in found:
             _refuse_twins([k for k, _ in pairs], path)
         return found
 
     def unordered(self, value: set[object] | frozenset[object], path: str) -> Node:
         plain = _Encoder(_unknown, self.open)
-        elements = sorted((plain.node(v, _child(path, "(element)")) for v in value), key=text)
+        elements = sorted((plain.node(v, child_path(path, "(element)")) for v in value), key=text)
         _refuse_twins(elements, path)
         return {f"${type(value).__name__}": elements}
 
@@ -160,7 +160,7 @@ def _refuse_twins(nodes: Sequence[Node], path: str) -> None:
         raise StateError(f"{_at(path)} has NaN more than once as key or element", hint="use one NaN")
 
 
-def _mapping_node(pairs: Sequence[tuple[Node, Node]]) -> Node:
+def mapping_node(pairs: Sequence[tuple[Node, Node]]) -> Node:
     if all(isinstance(k, str) and not k.startswith("$") for k, _ in pairs):
         return dict(pairs)
     return {"$map": [list(pair) for pair in pairs]}
@@ -277,9 +277,9 @@ class _Decoder:
             return self.items(node, path)
         if not isinstance(node, dict):
             return node
-        tag = _tag(node)
+        tag = tag_of(node)
         if tag is None:
-            return {k: self.value(v, _child(path, k)) for k, v in node.items()}
+            return {k: self.value(v, child_path(path, k)) for k, v in node.items()}
         if len(node) != 1:
             raise FormatError(f"{_at(path)} mixes {tag!r} with other keys", hint=_HINT)
         if tag in REFERENCES:
@@ -287,7 +287,7 @@ class _Decoder:
         return self.nested(tag, node[tag], path) if tag in _NESTED else _typed(tag, node[tag], path)
 
     def items(self, nodes: Sequence[Node], path: str) -> list[object]:
-        return [self.value(n, _child(path, i)) for i, n in enumerate(nodes)]
+        return [self.value(n, child_path(path, i)) for i, n in enumerate(nodes)]
 
     def nested(self, tag: str, payload: Any, path: str) -> object:
         if not isinstance(payload, list):
@@ -312,13 +312,13 @@ class _Decoder:
         for pair in payload:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise _malformed("$map", path)
-            key = self.value(pair[0], _child(path, "(key)"))
+            key = self.value(pair[0], child_path(path, "(key)"))
             try:
                 if key in found:
                     raise FormatError(f"{_at(path)} has the key {shorten(pair[0])} twice", hint=_HINT)
             except TypeError as e:
                 raise _malformed("$map", path) from e
-            found[key] = self.value(pair[1], _child(path, pair[0]))
+            found[key] = self.value(pair[1], child_path(path, pair[0]))
         return found
 
 
@@ -396,18 +396,18 @@ _READERS: dict[str, Callable[[Any], object]] = {
 # -------------------------------------------------------------------------------------------------------------- look
 
 
-def _tag(node: Node) -> str | None:
+def tag_of(node: Node) -> str | None:
     """The kind of a typed node, with its ``$``."""
     if not isinstance(node, dict):
         return None
     return next((k for k in node if k.startswith("$")), None)
 
 
-def _pairs(node: Node) -> list[tuple[Node, Node]] | None:
+def pairs_of(node: Node) -> list[tuple[Node, Node]] | None:
     """Key and value nodes of a mapping, plain or not; None for other nodes."""
     if not isinstance(node, dict):
         return None
-    tag = _tag(node)
+    tag = tag_of(node)
     if tag is None:
         return list(node.items())
     return [(k, v) for k, v in node[tag]] if tag == "$map" else None
@@ -415,13 +415,12 @@ def _pairs(node: Node) -> list[tuple[Node, Node]] | None:
 
 def items_of(node: Node) -> list[Node] | None:
     """The elements of a list or tuple node; None for other nodes."""
-    """The elements of a list or tuple; None for other nodes."""
     if isinstance(node, list):
         return node
-    return node["$tuple"] if _tag(node) == "$tuple" else None
+    return node["$tuple"] if tag_of(node) == "$tuple" else None
 
 
-def _key(node: Node) -> Any:
+def key_of(node: Node) -> Any:
     """The key that a key node stands for: equal keys are one key, as in a dict."""
     return decode(node, _no_reference) if isinstance(node, dict) else node
 
@@ -445,7 +444,7 @@ def find(node: Node, path_keys: Sequence[object]) -> Node | Missing:
                 return MISSING
             node = items[key]
         else:
-            node = next((v for k, v in _pairs(node) or () if _key(k) == key), MISSING)
+            node = next((v for k, v in pairs_of(node) or () if key_of(k) == key), MISSING)
             if node is MISSING:
                 return MISSING
     return node
@@ -461,150 +460,21 @@ def leaves(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _leaves(path: str, node: Node) -> Iterator[tuple[str, Node]]:
-    children = _pairs(node)
+    children = pairs_of(node)
     items = items_of(node)
     if items is not None and refers(node):
         children = list(enumerate(items))
     if not children:
         yield path, node
     for key, child in children or ():
-        yield from _leaves(_child(path, key), child)
+        yield from _leaves(child_path(path, key), child)
 
 
 def refers(node: Node) -> bool:
     """Whether a node of a kind in ``REFERENCES`` lies in it."""
-    if _tag(node) in REFERENCES:
+    if tag_of(node) in REFERENCES:
         return True
     below = items_of(node)
     if below is None:
-        below = [v for _, v in _pairs(node) or ()]
+        below = [v for _, v in pairs_of(node) or ()]
     return any(map(refers, below))
-
-
-# ------------------------------------------------------------------------------------------------------------- merge
-
-Variants: TypeAlias = Sequence[tuple[Sequence[int], Node]]
-_SHOWN = 10
-
-
-def merge(nodes: Variants) -> Node:
-    """Join the states of several groups of ranks into one: each entry is the ranks of a group and their node.
-
-    Mappings are united by key; a module without extra states counts as a mapping where others have some. Lists of equal length are
-    joined element by element if an element is itself a container. ``$param_groups`` that differ are united: groups with equal options
-    become one, wherever they stand. Everything else must be equal.
-
-    Raises:
-        ConsistencyError: nodes at one path differ, or a parameter has two different options; names the paths, the values and the ranks.
-    """
-    if not nodes:
-        raise UsageError("there are no states to merge")
-    conflicts: list[str] = []
-    joined = _merge("", nodes, conflicts)
-    if conflicts:
-        shown = "".join(f"\n  {c}" for c in conflicts[:_SHOWN])
-        more = f"\n  and {len(conflicts) - _SHOWN} more" if len(conflicts) > _SHOWN else ""
-        raise ConsistencyError(
-            f"the ranks disagree about {len(conflicts)} value{'s' * (len(conflicts) > 1)} of the state:{shown}{more}",
-            hint="make the values equal on all ranks, or wrap a value that is meant to differ in ckpt.PerRank",
-        )
-    return joined
-
-
-def _merge(path: str, nodes: Variants, conflicts: list[str]) -> Node:
-    if len(nodes) == 1:
-        return nodes[0][1]
-    mappings = [(ranks, pairs) for ranks, n in nodes if (pairs := _module_pairs(n)) is not None]
-    if len(mappings) == len(nodes) and any(_tag(n) != "$tensors" for _, n in nodes):
-        return _merge_mappings(path, mappings, conflicts)
-    variants = _distinct(nodes)
-    first = nodes[0][1]
-    if len(variants) == 1:
-        return first
-    if all(_tag(n) == "$param_groups" for _, n in variants):
-        return _merge_groups(path, variants, conflicts)
-    elements = [items_of(n) for _, n in variants]
-    if _joinable(variants, elements):
-        columns = [
-            _merge(_child(path, i), [(ranks, e[i]) for (ranks, _), e in zip(variants, elements, strict=True) if e is not None], conflicts)
-            for i in range(len(elements[0] or ()))
-        ]
-        return columns if isinstance(first, list) else {"$tuple": columns}
-    conflicts.append(_conflict(path, variants))
-    return first
-
-
-def _module_pairs(node: Node) -> list[tuple[Node, Node]] | None:
-    """``_pairs``, with a module that has no extra states on these ranks written like one that has."""
-    return [("", node)] if _tag(node) == "$tensors" else _pairs(node)
-
-
-def _joinable(variants: Variants, elements: Sequence[list[Node] | None]) -> bool:
-    """Lists of scalars are compared whole: a differing random state is one conflict, not 624."""
-    alike = len({type(n) for _, n in variants}) == 1 and None not in elements and len({len(e or ()) for e in elements}) == 1
-    return alike and any(isinstance(x, (list, dict)) for e in elements for x in e or ())
-
-
-def _distinct(nodes: Variants) -> list[tuple[list[int], Node]]:
-    """One entry for each different node, with the ranks of all that are equal to it."""
-    found: dict[str, tuple[list[int], Node]] = {}
-    for ranks, node in nodes:
-        found.setdefault(text(node), ([], node))[0].extend(ranks)
-    return list(found.values())
-
-
-def _merge_mappings(path: str, mappings: Sequence[tuple[Sequence[int], list[tuple[Node, Node]]]], conflicts: list[str]) -> Node:
-    columns: dict[Any, tuple[Node, list[tuple[Sequence[int], Node]]]] = {}
-    for ranks, pairs in mappings:
-        for key_node, child in pairs:
-            columns.setdefault(_key(key_node), (key_node, []))[1].append((ranks, child))
-    return _mapping_node([(key_node, _merge(_child(path, key_node), column, conflicts)) for key_node, column in columns.values()])
-
-
-def _merge_groups(path: str, variants: Variants, conflicts: list[str]) -> Node:
-    groups: dict[str, dict[str, Any]] = {}
-    placed: dict[str, str] = {}  # parameter → text of its options
-    clashes: dict[tuple[str, str], list[str]] = {}  # two texts of options → the parameters that have both
-    for _, node in variants:
-        for group in node["$param_groups"]:
-            options = text(group["options"])
-            joined = groups.setdefault(options, {"params": [], "options": group["options"]})
-            for name in group["params"]:
-                if name not in placed:
-                    placed[name] = options
-                    joined["params"].append(name)
-                elif placed[name] != options:
-                    clashes.setdefault((placed[name], options), []).append(name)
-    for names in clashes.values():
-        _report_clash(path, variants, list(dict.fromkeys(names)), conflicts)
-    return {"$param_groups": list(groups.values())}
-
-
-def _report_clash(path: str, variants: Variants, names: Sequence[str], conflicts: list[str]) -> None:
-    """One conflict per option that differs, at the path of the first of the parameters."""
-    name, *others = names
-    options = [(ranks, g["options"]) for ranks, node in variants for g in node["$param_groups"] if name in g["params"]]
-    found: list[str] = []
-    _merge(_child(path, name), options, found)
-    if not found:  # an option that one side lacks
-        found.append(_conflict(_child(path, name), _distinct(options)))
-    note = f" (and so for {len(others)} more parameters)" if others else ""
-    conflicts.extend(c + note for c in found)
-
-
-def _conflict(path: str, variants: Variants) -> str:
-    values = [f"{shorten(node)} on {_ranks(ranks)}" for ranks, node in variants[:4]]
-    more = f", and {len(variants) - 4} more values" if len(variants) > 4 else ""
-    return f"{path or 'the state'}: {', '.join(values)}{more}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 8``; long lists are cut."""
-    spans: list[list[int]] = []
-    for r in sorted(set(ranks)):
-        if spans and spans[-1][1] == r - 1:
-            spans[-1][1] = r
-        else:
-            spans.append([r, r])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:8]] + ["…"] * (len(spans) > 8)
-    return f"rank{'s' * (len(set(ranks)) != 1)} {', '.join(shown)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+from . import tree
 from .catalog import Catalog, TensorEntry
 from .errors import NotFoundError, UsageError
 from .geometry import Box
@@ -95,14 +96,10 @@ class View(Mapping[str, StoredTensor]):
 
         A module is a mapping from its tensors' names; an optimizer has ``state`` (parameter name → values) and ``param_groups``.
         """
-        from . import tree
-
-        return tree.decode(self._catalog.state, self._special)
+        return _tidy(tree.decode(self._catalog.state, self._special))
 
     def per_rank(self, path: str, rank: int) -> Any:
         """The value that rank ``rank`` saved in the ``PerRank`` object at ``path`` (``"rng"``, ``"loader.position"``)."""
-        from . import tree
-
         nodes = self._catalog.ranks.get(rank, {})
         if path not in nodes:
             raise NotFoundError(f"rank {rank} saved no PerRank value {path!r}", where=self._catalog.url)
@@ -113,15 +110,51 @@ class View(Mapping[str, StoredTensor]):
             return self[payload]
         if kind == "$tensors":
             prefix = f"{payload}."
-            return {n[len(prefix) :]: self[n] for n, e in self._catalog.tensors.items() if n.startswith(prefix) and e.rank is None}
+            entries = self._catalog.tensors.items()
+            return _Tensors({n[len(prefix) :]: self[n] for n, e in entries if n.startswith(prefix) and e.rank is None})
         if kind == "$inline":
             from .adapters.optimizers import decode_inline
 
             return decode_inline(payload)
-        return payload
+        if kind == "$param_groups":
+            return [{"params": g["params"]} | cast(dict[str, Any], tree.decode(g["options"], self._special)) for g in payload]
+        return StoredPerRank(sorted(self._catalog.ranks))
 
     def __repr__(self) -> str:
         return f"View({self.url!r}, {len(self)} tensors)"
+
+
+class StoredPerRank:
+    """Stands in :meth:`View.state` for a ``PerRank`` object; its values come from :meth:`View.per_rank`."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+
+    def __repr__(self) -> str:
+        return f"StoredPerRank(ranks={list(self.ranks)})"
+
+
+class _Tensors(dict[str, StoredTensor]):
+    """The tensors of a module, or of an optimizer's state, by name."""
+
+
+def _tidy(value: Any) -> Any:
+    """Put a module's extra states beside its tensors, and an optimizer's state under its parameters' names."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_tidy, value))
+    if not isinstance(value, dict) or isinstance(value, _Tensors):
+        return value
+    tensors = value.get("")
+    if isinstance(tensors, _Tensors):
+        return dict(tensors) | {k: _tidy(v) for k, v in value.items() if k != ""}
+    inner = value.get("state")
+    if "param_groups" in value and isinstance(inner, dict) and isinstance(inner.get(""), _Tensors):
+        states: dict[str, dict[str, Any]] = {k: dict(v) for k, v in inner.items() if k != ""}
+        for name, tensor in inner[""].items():
+            param, _, key = name.rpartition(".")
+            states.setdefault(param, {})[key] = tensor
+        return value | {"state": states}
+    return {k: _tidy(v) for k, v in value.items()}
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:

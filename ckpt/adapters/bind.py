@@ -24,6 +24,7 @@ from ckpt.tree import MISSING, Node, join
 
 from .collect import is_stateful, stored_param_name
 from .memory import raw_view
+from .meshes import meshes_in
 from .modules import modules_in, tensors_of
 from .optimizers import decode_inline, names_in, on_host, params_of, set_options, state_path
 from .per_rank import PerRank
@@ -59,7 +60,7 @@ def bind(
     Raises:
         StateError, LayoutError: as for a save.
     """
-    walk = _Walk(catalog, Placer(rank, ranks, layout), selection, names_in(modules_in(state)), cast=cast)
+    walk = _Walk(catalog, Placer(rank, ranks, layout, meshes_in(state)), selection, names_in(modules_in(state)), cast=cast)
     walk.value(state, catalog.state, "", _no_setter)
     walk.settle()
     return walk.found

@@ -11,6 +11,7 @@ from ckpt.errors import StateError
 from ckpt.rules import Layout
 from ckpt.tree import Node, encode, join
 
+from .meshes import meshes_in
 from .modules import modules_in, tensors_of
 from .optimizers import encode_options, names_in, params_of, state_path
 from .per_rank import PerRank
@@ -33,7 +34,7 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         StateError: a value cannot be stored, or two have one name.
         LayoutError: a tensor's place is not clear.
     """
-    found = Collected(Placer(rank, ranks, layout))
+    found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
     walk = _Walk(found, names_in(modules_in(state)))
     found.state = encode(state, "", walk.leaf)
     return found
@@ -55,6 +56,8 @@ class _Walk:
             self.found.placer.add(_named(path), value)
             return {"$tensor": self.found.placer.names[path]}
         if isinstance(value, PerRank):
+            if path in self.found.own:
+                raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
             self.found.own[path] = encode(value.value, path, self.own_leaf)
             return {"$per_rank": True}
         if isinstance(value, torch.nn.Module):

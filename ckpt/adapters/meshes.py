@@ -1,11 +1,13 @@
-"""Which mesh a DTensor is really on. FSDP over tensor parallelism leaves a parameter that TP does not cut (a norm) on the FSDP dimension's mesh
-alone, a different one on each TP rank, though all of these have the same parameter: it is replicated over the rest of the mesh that the others are on.
+"""Which mesh a DTensor is really on. FSDP over tensor parallelism leaves a parameter that TP does not cut (a norm) on the FSDP
+dimension's mesh alone, a different one on each TP rank, though all of these have the same parameter: it is replicated over the
+rest of the mesh that the others are on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,13 +46,15 @@ def _device_meshes(state: object) -> Iterator[DeviceMesh]:
 
 
 def widened(layout: TensorLayout, meshes: Sequence[Mesh], rank: int) -> TensorLayout:
-    """The layout on the largest of ``meshes`` that its mesh is a slice of, replicated over the other dimensions; itself if there is none."""
+    """The layout on the largest of ``meshes`` that its mesh is a slice of, replicated over the other dimensions; itself if there
+    is none."""
     for wide in meshes:
         if len(wide.names) > len(layout.mesh.names) and _is_slice(layout.mesh, wide, rank):
             return replace(layout, mesh=wide)
     return layout
 
 
+@lru_cache(maxsize=1024)
 def _is_slice(mesh: Mesh, wide: Mesh, rank: int) -> bool:
     """Whether ``mesh`` is what is left of ``wide`` when the dimensions that it lacks are fixed at the rank's coordinates."""
     where = wide.coordinate(rank)

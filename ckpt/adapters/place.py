@@ -11,6 +11,7 @@ from ckpt.errors import LayoutError, StateError
 from ckpt.layout import Mesh, Shard, TensorLayout
 from ckpt.rules import Layout, Placed
 
+from .meshes import widened
 from .tensors import LocalTensor, dtensor_layout, from_dtensor, from_placed, from_plain, identity, local_of
 
 
@@ -21,6 +22,8 @@ class Placer:
     rank: int
     ranks: tuple[int, ...]
     layout: Layout | None = None
+    meshes: tuple[Mesh, ...] = ()
+    """Of all DTensors of the state, the largest first."""
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -32,7 +35,7 @@ class Placer:
     def add(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, or replicated."""
         if isinstance(tensor, DTensor):
-            local = from_dtensor(said, tensor, self.rank)
+            local = from_dtensor(said, tensor, self.rank, self.meshes)
         elif self.layout is not None:
             local = from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
         else:
@@ -55,7 +58,7 @@ class Placer:
 
     def refresh(self, local: LocalTensor, tensor: torch.Tensor) -> None:
         """Point to the memory that a tensor of the meta device has got."""
-        fresh = Placer(self.rank, self.ranks, self.layout).add(local.said, tensor)
+        fresh = Placer(self.rank, self.ranks, self.layout, self.meshes).add(local.said, tensor)
         memory = {held.box: held for held in fresh.parts}
         local.parts = [memory.get(held.box, held) for held in local.parts]
 
@@ -67,7 +70,7 @@ class Placer:
         """
         key = said.rpartition(".")[2]
         if isinstance(tensor, DTensor):
-            return self._register(from_dtensor(said, tensor, self.rank), tensor)
+            return self._register(from_dtensor(said, tensor, self.rank, self.meshes), tensor)
         if isinstance(param, DTensor):
             return self._register(self._beside_dtensor(said, tensor, param, param_name), tensor)
         if self.layout is None:
@@ -87,7 +90,7 @@ class Placer:
         return self.layout.place(name, tuple(param.shape), self.rank).shape
 
     def _beside_dtensor(self, said: str, tensor: torch.Tensor, param: DTensor, param_name: str) -> LocalTensor:
-        layout = dtensor_layout(param_name, param)
+        layout = widened(dtensor_layout(param_name, param), self.meshes, self.rank)
         local = local_of(param)
         if tensor.numel() == 1 and param.numel() != 1:
             return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)

@@ -16,6 +16,8 @@ from ckpt.layout import Interleaved, Mesh, Shard, Split, TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.rules import Placed
 
+from .meshes import mesh_of, widened
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Held:
@@ -72,13 +74,13 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 
-def from_dtensor(name: str, tensor: DTensor, rank: int) -> LocalTensor:
-    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP.
+def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] = ()) -> LocalTensor:
+    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP. ``meshes`` are those of its state.
 
     Raises:
         LayoutError: a placement is partial, or the local tensor is not what the placements say.
     """
-    layout = dtensor_layout(name, tensor)
+    layout = widened(dtensor_layout(name, tensor), meshes, rank)
     shape = tuple(tensor.shape)
     local = local_of(tensor)
     wanted = layout.local_shape(shape, rank)
@@ -100,10 +102,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
-    mesh = tensor.device_mesh
-    sizes = tuple(int(n) for n in mesh.shape)
-    names = tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(len(sizes))))
-    return TensorLayout(Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist())), tuple(_splits(name, tensor, names, sizes)))
+    mesh = mesh_of(tensor.device_mesh)
+    return TensorLayout(mesh, tuple(_splits(name, tensor, mesh.names, mesh.sizes)))
 
 
 def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[int]) -> list[Split]:

@@ -25,6 +25,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
+from ckpt.plan.values import join_values
 from ckpt.rules import Layout
 
 from .writer import RankWriter, chunks_of, specs_of
@@ -110,7 +111,7 @@ class _Save:
         self.previous = read_record(self.backend)
         tables = [(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in grouped(rows, "table")]
         self.joined = join_tables(tables)
-        self.state = tree.merge([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
+        self.state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         for rank, row in rows.items():
             if "own" in row:
                 self.own[rank] = Table.from_bytes(self.call.fetch(row["own"])), json.loads(self.call.fetch(row["values"]))

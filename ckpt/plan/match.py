@@ -62,7 +62,7 @@ def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
     """Why a stored tensor cannot be loaded into a wanted one, or None if it can."""
     if entry.dtype != wanted.dtype and not cast:
         return f"dtype {entry.dtype.name} in the checkpoint, {wanted.dtype.name} in the state (cast=True converts)"
-    if entry.shape == wanted.shape:
+    if entry.shape == wanted.shape and (wanted.logical is None or entry.logical is None):
         return None
     mine = wanted.logical or wanted.shape
     stored = entry.logical or entry.shape
@@ -73,8 +73,12 @@ def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
 
 
 def common_box(wanted: Global, entry: TensorEntry) -> Box:
-    """The part of a wanted tensor that the stored one gives. The rest is padding, which a load fills with zeros."""
-    return Box((0,) * len(wanted.shape), tuple(map(min, wanted.shape, entry.shape)))
+    """The part of a wanted tensor that the stored one gives: all of it, padding included, if both are padded alike, else what is
+    not padding.
+
+    The rest is padding, which a load fills with zeros.
+    """
+    return Box.whole(wanted.shape if wanted.shape == entry.shape else wanted.logical or wanted.shape)
 
 
 def report_names(title: str, names: Iterable[str], limit: int = 20) -> list[str]:

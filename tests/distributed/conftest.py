@@ -9,5 +9,5 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    """Runs a function on up to 4 ranks: ``ranks.run(world_size, function, *args)``."""
-    return Ranks(4)
+    """Runs a function on up to 8 ranks: ``ranks.run(world_size, function, *args)``."""
+    return Ranks(8)

@@ -82,7 +82,7 @@ class RanksFailedError(AssertionError):
 class Ranks:
     """Runs functions on up to ``size`` ranks."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 8) -> None:
         self.size = size
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD))
@@ -157,7 +157,7 @@ class _Run:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            connection.wait([p.sentinel for p in alive], left)
+            connection.wait([p.sentinel for p in alive], min(left, 0.5))
             failed = any(not (self.folder / f"{r}.result").exists() for r, p in enumerate(self.processes) if p.exitcode is not None)
             if (failed or self._raised()) and not self.allow_death:
                 deadline = min(deadline, time.monotonic() + GRACE)

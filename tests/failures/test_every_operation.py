@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from tempfile import TemporaryDirectory
-
 import pytest
 
 import ckpt
 from ckpt.errors import NoSpaceError, NotCommittedError, NotFoundError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.failures.states import state, stored
 
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError, "crash": SimulatedCrash}
-SHM = "/dev/shm"
 SAVES = ["replacing", "at a new URL"]
-
-
-@pytest.fixture(params=["posix", "memory"])
-def root(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where to save; in memory in both cases, because thousands of fsyncs on a disk take minutes."""
-    if request.param == "memory":
-        MemoryBackend.reset()
-        yield "memory://failures"
-        MemoryBackend.reset()
-        return
-    with TemporaryDirectory(prefix="ckpt-", dir=SHM if os.path.isdir(SHM) else None) as directory:
-        yield directory
 
 
 def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) -> tuple[BaseException | None, FaultyProcess]:

@@ -1,0 +1,128 @@
+"""The values that ranks bring to a save, joined into one state. Nothing is dropped: what differs on ranks that both have it is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ckpt.errors import ConsistencyError, UsageError
+from ckpt.tree import Node, child_path, items_of, key_of, mapping_node, pairs_of, shorten, tag_of, text
+
+from .tables import ranks_text
+
+Variants: TypeAlias = Sequence[tuple[Sequence[int], Node]]
+"""Ranks, and the node that they have."""
+_SHOWN = 10
+
+
+def join_values(nodes: Variants) -> Node:
+    """Join the states of several groups of ranks into one: each entry is the ranks of a group and their node.
+
+    Mappings are united by key; a module without extra states counts as a mapping where others have some. Lists of equal length are
+    joined element by element if an element is itself a container. ``$param_groups`` that differ are united: groups with equal options
+    become one, wherever they stand. Everything else must be equal.
+
+    Raises:
+        ConsistencyError: nodes at one path differ, or a parameter has two different options; names the paths, the values and the ranks.
+    """
+    if not nodes:
+        raise UsageError("there are no states to merge")
+    conflicts: list[str] = []
+    joined = _merge("", nodes, conflicts)
+    if conflicts:
+        shown = "".join(f"\n  {c}" for c in conflicts[:_SHOWN])
+        more = f"\n  and {len(conflicts) - _SHOWN} more" if len(conflicts) > _SHOWN else ""
+        raise ConsistencyError(
+            f"the ranks disagree about {len(conflicts)} value{'s' * (len(conflicts) > 1)} of the state:{shown}{more}",
+            hint="make the values equal on all ranks, or wrap a value that is meant to differ in ckpt.PerRank",
+        )
+    return joined
+
+
+def _merge(path: str, nodes: Variants, conflicts: list[str]) -> Node:
+    if len(nodes) == 1:
+        return nodes[0][1]
+    mappings = [(ranks, pairs) for ranks, n in nodes if (pairs := _module_pairs(n)) is not None]
+    if len(mappings) == len(nodes) and any(tag_of(n) != "$tensors" for _, n in nodes):
+        return _merge_mappings(path, mappings, conflicts)
+    variants = _distinct(nodes)
+    first = nodes[0][1]
+    if len(variants) == 1:
+        return first
+    if all(tag_of(n) == "$param_groups" for _, n in variants):
+        return _merge_groups(path, variants, conflicts)
+    elements = [items_of(n) for _, n in variants]
+    if _joinable(variants, elements):
+        columns = [
+            _merge(
+                child_path(path, i), [(ranks, e[i]) for (ranks, _), e in zip(variants, elements, strict=True) if e is not None], conflicts
+            )
+            for i in range(len(elements[0] or ()))
+        ]
+        return columns if isinstance(first, list) else {"$tuple": columns}
+    conflicts.append(_conflict(path, variants))
+    return first
+
+
+def _module_pairs(node: Node) -> list[tuple[Node, Node]] | None:
+    """``pairs_of``, with a module that has no extra states on these ranks written like one that has."""
+    return [("", node)] if tag_of(node) == "$tensors" else pairs_of(node)
+
+
+def _joinable(variants: Variants, elements: Sequence[list[Node] | None]) -> bool:
+    """Lists of scalars are compared whole: a differing random state is one conflict, not 624."""
+    alike = len({type(n) for _, n in variants}) == 1 and None not in elements and len({len(e or ()) for e in elements}) == 1
+    return alike and any(isinstance(x, (list, dict)) for e in elements for x in e or ())
+
+
+def _distinct(nodes: Variants) -> list[tuple[list[int], Node]]:
+    """One entry for each different node, with the ranks of all that are equal to it."""
+    found: dict[str, tuple[list[int], Node]] = {}
+    for ranks, node in nodes:
+        found.setdefault(text(node), ([], node))[0].extend(ranks)
+    return list(found.values())
+
+
+def _merge_mappings(path: str, mappings: Sequence[tuple[Sequence[int], list[tuple[Node, Node]]]], conflicts: list[str]) -> Node:
+    columns: dict[Any, tuple[Node, list[tuple[Sequence[int], Node]]]] = {}
+    for ranks, pairs in mappings:
+        for key_node, child in pairs:
+            columns.setdefault(key_of(key_node), (key_node, []))[1].append((ranks, child))
+    return mapping_node([(key_node, _merge(child_path(path, key_node), column, conflicts)) for key_node, column in columns.values()])
+
+
+def _merge_groups(path: str, variants: Variants, conflicts: list[str]) -> Node:
+    groups: dict[str, dict[str, Any]] = {}
+    placed: dict[str, str] = {}  # parameter → text of its options
+    clashes: dict[tuple[str, str], list[str]] = {}  # two texts of options → the parameters that have both
+    for _, node in variants:
+        for group in node["$param_groups"]:
+            options = text(group["options"])
+            joined = groups.setdefault(options, {"params": [], "options": group["options"]})
+            for name in group["params"]:
+                if name not in placed:
+                    placed[name] = options
+                    joined["params"].append(name)
+                elif placed[name] != options:
+                    clashes.setdefault((placed[name], options), []).append(name)
+    for names in clashes.values():
+        _report_clash(path, variants, list(dict.fromkeys(names)), conflicts)
+    return {"$param_groups": list(groups.values())}
+
+
+def _report_clash(path: str, variants: Variants, names: Sequence[str], conflicts: list[str]) -> None:
+    """One conflict per option that differs, at the path of the first of the parameters."""
+    name, *others = names
+    options = [(ranks, g["options"]) for ranks, node in variants for g in node["$param_groups"] if name in g["params"]]
+    found: list[str] = []
+    _merge(child_path(path, name), options, found)
+    if not found:  # an option that one side lacks
+        found.append(_conflict(child_path(path, name), _distinct(options)))
+    note = f" (and so for {len(others)} more parameters)" if others else ""
+    conflicts.extend(c + note for c in found)
+
+
+def _conflict(path: str, variants: Variants) -> str:
+    values = [f"{shorten(node)} on {ranks_text(sorted(set(ranks)))}" for ranks, node in variants[:4]]
+    more = f", and {len(variants) - 4} more values" if len(variants) > 4 else ""
+    return f"{path or 'the state'}: {', '.join(values)}{more}"

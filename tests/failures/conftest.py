@@ -1,0 +1,38 @@
+"""What the failure tests share: processes that may die, and a place in memory to save to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from ckpt.io_backends.memory import MemoryBackend
+from tests.distributed.ranks import Ranks
+
+SHM = "/dev/shm"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Runs a function on up to 4 ranks."""
+    return Ranks(4)
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """A directory in memory where there is one: thousands of fsyncs on a disk take minutes."""
+    with TemporaryDirectory(prefix="ckpt-", dir=SHM if os.path.isdir(SHM) else None) as path:
+        yield path
+
+
+@pytest.fixture(params=["posix", "memory"])
+def root(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of an empty root, of each backend."""
+    if request.param == "posix":
+        yield request.getfixturevalue("directory")
+        return
+    MemoryBackend.reset()
+    yield "memory://failures"
+    MemoryBackend.reset()
