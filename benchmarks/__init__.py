@@ -1,1 +1,1 @@
-"""Side by side: ckpt, torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes (docs/benchmarks.md)."""
+"""Side by side: ckpt, torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""

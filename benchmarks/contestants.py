@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckpt
 from ckpt.adapters.memory import as_bytes
@@ -62,11 +63,11 @@ class Dcp:
     """``torch.distributed.checkpoint``; it syncs its files by default."""
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
-        dcp.save(job.state.tree, checkpoint_id=directory, process_group=job.group)
+        dcp_save(job.state.tree, checkpoint_id=directory, process_group=job.group)
         return {}
 
     def load(self, job: Job, directory: str) -> dict[str, Any]:
-        dcp.load(job.state.tree, checkpoint_id=directory, process_group=job.group)
+        dcp_load(job.state.tree, checkpoint_id=directory, process_group=job.group)
         return {}
 
 
@@ -96,8 +97,8 @@ class TorchSave:
 class Raw:
     """Plain writes and reads of the same bytes by the same processes: what the storage can do.
 
-    A file per rank; a replicated state's bytes are divided evenly. A load reads this rank's share of all bytes, one after another, straight into the
-    tensors: in another layout than the saved one these are as many bytes, but not those that belong there.
+    A file per rank; a replicated state's bytes are divided evenly. A load reads this rank's share of all bytes, one after
+    another, straight into the tensors: in another layout than the saved one these are as many bytes, but not those that belong there.
     """
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:

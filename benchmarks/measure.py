@@ -14,9 +14,9 @@ from typing import Any
 class RankCost:
     """One operation on one rank.
 
-    ``began`` and ``ended`` are on the machine's monotonic clock, in seconds. ``cpu`` is user and system time of the process, its threads
-    and its ended children. ``read`` and ``written`` are bytes through read and write calls, page cache included. ``machine`` is the CPU time
-    that all processes of the machine used meanwhile. ``said`` is what the operation itself reports.
+    ``began`` and ``ended`` are on the machine's monotonic clock, in seconds. ``cpu`` is user and system time of the process, its
+    threads and its ended children. ``read`` and ``written`` are bytes through read and write calls, page cache included.
+    ``machine`` is the CPU time that all processes of the machine used meanwhile. ``said`` is what the operation itself reports.
     """
 
     began: float

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,24 +57,24 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
+            process.join(10 if error is None else 0.1)
             if process.is_alive():
                 process.kill()
                 process.join()
 
-    def run(self, task: Callable[..., Any], *, ranks: int, **arguments: Any) -> list[Any]:
-        """Run a task on the first ``ranks`` ranks; what each returned.
+    def run(self, task: Callable[..., Any], *, on: int, **arguments: Any) -> list[Any]:
+        """Run a task on the first ``on`` ranks; what each returned.
 
         Raises:
             TaskError: it failed on one of them. The pool is of no use after that.
         """
-        for pipe in self._pipes[:ranks]:
+        for pipe in self._pipes[:on]:
             pipe.send((task, arguments))
-        return self._answers(range(ranks))
+        return self._answers(range(on))
 
     def _answers(self, ranks: Sequence[int]) -> list[Any]:
         found: dict[int, Any] = {}
@@ -108,9 +109,8 @@ def _serve(number: int, count: int, pipe: Connection) -> None:
             pipe.send((True, task(rank, **arguments)))
     except EOFError:
         return
-    except BaseException:
+    except BaseException:  # the parent raises it; the other ranks may be waiting for this one, so all end
         pipe.send((False, traceback.format_exc()))
-        raise
 
 
 def _join(number: int, count: int, pipe: Connection) -> Rank:
@@ -119,7 +119,8 @@ def _join(number: int, count: int, pipe: Connection) -> Rank:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0 if number == 0 else pipe.recv(), is_master=number == 0, wait_for_workers=False)
+    port = 0 if number == 0 else pipe.recv()
+    store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, wait_for_workers=False)  # type: ignore[attr-defined]
     if number == 0:
         pipe.send((True, store.port))
     dist.init_process_group("gloo", store=store, rank=number, world_size=count)

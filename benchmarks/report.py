@@ -11,7 +11,7 @@ from .scenarios import Measurement
 
 BALANCE = 1.05
 """Most that one rank may write of a replicated state, in mean shares."""
-INDEX_BYTES_PER_TENSOR = 262
+INDEX_BYTES_PER_TENSOR = 250
 """An index of 4,000 tensors must stay under a megabyte."""
 DISTURBED = 0.15
 """With more than this part of the machine's CPU time spent by others, wall times say little."""

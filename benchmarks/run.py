@@ -43,20 +43,9 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--plan-tensors", type=click.IntRange(1), default=4_000, help="Tensors of the scenario 'planning'.")
 @click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
-def main(
-    size: int,
-    ranks: int,
-    directories: Sequence[str],
-    repeat: int,
-    json_path: str | None,
-    only: Sequence[str],
-    small_tensors: int,
-    plan_tensors: int,
-    plan_ranks: int,
-    quiet: bool,
-) -> None:
+def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:
     """Compare ckpt with torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""
-    given = dict(size=size * MB, ranks=ranks, repeat=repeat, small_tensors=small_tensors, plan_tensors=plan_tensors, plan_ranks=plan_ranks)
+    given["size"] *= MB
     document = benchmark(given, directories or default_directories(), [s for s in SCENARIOS if not only or s in only], quiet=quiet)
     for line in text_of(document):
         click.echo(line)
@@ -104,10 +93,10 @@ def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: 
         arguments = {"tensors": settings.plan_tensors, "ranks": settings.plan_ranks, "repeat": min(settings.repeat, 3)}
         directory = places[0].fresh("planning")
         os.mkdir(directory)
-        plan = pool.run(planning.measure, ranks=1, directory=directory, **arguments)[0]
+        plan = pool.run(planning.measure, on=1, directory=directory, **arguments)[0]
     rows = rows_of(measured)
     checks: list[Check] = checks_of(rows, plan)
-    versions = pool.run(tasks.versions, ranks=1)[0]
+    versions = pool.run(tasks.versions, on=1)[0]
     return {"versions": versions, "results": rows, "planning": plan, "checks": [asdict(c) for c in checks]}
 
 

@@ -1,4 +1,7 @@
-"""The scenarios. In each, the contestants take turns, repetition by repetition, so that noise of the machine hits all; the first repetition is discarded."""
+"""The scenarios.
+
+Invariant: the contestants take turns, repetition by repetition, so that noise of the machine hits all; the first repetition is discarded.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,12 @@ def same_layout(
     name: str, recipe: Recipe, contestants: Sequence[str], pool: Pool, place: Place, repeat: int, tell: Tell
 ) -> list[Measurement]:
     """Save, then load what was saved into the same layout."""
-    prepared = pool.run(tasks.prepare, ranks=recipe.ranks, recipe=recipe)
+    prepared = pool.run(tasks.prepare, on=recipe.ranks, recipe=recipe)
     held, total = sum(nbytes for nbytes, _ in prepared), prepared[0][1]
     found: dict[tuple[str, str], Measurement] = {}
     for repetition, contestant in turns(contestants, repeat):
         directory = place.fresh(contestant)
-        arguments: dict[str, Any] = {"ranks": recipe.ranks, "contestant": contestant, "directory": directory}
+        arguments: dict[str, Any] = {"on": recipe.ranks, "contestant": contestant, "directory": directory}
         for operation in ("save", "load"):
             if operation == "load":
                 place.cool(directory)
@@ -76,14 +79,14 @@ def same_layout(
 
 def reshard(source: Recipe, target: Recipe, pool: Pool, place: Place, repeat: int, tell: Tell) -> list[Measurement]:
     """Save in one layout, load into another. torch.save cannot do this; raw reads as many bytes."""
-    pool.run(tasks.prepare, ranks=source.ranks, recipe=source)
+    pool.run(tasks.prepare, on=source.ranks, recipe=source)
     directories = {}
     for contestant in ("ckpt", "dcp", "raw"):
         directories[contestant] = place.fresh(contestant)
-        pool.run(tasks.run, ranks=source.ranks, operation="save", contestant=contestant, directory=directories[contestant])
+        pool.run(tasks.run, on=source.ranks, operation="save", contestant=contestant, directory=directories[contestant])
     directories["ckpt partial"] = directories["ckpt"]
-    pool.run(tasks.forget, ranks=source.ranks)
-    held = sum(nbytes for nbytes, _ in pool.run(tasks.prepare, ranks=target.ranks, recipe=target))
+    pool.run(tasks.forget, on=source.ranks)
+    held = sum(nbytes for nbytes, _ in pool.run(tasks.prepare, on=target.ranks, recipe=target))
     label = f"{source.ranks}→{target.ranks}, dim {source.dim}→{target.dim}"
     found = {
         contestant: Measurement(
@@ -101,7 +104,7 @@ def reshard(source: Recipe, target: Recipe, pool: Pool, place: Place, repeat: in
         place.cool(directories[contestant])
         costs = pool.run(
             tasks.run,
-            ranks=target.ranks,
+            on=target.ranks,
             operation="load",
             contestant=contestant,
             directory=directories[contestant],
@@ -117,7 +120,7 @@ def reshard(source: Recipe, target: Recipe, pool: Pool, place: Place, repeat: in
 
 
 def turns(contestants: Sequence[str], repeat: int) -> Iterator[tuple[int, str]]:
-    """Repetition 0 to ``repeat``, and in each all contestants; another one begins each time, so that none always follows the same one's cache."""
+    """Repetitions 0 to ``repeat``, and in each all contestants, every time beginning with another one."""
     for repetition in range(repeat + 1):
         shift = repetition % len(contestants)
         for contestant in (*contestants[shift:], *contestants[:shift]):

@@ -1,4 +1,4 @@
-"""The states that are saved and loaded. Each element's value follows from its tensor and its place in it, so that any layout can be checked."""
+"""The states that are saved and loaded. An element's value follows from its tensor and its place in it, so any layout can be checked."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _dtensor(local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], 
 
 
 def pattern(shape: tuple[int, ...], seed: int, offset: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The block at ``offset`` of shape ``size`` (all by default) of global tensor number ``seed``: float32, finite, the elements different."""
+    """The block at ``offset`` of shape ``size`` (by default all) of global tensor number ``seed``: float32, finite."""
     offset = offset if offset is not None else (0,) * len(shape)
     size = size if size is not None else shape
     index = torch.zeros((), dtype=torch.int64)

@@ -33,7 +33,9 @@ def prepare(rank: Rank, *, recipe: Recipe) -> tuple[int, int]:
 
 
 def run(rank: Rank, *, operation: Operation, contestant: str, directory: str, check: bool = False) -> RankCost:
-    """One operation of one contestant on the state that was prepared; ``check`` compares what a load brought. Barriers before and after are not counted.
+    """One operation of one contestant on the state that was prepared; ``check`` compares what a load brought.
+
+    The barriers before and after are not counted.
 
     Raises:
         WrongBytesError: a load did not bring back what was built.

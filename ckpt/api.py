@@ -57,7 +57,7 @@ def save(
     options = SaveOptions(
         layout=layout, timeout=settings.timeout(timeout), check_replicas=check_replicas, threads=settings.threads(threads)
     )
-    return save_state(url, _container(state), current_group(process_group), options)
+    return save_state(url, state, current_group(process_group), options)
 
 
 def load(
@@ -112,7 +112,7 @@ def load(
         timeout=settings.timeout(timeout),
         threads=settings.threads(threads),
     )
-    return load_state(url, _container(state), current_group(process_group), options)
+    return load_state(url, state, current_group(process_group), options)
 
 
 def open(url: str) -> View:
@@ -124,9 +124,3 @@ def open(url: str) -> View:
     from .formats.registry import open_catalog
 
     return View(open_catalog(url))
-
-
-def _container(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(state, dict):
-        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
-    return state

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import xxhash
@@ -36,7 +36,6 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -69,8 +68,9 @@ class Group:
         them."""
         self._written.append([])
         if len(self._written) > 2 and self.store is not None:
-            for key in self._written.pop(0):
-                self.store.delete_key(key)
+            with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
+                for key in self._written.pop(0):
+                    self.store.delete_key(key)
 
     def remember(self, key: str) -> None:
         self._written[-1].append(key)
@@ -111,6 +111,8 @@ class Call:
     kind: str
     url: str
     timeout: float
+    undecided: bool = False
+    """This rank has done its part and does not know what the leader decided, which may still do anything."""
     _phase: str = "start"
     _beats: int = 0
     _beaten: float = 0.0
@@ -131,12 +133,12 @@ class Call:
         try:
             row = work()
         except BaseException as err:
-            self._post_failure(err)
+            self._tell(err, decided=False)
             raise
         if self.group.store is None:
             return decide({self.group.rank: json.loads(json.dumps(row))})
-        self._post({"kind": self.kind, "url": self.url, "row": row})
-        return self._lead(decide) if self.is_leader else self._follow()
+        message = {"kind": self.kind, "url": self.url, "row": row}
+        return self._lead(message, decide) if self.is_leader else self._follow(message)
 
     def beat(self) -> None:
         """Give a sign of life. Cheap: at most a few messages per deadline."""
@@ -152,8 +154,7 @@ class Call:
         digest = xxhash.xxh3_128_hexdigest(data)
         if self.group.store is None:
             self._blobs[digest] = data
-        elif self.group.store.add(self._key(f"claim/{digest}"), 1) == 1:
-            self.group.remember(self._key(f"claim/{digest}"))
+        elif self._add(f"claim/{digest}") == 1:
             self._set(f"blob/{digest}", data)
         return digest
 
@@ -161,48 +162,82 @@ class Call:
         """What some rank shared under this digest."""
         if self.group.store is None:
             return self._blobs[digest]
-        self.group.store.wait([self._key(f"blob/{digest}")], timedelta(seconds=self.timeout))
-        return bytes(self.group.store.get(self._key(f"blob/{digest}")))
+        watch = _Watch(self)
+        while not self._arrived(f"blob/{digest}"):
+            watch.check(list(self.group.ranks))
+        return self._get(f"blob/{digest}")
 
     # ---- the protocol
 
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"
 
-    def _set(self, name: str, data: bytes) -> None:
+    @contextmanager
+    def _store(self) -> Iterator[Store]:
+        """The job's store; it raises only when it cannot be reached."""
         assert self.group.store is not None
-        self.group.store.set(self._key(name), data)
+        try:
+            yield self.group.store
+        except RuntimeError as err:
+            raise DeadlineError(
+                f"{self.kind}: the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died",
+                where=self.url,
+                hint="look at the log of rank 0; `ckpt ls` shows what is committed",
+            ) from err
+
+    def _set(self, name: str, data: bytes) -> None:
+        with self._store() as store:
+            store.set(self._key(name), data)
         self.group.remember(self._key(name))
 
-    def _post(self, message: Row) -> None:
-        store = self.group.store
-        assert store is not None
-        self._set(f"{self._phase}/row/{self.group.rank}", json.dumps(message).encode())
-        count = self._key(f"{self._phase}/count")
-        if store.add(count, 1) == self.group.size or "error" in message:
-            self._set(f"{self._phase}/all", b"1")
-            self.group.remember(count)
+    def _add(self, name: str) -> int:
+        with self._store() as store:
+            count = store.add(self._key(name), 1)
+        if count == 1:
+            self.group.remember(self._key(name))
+        return count
 
-    def _post_failure(self, err: BaseException) -> None:
-        if self.group.store is None or type(err).__name__ == "SimulatedCrash":
+    def _get(self, name: str) -> bytes:
+        with self._store() as store:
+            return bytes(store.get(self._key(name)))
+
+    def _has(self, name: str) -> bool:
+        with self._store() as store:
+            return store.check([self._key(name)])
+
+    def _read(self, name: str) -> Row:
+        found: Row = json.loads(self._get(name))
+        return found
+
+    def _post(self, message: Row) -> None:
+        self._set(f"{self._phase}/row/{self.group.rank}", json.dumps(message).encode())
+        if self._add(f"{self._phase}/count") == self.group.size or "error" in message:
+            self._set(f"{self._phase}/all", b"1")
+
+    def _tell(self, err: BaseException, *, decided: bool) -> None:
+        """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
+        if self.group.store is None or type(err).__name__ == "SimulatedCrash":  # a process that has crashed tells nobody
             return
+        told = {"error": _error_to_json(err), "rank": self.group.rank, "decided": decided}
         try:
-            self._post({"error": _error_to_json(err)})
+            if not decided:
+                self._post(told)
             if self.is_leader:
-                self._publish({"error": _error_to_json(err), "rank": self.group.rank})
-        except RuntimeError as lost:
+                self._publish(told)
+        except DeadlineError as lost:
             if hasattr(err, "add_note"):  # Python 3.11
                 err.add_note(f"the other ranks could not be told: {lost}")
 
     def _publish(self, verdict: Row) -> None:
         self._set(f"{self._phase}/verdict", json.dumps(verdict).encode())
 
-    def _lead(self, decide: Callable[[dict[int, Row]], R]) -> R:
+    def _lead(self, message: Row, decide: Callable[[dict[int, Row]], R]) -> R:
+        self._post(message)
         try:
             rows = self._gather()
             found = decide(rows)
         except BaseException as err:
-            self._publish({"error": _error_to_json(err), "all": True})
+            self._tell(err, decided=True)
             raise
         self._publish({"found": found})
         return found
@@ -224,48 +259,37 @@ class Call:
                 )
         return {r: row["row"] for r, row in rows.items()}
 
-    def _follow(self) -> Any:
+    def _follow(self, message: Row) -> Any:
+        self.undecided = True  # before the row is out: the leader may have it although sending it failed
+        self._post(message)
         watch = _Watch(self)
         while not self._arrived(f"{self._phase}/verdict"):
             watch.check([self.group.leader])
         verdict = self._read(f"{self._phase}/verdict")
-        if "error" not in verdict:
-            return verdict["found"]
-        if verdict.get("all"):
-            raise _error_from_json(verdict["error"])
-        raise _failure(self.kind, self._phase, {verdict["rank"]: verdict["error"]})
+        self.undecided = False
+        if "error" in verdict:
+            raise _failure_of(self.kind, self._phase, verdict)
+        return verdict["found"]
 
     def _arrived(self, name: str) -> bool:
-        """Wait a slice of the deadline for a key."""
-        assert self.group.store is not None
-        slice_ = min(self.timeout / 4, 5.0)
-        began = time.monotonic()
-        try:
-            self.group.store.wait([self._key(name)], timedelta(seconds=slice_))
-        except RuntimeError as err:
-            if time.monotonic() - began < slice_ / 2:
-                raise DeadlineError(
-                    f"{self.kind}: the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died",
-                    where=self.url,
-                    hint="look at the log of rank 0; the previous checkpoint is untouched",
-                ) from err
-            return False
+        """Look for a key for a slice of the deadline.
+
+        Looking again and again, not the store's own wait: that blocks every other user of the store's connection, and writes
+        warnings to stderr. The pause grows with the job, so that the store answers at most a few thousand questions a second.
+        """
+        pause, longest = 0.0005, max(0.05, self.group.size / 4096)
+        end = time.monotonic() + min(self.timeout / 4, 5.0)
+        while not self._has(name):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return True
-
-    def _has(self, name: str) -> bool:
-        assert self.group.store is not None
-        return self.group.store.check([self._key(name)])
-
-    def _read(self, name: str) -> Row:
-        assert self.group.store is not None
-        found: Row = json.loads(self.group.store.get(self._key(name)))
-        return found
 
     def heard(self, rank: int) -> bytes | None:
         """The last sign of life of a rank."""
         key = f"beat/{rank}"
-        assert self.group.store is not None
-        return bytes(self.group.store.get(self._key(key))) if self._has(key) else None
+        return self._get(key) if self._has(key) else None
 
 
 class _Watch:
@@ -289,7 +313,7 @@ class _Watch:
             raise DeadlineError(
                 f"{self.call.kind}: nothing was heard of {ranks_text(silent)} for {self.call.timeout:g} s (phase {self.call._phase!r})",
                 where=self.call.url,
-                hint="look whether they died or hang; a larger timeout= gives slow storage more time. The previous checkpoint is untouched",
+                hint="look whether they died or hang; a larger timeout= gives slow storage more time; `ckpt ls` shows what is committed",
             )
 
 
@@ -309,9 +333,10 @@ def _error_to_json(err: BaseException) -> Row:
     return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
 
 
-def _error_from_json(data: Row) -> CkptError:
-    """The leader's error, as the same class on every rank if it is one of ours."""
+def _failure_of(kind: str, phase: str, verdict: Row) -> CkptError:
+    """What the leader decided for all, as the same class on every rank if it is one of ours; or what happened on one rank."""
+    data = verdict["error"]
     found = getattr(errors, data["type"], None)
-    if isinstance(found, type) and issubclass(found, CkptError):
+    if verdict["decided"] and isinstance(found, type) and issubclass(found, CkptError):
         return found(data["message"], where=data["where"], hint=data["hint"])
-    return RankFailedError(f"the leading rank raised {data['type']}: {data['message']}", hint=data["hint"])
+    return _failure(kind, phase, {verdict["rank"]: data})

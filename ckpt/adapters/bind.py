@@ -22,7 +22,7 @@ from ckpt.plan.match import Selection, misfit
 from ckpt.rules import Layout
 from ckpt.tree import MISSING, Node, join
 
-from .collect import is_stateful, stored_param_name
+from .collect import check_root, is_stateful, stored_param_name
 from .memory import raw_view
 from .meshes import meshes_in
 from .modules import modules_in, tensors_of
@@ -58,8 +58,9 @@ def bind(
     """Walk a state and match it with a checkpoint. Changes nothing.
 
     Raises:
-        StateError, LayoutError: as for a save.
+        UsageError, StateError, LayoutError: as for a save.
     """
+    check_root(state)
     walk = _Walk(catalog, Placer(rank, ranks, layout, meshes_in(state)), selection, names_in(modules_in(state)), cast=cast)
     walk.value(state, catalog.state, "", _no_setter)
     walk.settle()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
-from ckpt.errors import StateError
+from ckpt.errors import StateError, UsageError
 from ckpt.rules import Layout
 from ckpt.tree import Node, encode, join
 
@@ -31,13 +31,21 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     """Walk a state. No tensor is copied.
 
     Raises:
+        UsageError: it is not a dict.
         StateError: a value cannot be stored, or two have one name.
         LayoutError: a tensor's place is not clear.
     """
+    check_root(state)
     found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
     walk = _Walk(found, names_in(modules_in(state)))
     found.state = encode(state, "", walk.leaf)
     return found
+
+
+def check_root(state: object) -> None:
+    """Raise UsageError unless a state is a dict."""
+    if not isinstance(state, dict):
+        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
 
 
 def is_stateful(value: object) -> bool:

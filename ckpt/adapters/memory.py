@@ -19,16 +19,27 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
         tensor = raw_view(tensor).contiguous().cpu()
     elif not tensor.is_contiguous():
         tensor = raw_view(tensor).contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return _bytes_view(tensor)
+
+
+def _bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor. Not by ``reshape``: that keeps whatever stride a single element has."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, shape and strides under a plain dtype of the same item size."""
+    """The same memory, shape and strides under a plain dtype of the same item size. Not for views that conjugate or negate."""
     return tensor.view(RAW[tensor.element_size()])
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """The memory of a tensor as bytes that can be read into, or None if it is not contiguous host memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+    """The memory of a tensor as bytes that can be read into, or None if it is not contiguous host memory that holds the values as they
+    are."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0 or reads_otherwise(tensor):
         return None
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return _bytes_view(tensor)
+
+
+def reads_otherwise(tensor: torch.Tensor) -> bool:
+    """Whether it is a view that conjugates or negates what is in memory."""
+    return tensor.is_conj() or tensor.is_neg()

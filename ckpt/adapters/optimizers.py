@@ -64,11 +64,10 @@ def inline(value: object, path: str) -> Node:
         raise StateError(f"a tensor of {value.numel()} elements among the options", where=path, hint="options may have at most 64")
     from base64 import b64encode
 
+    from .memory import as_bytes
     from .tensors import dtype_of, local_of
 
-    flat = local_of(value).cpu().contiguous().reshape(-1)
-    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {"$inline": [dtype_of(value, path).name, list(value.shape), b64encode(raw).decode()]}
+    return {"$inline": [dtype_of(value, path).name, list(value.shape), b64encode(as_bytes(local_of(value))).decode()]}
 
 
 def decode_inline(payload: Any) -> torch.Tensor:

@@ -92,14 +92,11 @@ class Placer:
     def _beside_dtensor(self, said: str, tensor: torch.Tensor, param: DTensor, param_name: str) -> LocalTensor:
         layout = widened(dtensor_layout(param_name, param), self.meshes, self.rank)
         local = local_of(param)
-        if tensor.numel() == 1 and param.numel() != 1:
-            return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)
-        if tensor.shape != local.shape:
+        if tensor.shape == local.shape and tensor.ndim == param.ndim:
+            return from_placed(said, Placed(name=said, shape=tuple(param.shape), layout=layout), tensor, self.rank)
+        if tensor.numel() != 1:
             raise _ambiguous(said, tensor, param)
-        placed = Placed(name=said, shape=tuple(param.shape), layout=layout)
-        if local.numel() == 1 and tensor.ndim != param.ndim:
-            return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)
-        return from_placed(said, placed, tensor, self.rank)
+        return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)
 
     def _register(self, local: LocalTensor, tensor: torch.Tensor) -> LocalTensor:
         name = self.names[local.said] = local.info.name

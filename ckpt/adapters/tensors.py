@@ -178,4 +178,4 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     local = local_of(tensor)
     if local.numel() == 0 or local.device.type == "meta":
         return (id(tensor),)
-    return (local.data_ptr(), local.device, local.dtype, tuple(tensor.shape), local.stride())
+    return (local.data_ptr(), local.device, local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg())

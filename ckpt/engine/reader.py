@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import xxhash
 
-from ckpt.adapters.memory import RAW, raw_view, writable_bytes
+from ckpt.adapters.memory import RAW, raw_view, reads_otherwise, writable_bytes
 from ckpt.adapters.tensors import LocalTensor, torch_dtype
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CorruptError
@@ -72,7 +72,10 @@ class Reader:
             CorruptError: bytes are not what the digests say.
             StorageError: the storage failed.
         """
-        steps = [step for job in jobs for step in self.steps(job)]
+        steps: list[_Step] = []
+        for job in jobs:
+            steps += self.steps(job)
+            self.beat()
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
         reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-read") as pool:
@@ -165,8 +168,8 @@ def copy_out(buffer: torch.Tensor, at: int, part: Part, step: _Step) -> None:
     inside = part.box.relative_to(step.copy.chunk_box.offset)
     element = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) - (part.offset - step.extent.offset) // size
     whole = buffer[at : at + part.length]
-    same = entry.dtype == target.info.dtype
+    memory = target.view(Box(part.box.offset, part.box.shape))
+    same = entry.dtype == target.info.dtype and not reads_otherwise(memory)
     typed = whole.view(RAW[size] if same else torch_dtype(entry.dtype))
     source = torch.as_strided(typed, part.box.shape, strides, typed.storage_offset() + element)
-    memory = target.view(Box(part.box.offset, part.box.shape))
     (raw_view(memory) if same else memory).copy_(source)

@@ -83,7 +83,8 @@ class _Save:
         try:
             found = self.call.agree("write", lambda: self.write(writer), lambda rows: self.commit(begin["id"], rows))
         except BaseException:
-            if not self.is_committed(begin["id"]):
+            # A leader that is slow, not dead, may commit later: files that it counts on must stay.
+            if not self.call.undecided and not self.is_committed(begin["id"]):
                 writer.discard()
             raise
         if self.call.is_leader:

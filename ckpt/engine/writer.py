@@ -108,7 +108,7 @@ class RankWriter:
                 self._digests[chunks[i].name, chunks[i].number] = xxhash.xxh3_64_intdigest(data)
                 parts.append(data)
             writer.write(int(plan.offsets[batch[0]]), parts)
-        self.beat()
+            self.beat()
 
     def _large(self, writer: Writer, offset: int, chunk: _Chunk) -> None:
         data = self._bytes(chunk)
@@ -117,6 +117,7 @@ class RankWriter:
             block = data[at : at + BLOCK]
             digest.update(block)
             writer.write(offset + at, [block])
+            self.beat()
         self._digests[chunk.name, chunk.number] = digest.intdigest()
 
     def _bytes(self, chunk: _Chunk) -> memoryview:

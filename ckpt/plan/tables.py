@@ -74,7 +74,7 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
     """
     claims: dict[str, _Claim] = {}
     problems: list[str] = []
-    for number, (_, table) in enumerate(tables):
+    for number, (ranks, table) in enumerate(tables):
         owned = assign(table.tensors)
         for t in table.tensors:
             claim = claims.get(t.name)
@@ -83,11 +83,18 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
                 continue
             _check_same(claim, t, tables, number, problems)
             claim.tables.append(number)
+            if _takes_part(t, ranks):
+                claim.owned = owned[t.name]
     aliases = _join_aliases(tables, claims, problems)
     if problems:
         raise ConsistencyError(_told("the ranks do not agree", problems), hint="pass the same state on every rank")
     _check_present(claims, tables)
     return Joined(tensors={n: c.tensor for n, c in claims.items()}, owned={n: c.owned for n, c in claims.items()}, aliases=aliases)
+
+
+def _takes_part(tensor: Global, ranks: Sequence[int]) -> bool:
+    """Whether a table of these ranks says who writes the tensor: ranks beside its mesh may know only some of the mesh's tensors."""
+    return any(tensor.layout.coordinate(r) is not None for r in ranks)
 
 
 def _check_same(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]) -> None:

@@ -20,12 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import ckpt
 from ckpt.runs import Step
@@ -164,83 +162,176 @@ def differing(a: Losses, b: Losses) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killed:
-    """A save that was killed: its step, the bytes that it had written, the bytes of a whole one."""
+    """A save that was killed: its step, the bytes that it had written, and those of a whole one."""
 
     step: int
     written: int
     whole: int
-    files: int
 
 
-@dataclass(eq=False)
-class Demo:
-    """One run of the demo in ``work``; ``findings`` are the lines of the summary."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the losses say: steps that were compared, those that differ, and how far the killed run's losses of the same steps lie apart."""
 
-    work: Path
-    scale: Scale
-    findings: list[tuple[str, str]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    first: int
+    last: int
+    differing: list[int]
+    overlap: int
+    drift: float
 
     @property
-    def run(self) -> Path:
-        return self.work / "run"
+    def holds(self) -> bool:
+        return not self.differing and self.overlap > 0 and self.drift <= DRIFT
 
-    def job(self, name: str, ranks: int, *arguments: str) -> Job:
-        losses = str(self.losses(name))
-        return Job(name, ranks, [str(self.run), *self.scale.model, "--losses", losses, *arguments], self.work)
 
-    def losses(self, name: str) -> Path:
-        return self.work / f"losses-{name}.jsonl"
+class Demo:
+    """One run of the demo, with all that it writes below ``work``."""
 
-    def tell(self) -> None:
+    def __init__(self, work: Path, scale: Scale) -> None:
+        self.work = work
+        self.run = work / "run"
+        self.scale = scale
+        self.began = time.monotonic()
+
+    def tell(self) -> bool:
+        """The whole story and its summary; whether everything held."""
         killed = self.train_and_kill()
         start = committed(self.run)[-1]
         assert start.number is not None
         stop = start.number + 2 * self.scale.every
         self.resume(stop)
         self.run_straight(start, stop)
-        self.judge(start.number, stop, killed)
-        self.look(killed, start)
+        verdict = self.compare(start.number, stop)
+        verified = self.look(stop)
+        self.summary(killed, start.number, verdict, verified)
+        return verdict.holds and verified
 
     def train_and_kill(self) -> Killed:
-        """On 4 ranks, until SIGKILL in the middle of a save. If the save is committed before the signal arrives, once more with the next."""
-        heading("Training on 4 ranks, FSDP2 × TP (2 × 2)")
+        """On 4 ranks, until SIGKILL in the middle of a save. If that save is committed before the signal arrives, once more with the next one."""
         for attempt in range(5):
-            every = str(self.scale.every)
-            with self.job(f"train{attempt}", 4, "--tp", "2", "--save-every", every, "--steps", "1000000") as job:
+            heading("4 ranks, FSDP2 × tensor parallelism (2 × 2)")
+            with self.job(f"trained-{attempt}", 4, "--tp", "2", "--save-every", str(self.scale.every), "--steps", "1000000") as job:
                 killed = self.kill_in_a_save(job)
             if committed(self.run)[-1].number != killed.step:
-                print(f"SIGKILL to all 4 ranks in the save of step {killed.step}, {size(killed.written)} of {size(killed.whole)} written")
+                print(f"SIGKILL to all 4 ranks in the save of step {killed.step}: {size(killed.written)} of {size(killed.whole)} written")
                 self.ckpt("ls", "run")
                 return killed
-            print(f"SIGKILL to all 4 ranks, but step {killed.step} had just been committed: resuming to kill the next save")
+            print(f"SIGKILL to all 4 ranks, but step {killed.step} was committed just before: once more, in the next save")
         raise DemoError("five saves in a row were committed before the kill arrived")
 
     def kill_in_a_save(self, job: Job) -> Killed:
-        """Wait for a save, with two committed before it, to have written a half; then kill."""
+        """Wait for a save, with two committed before it, to have written half of its bytes; then kill."""
         while len(done := committed(self.run)) < 2:
-            self.still(job)
+            self.still_running(job)
             time.sleep(0.01)
         whole = bytes_in(Path(done[-1].url))
         while (now := saving(self.run)) is None or bytes_in(now) < whole / 2:
-            self.still(job)
+            self.still_running(job)
             time.sleep(0.0005)
         job.kill()
-        return Killed(step=int(now.name.removeprefix("step-")), written=bytes_in(now), whole=whole, files=len(list((now / "data").iterdir())))
+        return Killed(step=int(now.name.removeprefix("step-")), written=bytes_in(now), whole=whole)
 
-    def still(self, job: Job) -> None:
+    def still_running(self, job: Job) -> None:
         if not job.running():
             raise DemoError(f"{job.name} ended before it could be killed")
 
     def resume(self, stop: int) -> None:
         """On 2 ranks from the newest committed checkpoint, and once more from the one that this saves half way."""
         every = self.scale.every
-        for name, steps in (("resumed0", stop - every), ("resumed1", stop)):
-            heading("Resuming on 2 ranks, FSDP2 alone" if name == "resumed0" else "The same again, from its own checkpoint")
+        for name, title, steps in (
+            ("resumed-0", "2 ranks, FSDP2 alone, from what is committed", stop - every),
+            ("resumed-1", "The same once more, from the checkpoint that these saved", stop),
+        ):
+            heading(title)
             with self.job(name, 2, "--save-every", str(every), "--steps", str(steps)) as job:
                 job.finish()
 
     def run_straight(self, start: Step, stop: int) -> None:
-        heading("For comparison: 2 ranks from the same checkpoint, without a break")
+        heading(f"For comparison, 2 ranks from step {start.number} without a break")
         with self.job("straight", 2, "--source", start.url, "--save-every", "0", "--steps", str(stop)) as job:
             job.finish()
+
+    def job(self, name: str, ranks: int, *arguments: str) -> Job:
+        return Job(name, ranks, [str(self.run), *self.scale.model, "--losses", str(self.work / f"{name}.losses"), *arguments], self.work)
+
+    # ---- what came of it
+
+    def losses(self, name: str) -> Losses:
+        """Of all jobs whose names begin so."""
+        return {step: loss for log in sorted(self.work.glob(f"{name}*.losses")) for step, loss in read_losses(log).items()}
+
+    def compare(self, start: int, stop: int) -> Verdict:
+        trained, resumed, straight = self.losses("trained"), self.losses("resumed"), self.losses("straight")
+        expected = range(start + 1, stop + 1)
+        overlap = [step for step in expected if step in trained and step in resumed]
+        return Verdict(
+            first=expected[0],
+            last=expected[-1],
+            differing=[step for step in expected if step not in resumed or resumed[step] != straight.get(step)],
+            overlap=len(overlap),
+            drift=max((abs(trained[step] - resumed[step]) for step in overlap), default=0.0),
+        )
+
+    def look(self, stop: int) -> bool:
+        """Inspect and verify with the command line; whether all that is committed is whole."""
+        heading("What was written")
+        self.ckpt("inspect", f"run/step-{stop:08d}", "model.blocks.0.*")
+        return all([self.ckpt("verify", f"run/{Path(step.url).name}") for step in committed(self.run)])
+
+    def ckpt(self, *arguments: str) -> bool:
+        """Run the ``ckpt`` command for everybody to see; whether its exit code is 0."""
+        print(f"$ ckpt {' '.join(arguments)}", flush=True)
+        command = "from ckpt.cli.main import main; main()"  # what the installed script does
+        return subprocess.run([sys.executable, "-c", command, *arguments], cwd=self.work, check=False).returncode == 0
+
+    def summary(self, killed: Killed, start: int, verdict: Verdict, verified: bool) -> None:
+        trained, steps = self.losses("trained"), committed(self.run)
+        equal = verdict.last - verdict.first + 1 - len(verdict.differing)
+        before = " and ".join(str(step.number) for step in steps if step.number is not None and step.number <= start)
+        rows = [
+            ("trained", f"4 ranks, FSDP2 × TP (2 × 2), AdamW; loss {trained[1]:.2f} → {trained[max(trained)]:.2f} in {max(trained)} steps"),
+            ("killed", f"SIGKILL in the save of step {killed.step}: {size(killed.written)} of {size(killed.whole)} written, no commit record"),
+            ("left", f"steps {before} committed; step {killed.step} does not count, and its files harm nobody"),
+            ("resumed", f"2 ranks, FSDP2 (2), from step {start}; started again from step {killed.step}, saved this time"),
+            ("losses", f"{equal} of {equal + len(verdict.differing)} steps ({verdict.first} to {verdict.last}) equal an uninterrupted run's, bit for bit"),
+            ("", f"{verdict.overlap} of them the killed run had done too, on its 4 ranks: at most {verdict.drift:.1e} apart"),
+            ("verified", f"{len(steps)} checkpoints, {size(sum(s.tensor_bytes or 0 for s in steps))}: " + ("every byte fits its digest" if verified else "DAMAGED")),
+            ("took", f"{time.monotonic() - self.began:.0f} s"),
+        ]  # fmt: skip
+        heading("Everything held" if verdict.holds and verified else "SOMETHING DID NOT HOLD")
+        for label, text in rows:
+            print(f"  {label:<10}{text}")
+
+
+def size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def heading(text: str) -> None:
+    print(f"\n── {text} " + "─" * max(0, 96 - len(text)), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill a training run in the middle of a save, resume it elsewhere, and compare the losses.")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write into this new directory and leave it there")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank is left behind
+    if args.keep is not None:
+        args.keep.mkdir(parents=True)
+    work = (args.keep or Path(tempfile.mkdtemp(prefix="ckpt-demo-"))).resolve()
+    try:
+        return 0 if Demo(work, QUICK if args.quick else FULL).tell() else 1
+    except DemoError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if args.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,11 +64,12 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss; both arguments are ``[batch, time]``."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -169,7 +170,7 @@ def train(args: argparse.Namespace) -> None:
 
     for step in range(state["step"] + 1, args.steps + 1):
         tokens, targets = text.batch(args.batch, dp, mesh["dp"].size())
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,13 +6,11 @@ Nothing here may use ckpt to find out what a tensor is: ``full_state`` is what t
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -148,41 +146,67 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 # -------------------------------------------------------------------------------------------------------------- trained
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Where a plain tensor of this rank belongs: the name that all layouts use, and, if it is a part, the dimension that is cut and which
+    of the parts (as ``torch.chunk`` makes them) it is."""
+
+    name: str
+    dim: int | None = None
+    index: int = 0
+
+
 @dataclass(kw_only=True)
 class Trained:
-    """A model in some layout with its optimizer. ``layout`` is given to ckpt; ``plain`` says where plain parts belong, for the oracle."""
+    """A model in some layout with its optimizer. For plain parts of tensors, ``layout`` tells ckpt where they belong and ``parts`` (by name
+    in the model) tells the oracle."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    train: Callable[[], None]
     layout: ckpt.Layout | None = None
-    plain: Plain | None = None
-    train: Callable[[], None] = field(default=lambda: None)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def steps(self, count: int) -> Trained:
         for _ in range(count):
             self.train()
         return self
 
-
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step() -> None:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
 
 
 def trained(model: nn.Module) -> Trained:
     """A model that can be called as it is, with AdamW."""
     optimizer = adamw(model)
-    return Trained(model=model, optimizer=optimizer, train=_plain_step(model, optimizer))
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trained(model=model, optimizer=optimizer, train=step)
+
+
+# ------------------------------------------------------------------------------------------------------ torch's own layouts
 
 
 def fsdp(model: Model, mesh: DeviceMesh) -> Model:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
+    """Rows and columns over the ranks of one mesh dimension; whatever is not cut is replicated on it."""
+    rows, columns = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate()), "head": rows})
+    _replicated(model.norm, mesh)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"mlp.up": rows, "mlp.down": columns, "mlp.gate": rows, "mlp.out": columns})
+        for whole in (block.norm, block.few, block.scale):
+            _replicated(whole, mesh)
     return model
 
 
@@ -196,13 +220,24 @@ def _replicated(module: nn.Module, mesh: DeviceMesh) -> None:
     )
 
 
-def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
-    """Rows and columns over the ranks of one mesh dimension; whatever is not cut is replicated on it."""
-    rows, columns = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate()), "head": rows})
-    _replicated(model.norm, mesh)
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"mlp.up": rows, "mlp.down": columns, "mlp.gate": rows, "mlp.out": columns})
-        for whole in (block.norm, block.few, block.scale):
-            _replicated(whole, mesh)
-    return model
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """A mesh over the first ranks: ``mesh_of(dp=2, tp=2)``."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _fsdp_tp(model: Model) -> Model:
+    mesh = mesh_of(dp=2, tp=2)
+    return fsdp(tensor_parallel(model, mesh["tp"]), mesh["dp"])
+
+
+TORCH_LAYOUTS: dict[str, tuple[int, Callable[[Model], nn.Module]]] = {
+    "single": (1, lambda model: model),
+    "ddp2": (2, DistributedDataParallel),
+    "fsdp2": (2, lambda model: fsdp(model, mesh_of(dp=2))),
+    "fsdp3": (3, lambda model: fsdp(model, mesh_of(dp=3))),
+    "fsdp4": (4, lambda model: fsdp(model, mesh_of(dp=4))),
+    "hsdp2x2": (4, lambda model: fsdp(model, mesh_of(copies=2, dp=2))),
+    "tp2": (2, lambda model: tensor_parallel(model, mesh_of(tp=2))),
+    "fsdp2-tp2": (4, _fsdp_tp),
+}
+"""Number of ranks, and what makes the model of one piece one of this layout."""

@@ -12,6 +12,7 @@ import ckpt
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "model.w": (torch.float32, (40, 8)),
+    "model.rows": (torch.int32, (12, 5)),
     "model.norm": (torch.bfloat16, (17,)),
     "model.ids": (torch.int64, (5, 1, 3)),
     "model.mask": (torch.uint8, (1000,)),
@@ -35,10 +36,18 @@ def _nested(tensors: dict[str, torch.Tensor], number: int | None) -> dict[str, A
     return state
 
 
-def state(number: int) -> dict[str, Any]:
-    """State ``number``: seven tensors of different dtypes and shapes, and values that are not tensors."""
+def state(number: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    """State ``number`` as rank ``rank`` of ``size`` has it: tensors of different dtypes and shapes, of which ``model.rows`` is sharded, and
+    values that are not tensors."""
     data = raw(number)
-    return _nested({n: _tensor(data[n], d, s) for n, (d, s) in _SHAPES.items()}, number)
+    tensors = {n: _tensor(data[n], d, s) for n, (d, s) in _SHAPES.items()}
+    tensors["model.rows"] = tensors["model.rows"].chunk(size)[rank]
+    return _nested(tensors, number)
+
+
+def layout(size: int) -> ckpt.Layout:
+    """How the states of ``size`` ranks lie."""
+    return ckpt.Layout({"dp": size}, rules=[("model.rows", ckpt.Shard(0, "dp")), ("*", ckpt.Replicate())])
 
 
 def _tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -121,3 +121,20 @@ def test_with_several_threads_too(root: str) -> None:
             assert held == NEW if error is None else held in (BEFORE, NEW), f"{kind} at {process.log[n]}"
             if kind == "error" and error is not None:
                 assert held == BEFORE and files(url) == was_there, f"debris after an error at {process.log[n]}"
+
+
+@pytest.mark.parametrize("kind", ["error", "crash"])
+def test_a_load_that_fails_raises_and_the_next_one_works(root: str, kind: str) -> None:
+    url = f"{root}/a"
+    ckpt.save(url, state(NEW))
+    counted = FaultyProcess()
+    with wrap_backends(counted.wrap):
+        stored(url)
+    assert counted.operations >= 8  # record, four index files, size and header and data
+    for n, what in enumerate(counted.log):
+        process = FaultyProcess(Fault(at=n, kind=kind))  # type: ignore[arg-type]
+        with wrap_backends(process.wrap), pytest.raises(ERRORS[kind]) as caught:
+            stored(url, threads=1)
+        if what.startswith("read_into"):
+            assert "partly overwritten" in str(caught.value) or kind == "crash"
+        assert stored(url) == NEW

@@ -1,0 +1,112 @@
+"""The oracle: the whole state of a model and its optimizer on every rank, gathered by torch alone, and comparison bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.models import Part, Trained
+
+RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Full = dict[str, torch.Tensor]
+
+
+def local_state(which: Trained) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Everything that has to be saved, as this rank has it: prefix and suffix of its name around that of the parameter or buffer, the name in
+    the model, the tensor. Tied parameters come under each of their names; optimizer state under the first."""
+    model = which.model.module if isinstance(which.model, nn.parallel.DistributedDataParallel) else which.model
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        yield name, "model.{}", tensor.detach(), tensor
+    names = {p: n for n, p in model.named_parameters()}
+    for param, values in which.optimizer.state.items():
+        for key, value in values.items():
+            yield names[param], f"optimizer.state.model.{{}}.{key}", value, param
+
+
+def full_state(which: Trained) -> Full:
+    """All tensors whole, by the names that ckpt documents, on every rank. Collective."""
+    found: Full = {}
+    plain: list[tuple[str, Part, torch.Tensor]] = []
+    for name, pattern, tensor, owner in local_state(which):
+        if which.parts:
+            part = which.parts[name]
+            dim = part.dim if tensor.shape == owner.shape else None
+            plain.append((pattern.format(part.name), Part(name=part.name, dim=dim, index=part.index), tensor.detach()))
+        elif isinstance(tensor, DTensor):
+            found[pattern.format(name)] = tensor.full_tensor().clone()
+        else:
+            found[pattern.format(name)] = tensor.clone()
+    return _assemble(plain) if which.parts else found
+
+
+def _assemble(mine: list[tuple[str, Part, torch.Tensor]]) -> Full:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    by_name: dict[str, dict[int, torch.Tensor]] = {}
+    dims: dict[str, int | None] = {}
+    for name, part, tensor in (row for rows in everyone for row in rows):
+        dims[name] = part.dim
+        index = 0 if part.dim is None else part.index
+        first = by_name.setdefault(name, {}).setdefault(index, tensor)
+        if not same(first, tensor):
+            raise AssertionError(f"the ranks have different values of {name}, part {index}")
+    return {name: parts[0] if dims[name] is None else torch.cat([parts[i] for i in sorted(parts)], dims[name]) for name, parts in by_name.items()}
+
+
+def options(which: Trained) -> dict[str, dict[str, Any]]:
+    """The options of the parameter group that each parameter of this rank is in, by the name that all layouts use."""
+    model = which.model.module if isinstance(which.model, nn.parallel.DistributedDataParallel) else which.model
+    names = {p: n for n, p in model.named_parameters()}
+    found = {}
+    for group in which.optimizer.param_groups:
+        for param in group["params"]:
+            name = names[param]
+            found[which.parts[name].name if which.parts else name] = {k: v for k, v in group.items() if k != "params"}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit: NaN equals NaN, 0.0 does not equal −0.0."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    raw = RAW[a.element_size()]
+    return torch.equal(a.contiguous().view(raw), b.contiguous().view(raw))
+
+
+def differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is wrong with a gathered state; empty if it is the wanted one."""
+    problems = [f"{name}: lacking" for name in sorted(wanted.keys() - found.keys())]
+    problems += [f"{name}: should not be there" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if not same(found[name], wanted[name]):
+            problems.append(f"{name}: {tuple(found[name].shape)} {found[name].flatten()[:6]} is not {wanted[name].flatten()[:6]}")
+    return problems
+
+
+def spoil(which: Trained) -> None:
+    """Overwrite all that a load has to restore with values that no training gives."""
+    with torch.no_grad():
+        for _, _, tensor, _ in local_state(which):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.fill_(float("nan") if local.is_floating_point() else -77)
+    for group in which.optimizer.param_groups:
+        group.update(lr=-1.0, weight_decay=-1.0, betas=(-1.0, -1.0))
+
+
+def local_bytes(which: Trained) -> int:
+    """Bytes of this rank's distinct memory."""
+    seen: dict[int, int] = {}
+    for _, _, tensor, _ in local_state(which):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel():
+            seen[local.data_ptr()] = local.numel() * local.element_size()
+    return sum(seen.values())

@@ -1,0 +1,205 @@
+"""Every layout into every other: saved once, loaded by all, compared bit for bit with what torch gathered before the save.
+
+Covers weights, buffers, both moments of Adam, its step, parameter groups and per-rank values; targets start from another seed and are
+overwritten with NaN before each load, once with the state of an optimizer that has stepped and once with that of a new one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from tests.distributed.gathered import Full, differences, full_state, local_bytes, options, spoil
+from tests.distributed.models import Trained, adamw
+from tests.distributed.plain import build, world_size
+from tests.distributed.ranks import Ranks
+
+DENSE = ("single", "ddp2", "fsdp2", "fsdp3", "fsdp4", "tp2", "fsdp2-tp2", "hsdp2x2", "pp2-tp2")
+MOE = ("moe-single", "moe-fsdp2", "moe-fsdp3", "moe-ep2-dp2")
+STEPS = 2
+MODES = ("stepped", "new")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint, and what torch gathered on the ranks that saved it."""
+
+    layout: str
+    url: str
+    full: Full
+    options: dict[str, dict[str, Any]]
+    initial: Full
+    """The weights before training, gathered from the layout."""
+
+
+# ------------------------------------------------------------------------------------------------------------ in a rank
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def rank_value(layout: str, rank: int) -> dict[str, Any]:
+    """A random-number state and a position, of this layout and rank alone."""
+    state = torch.Generator().manual_seed(1000 + 10 * len(layout) + rank).get_state()
+    return {"generator": state, "position": [layout, rank]}
+
+
+def pick(values: Sequence[Any], rank: int, world: int) -> Any:
+    return values[(rank + world) % len(values)]
+
+
+def save_source(layout: str, url: str) -> tuple[Full, Full, dict[str, dict[str, Any]], ckpt.SaveReport]:
+    rank, _ = rank_and_world()
+    which = build(layout, seed=1)
+    initial = full_state(which)
+    which.steps(STEPS)
+    for group in which.optimizer.param_groups:
+        group["lr"] *= 0.5
+    state = {**which.state(), "step": STEPS, "done": (layout, 1.5, None), "rank": ckpt.PerRank(rank_value(layout, rank))}
+    full = full_state(which)
+    report = ckpt.save(url, state, layout=which.layout)
+    return initial, full, options(which), report
+
+
+def load_all(target: str, sources: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Problems of each load, by source layout and mode."""
+    which = build(target, seed=2).steps(1)
+    found = {}
+    for path in sources:
+        source: Source = pickle.loads(Path(path).read_bytes())
+        for mode in MODES:
+            spoil(which)
+            if mode == "new":
+                which.optimizer = adamw(which.model)
+            try:
+                found[source.layout, mode] = load_one(target, which, source)
+            except Exception as err:  # the test of this pair fails with it; the other pairs go on
+                found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
+    return found
+
+
+def load_one(target: str, which: Trained, source: Source) -> list[str]:
+    rank, world = rank_and_world()
+    state = {**which.state(), "step": 0, "done": None, "rank": ckpt.PerRank(None, reshard=pick)}
+    report = ckpt.load(source.url, state, layout=which.layout)
+    problems = differences(full_state(which), source.full)
+    problems += [f"options of {n}: {o} is not {source.options[n]}" for n, o in options(which).items() if o != source.options[n]]
+    if (state["step"], state["done"]) != (STEPS, (source.layout, 1.5, None)):
+        problems.append(f"plain values are {state['step']}, {state['done']}")
+    saved = world_size(source.layout)
+    wanted = rank_value(source.layout, rank if saved == world else (rank + world) % saved)
+    value = state["rank"].value
+    if value["position"] != wanted["position"] or not torch.equal(value["generator"], wanted["generator"]):
+        problems.append(f"the per-rank value is that of {value['position']}, should be that of {wanted['position']}")
+    own = len(wanted["generator"]) * (1 if saved == world else saved)
+    return problems + report_problems(report, local_bytes(which) + own)
+
+
+def report_problems(report: ckpt.LoadReport, needed: int) -> list[str]:
+    problems = []
+    if report.missing or report.unexpected or report.renamed or report.cast:
+        problems.append(f"report: missing {report.missing}, unexpected {report.unexpected}, renamed {report.renamed}, cast {report.cast}")
+    if report.bytes_needed != needed:
+        problems.append(f"report: {report.bytes_needed} bytes needed, the state has {needed}")
+    if report.bytes_read < needed or report.bytes_unverified:
+        problems.append(f"report: {report.bytes_read} bytes read, {report.bytes_unverified} of them not verified, for {needed}")
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------ the tests
+
+
+@dataclass(eq=False)
+class Matrix:
+    """Saves each source and loads each target once, when the first test asks."""
+
+    ranks: Ranks
+    folder: Path
+    sources: dict[str, Source] = field(default_factory=dict)
+    loaded: dict[str, dict[tuple[str, str], list[str]]] = field(default_factory=dict)
+    reports: dict[str, list[ckpt.SaveReport]] = field(default_factory=dict)
+
+    def source(self, layout: str) -> Source:
+        if layout not in self.sources:
+            url = str(self.folder / layout)
+            told = self.ranks.run(world_size(layout), save_source, layout, url, process_group=not layout.endswith("single"))
+            self.reports[layout] = [report for *_, report in told]
+            everyone = {name: o for _, _, found, _ in told for name, o in found.items()}
+            self.sources[layout] = Source(layout=layout, url=url, initial=told[0][0], full=told[0][1], options=everyone)
+            self.pickled(layout).write_bytes(pickle.dumps(self.sources[layout]))
+        return self.sources[layout]
+
+    def pickled(self, layout: str) -> Path:
+        return self.folder / f"{layout}.pickle"
+
+    def problems(self, source: str, target: str, mode: str) -> list[str]:
+        if target not in self.loaded:
+            family = MOE if target in MOE else DENSE
+            paths = [str(self.pickled(self.source(layout).layout)) for layout in family]
+            alone = target.endswith("single")
+            found = self.ranks.run(world_size(target), load_all, target, paths, process_group=not alone, timeout=120)
+            merged: dict[tuple[str, str], list[str]] = {}
+            for rank, by_pair in enumerate(found):
+                for pair, problems in by_pair.items():
+                    merged.setdefault(pair, []).extend(f"rank {rank}: {p}" for p in problems)
+            self.loaded[target] = merged
+        return self.loaded[target][source, mode]
+
+
+@pytest.fixture(scope="module")
+def matrix(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(ranks, tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("source", "target"), [(a, b) for family in (DENSE, MOE) for b in family for a in family])
+def test_pair(matrix: Matrix, source: str, target: str, mode: str) -> None:
+    assert matrix.problems(source, target, mode) == []
+
+
+@pytest.mark.parametrize("layout", DENSE + MOE)
+def test_one_process_reads_the_same_tensors(matrix: Matrix, layout: str) -> None:
+    source = matrix.source(layout)
+    view = ckpt.open(source.url)
+    assert differences({n: view[n].read() for n in view if "@rank" not in n}, source.full) == []
+    assert view.state()["step"] == STEPS
+    for rank in range(world_size(layout)):
+        wanted = rank_value(layout, rank)
+        found = view.per_rank("rank", rank)
+        assert found["position"] == wanted["position"]
+        assert torch.equal(found["generator"].read(), wanted["generator"])
+
+
+@pytest.mark.parametrize("layout", DENSE + MOE)
+def test_the_oracle(matrix: Matrix, layout: str) -> None:
+    """Before training, what is gathered is the model that the seed gives; training then changes every float of it."""
+    source = matrix.source(layout)
+    base = matrix.source("moe-single" if layout in MOE else "single")
+    assert differences(source.initial, base.initial) == []
+    assert source.full.keys() == base.full.keys()
+    assert len([n for n in source.full if n.startswith("optimizer.")]) == 3 * len([n for n in source.initial if not _is_buffer(n)])
+    assert [n for n, t in source.initial.items() if torch.equal(t, source.full[n])] == []
+
+
+def _is_buffer(name: str) -> bool:
+    return name.endswith((".mean", ".seen"))
+
+
+@pytest.mark.parametrize("layout", DENSE + MOE)
+def test_the_save_report(matrix: Matrix, layout: str) -> None:
+    source = matrix.source(layout)
+    reports = matrix.reports[layout]
+    own = world_size(layout) * rank_value(layout, 0)["generator"].nbytes
+    assert {r.tensor_bytes for r in reports} == {sum(t.nbytes for t in source.full.values()) + own}
+    files = [p.stat().st_size for p in (Path(source.url) / "data").iterdir()]
+    assert sorted(r.rank_bytes for r in reports) == sorted(files)
+    assert len({r.id for r in reports}) == 1

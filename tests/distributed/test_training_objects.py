@@ -1,0 +1,331 @@
+"""What real training scripts bring: resumed runs, tied weights, meta-device models, wrappers, frozen parameters, other optimizers,
+schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.errors import ShapeError
+from tests.distributed.gathered import Full, differences, full_state, spoil
+from tests.distributed.models import TORCH_LAYOUTS, Model, Trained, adamw, fsdp, loss_of, mesh_of, trained, whole_model
+from tests.distributed.plain import build, world_size
+from tests.distributed.ranks import Ranks
+
+Made = Callable[[int], Trained]
+"""Builds a model from a seed, in a rank."""
+
+
+def sharded(model: Model) -> Model:
+    return fsdp(model, mesh_of(dp=dist.get_world_size()))
+
+
+def save(make: Made, url: str) -> Full:
+    which = make(1).steps(2)
+    ckpt.save(url, which.state())
+    return full_state(which)
+
+
+def load(make: Made, url: str, wanted: Full) -> list[str]:
+    """Problems of a load into a model of another seed with a new optimizer."""
+    which = make(2)
+    spoil(which)
+    report = ckpt.load(url, which.state())
+    return differences(full_state(which), wanted) + [*report.missing, *report.unexpected]
+
+
+# ---------------------------------------------------------------------------------------------------------- going on
+
+
+def save_and_go_on(layout: str, url: str) -> tuple[Full, float]:
+    which = build(layout, 1).steps(2)
+    ckpt.save(url, which.state())
+    loss = loss_of(which.model).item()
+    which.model.zero_grad()
+    for name, buffer in which.model.named_buffers():  # the forward of the line above has changed them
+        buffer.copy_(buffer) if "mean" not in name else None
+    return full_state(which.steps(1)), loss
+
+
+def load_and_go_on(layout: str, url: str) -> tuple[Full, float]:
+    which = build(layout, 2).steps(1)
+    spoil(which)
+    ckpt.load(url, which.state())
+    loss = loss_of(which.model).item()
+    which.model.zero_grad()
+    return full_state(which.steps(1)), loss
+
+
+@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    world, url = world_size(layout), str(tmp_path / "a")
+    wanted, loss = ranks.run(world, save_and_go_on, layout, url)[0]
+    for found, again in ranks.run(world, load_and_go_on, layout, url):
+        assert differences(found, wanted) == []
+        assert again == loss
+
+
+# ---------------------------------------------------------------------------------------------------------- meta device
+
+
+def load_on_meta(url: str, stepped: bool, wanted: Full) -> tuple[list[str], float, Full]:
+    with torch.device("meta"):
+        model = Model()
+    which = trained(sharded(model))
+    if not stepped:
+        which.optimizer = torch.optim.AdamW(which.model.parameters(), lr=1.0)
+    state: dict[str, Any] = which.state() if stepped else {"model": which.model}
+    ckpt.load(url, state, only=None if stepped else "model.*")
+    problems = [f"{n} is on {t.device}" for n, t in which.model.state_dict().items() if t.device.type != "cpu"]
+    found = {n: t for n, t in full_state(which).items() if n in wanted}
+    problems += differences(found, {n: t for n, t in wanted.items() if stepped or n.startswith("model.")})
+    loss = loss_of(which.model).item()
+    which.model.zero_grad()
+    return problems, loss, full_state(which.steps(1)) if stepped else {}
+
+
+def save_and_tell(url: str) -> tuple[Full, float, Full]:
+    which = trained(sharded(whole_model(1))).steps(2)
+    ckpt.save(url, which.state())
+    full = full_state(which)
+    loss = loss_of(which.model).item()
+    which.model.zero_grad()
+    return full, loss, full_state(which.steps(1))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_on_the_meta_device_gets_its_memory_from_the_load(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    full, loss, later = ranks.run(world, save_and_tell, str(tmp_path / "a"))[0]
+    for problems, found, after in ranks.run(world, load_on_meta, str(tmp_path / "a"), True, full):
+        assert problems == []
+        assert found == loss
+        assert differences(after, later) == []
+    other = ranks.run(5 - world if world == 2 else 2, load_on_meta, str(tmp_path / "a"), False, full)
+    for problems, found, _ in other:
+        assert problems == []
+        assert found == pytest.approx(loss, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- tied weights
+
+
+def tied(seed: int) -> Trained:
+    return trained(sharded(whole_model(seed, tied=True)))
+
+
+def untied(seed: int) -> Trained:
+    return trained(sharded(whole_model(seed)))
+
+
+def load_weights(make: Made, url: str) -> Full | ckpt.CkptError:
+    which = make(2)
+    try:
+        ckpt.load(url, {"model": which.model}, only="model.*")
+    except ckpt.CkptError as err:
+        return err
+    return {n: t for n, t in full_state(which).items() if n.startswith("model.")}
+
+
+def save_tied(url: str) -> tuple[Full, bool]:
+    which = tied(1).steps(2)
+    ckpt.save(url, which.state())
+    return full_state(which), which.model.head.weight is which.model.embed.weight
+
+
+def load_tied(url: str, wanted: Full) -> tuple[list[str], bool]:
+    which = tied(2)
+    ckpt.load(url, which.state())
+    return differences(full_state(which), wanted), which.model.head.weight is which.model.embed.weight
+
+
+def test_tied_weights(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    full, is_tied = ranks.run(3, save_tied, url)[0]
+    assert is_tied and torch.equal(full["model.head.weight"], full["model.embed.weight"])
+    assert ranks.run(2, load_tied, url, full) == [([], True)] * 2
+    view = ckpt.open(url)
+    assert differences({n: view[n].read() for n in view}, full) == []
+    stored = sum(t.nbytes for n, t in full.items() if n != "model.head.weight")
+    assert sum(p.stat().st_size for p in Path(url, "data").iterdir()) < stored + 3 * 16384, "a tied tensor is stored once"
+
+
+def test_tied_weights_into_an_untied_model(ranks: Ranks, tmp_path: Path) -> None:
+    full, _ = ranks.run(2, save_tied, str(tmp_path / "a"))[0]
+    weights = {n: t for n, t in full.items() if n.startswith("model.")}
+    for found in ranks.run(3, load_weights, untied, str(tmp_path / "a")):
+        assert differences(found, weights) == []
+
+
+def test_different_weights_into_a_tied_model(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save, untied, str(tmp_path / "a"))
+    for found in ranks.run(2, load_weights, tied, str(tmp_path / "a")):
+        assert isinstance(found, ShapeError)
+        assert "model.head.weight" in str(found) and "model.embed.weight" in str(found)
+
+
+# ---------------------------------------------------------------------------------------------------------- wrappers
+
+
+def bare(seed: int) -> Trained:
+    return trained(whole_model(seed))
+
+
+def ddp(seed: int) -> Trained:
+    return trained(DistributedDataParallel(whole_model(seed)))
+
+
+def checkpointed(seed: int) -> Trained:
+    model = whole_model(seed)
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    return trained(sharded(model))
+
+
+def compiled_in_place(seed: int) -> Trained:
+    """Blocks are compiled one by one, which leaves names alone, and the model as a whole, which does not."""
+    model = whole_model(seed)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return trained(sharded(model))
+
+
+def wrapped_compiled(seed: int) -> Trained:
+    """Trained as it is and then wrapped: a compiled model of compiled and checkpointed blocks within DDP."""
+    which = trained(whole_model(seed)).steps(1)
+    model = which.model
+    model.blocks = nn.ModuleList(checkpoint_wrapper(torch.compile(block, backend="eager")) for block in model.blocks)
+    which.model = DistributedDataParallel(torch.compile(model, backend="eager"))
+    which.train = lambda: None
+    return which
+
+
+def plain_names(full: Full) -> Full:
+    for segment in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        full = {n.replace(segment, ""): t for n, t in full.items()}
+    return full
+
+
+def save_wrapped(make: Made, url: str) -> Full:
+    return plain_names(save(make, url))
+
+
+def load_wrapped(make: Made, url: str, wanted: Full) -> list[str]:
+    which = make(2)
+    spoil(which)
+    report = ckpt.load(url, which.state())
+    return differences(plain_names(full_state(which)), wanted) + [*report.missing, *report.unexpected]
+
+
+@pytest.mark.parametrize("wrapped", [ddp, checkpointed, compiled_in_place, wrapped_compiled])
+def test_wrappers_do_not_change_names(ranks: Ranks, tmp_path: Path, wrapped: Made) -> None:
+    full = ranks.run(2, save_wrapped, wrapped, str(tmp_path / "a"))[0]
+    view = ckpt.open(str(tmp_path / "a"))
+    assert differences({n: view[n].read() for n in view}, full) == []
+    assert set(full) == set(ranks.run(1, save, bare, str(tmp_path / "bare"))[0])
+    assert ranks.run(1, load, bare, str(tmp_path / "a"), full) == [[]]
+    assert ranks.run(2, load_wrapped, wrapped, str(tmp_path / "a"), full) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- other ways to train
+
+
+def frozen(seed: int) -> Trained:
+    """Half of the parameters are frozen and unknown to the optimizer."""
+    model = whole_model(seed)
+    for name, param in model.named_parameters():
+        param.requires_grad = "mlp" in name or "norm" in name
+    model = sharded(model)
+    which = trained(model)
+    which.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    which.train = lambda: _step(which)
+    return which
+
+
+def _step(which: Trained) -> None:
+    loss_of(which.model).backward()
+    which.optimizer.step()
+    which.optimizer.zero_grad()
+
+
+def with_optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], seed: int) -> Trained:
+    which = trained(sharded(whole_model(seed)))
+    which.optimizer = make(list(which.model.parameters()))
+    which.train = lambda: _step(which)
+    return which
+
+
+def momentum(seed: int) -> Trained:
+    return with_optimizer(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True), seed)
+
+
+def no_state(seed: int) -> Trained:
+    return with_optimizer(lambda params: torch.optim.SGD(params, lr=0.1), seed)
+
+
+def amsgrad(seed: int) -> Trained:
+    return with_optimizer(lambda params: torch.optim.Adam(params, amsgrad=True, lr=torch.tensor(0.03), capturable=False, foreach=False), seed)
+
+
+def adagrad(seed: int) -> Trained:
+    """Has its state from the start, not from the first step."""
+    return with_optimizer(lambda params: torch.optim.Adagrad(params, lr=0.1), seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [(frozen, {"step", "exp_avg", "exp_avg_sq"}), (momentum, {"momentum_buffer"}), (no_state, set())]
+    + [(amsgrad, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), (adagrad, {"step", "sum"})],
+)
+def test_other_ways_to_train(ranks: Ranks, tmp_path: Path, make: Made, state: set[str]) -> None:
+    full = ranks.run(2, save, make, str(tmp_path / "a"))[0]
+    assert {n.rpartition(".")[2] for n in full if n.startswith("optimizer.")} == state
+    view = ckpt.open(str(tmp_path / "a"))
+    assert differences({n: view[n].read() for n in view}, full) == []
+    assert ranks.run(4, load, make, str(tmp_path / "a"), full) == [[]] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------- schedulers
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
+    cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[3])
+
+
+def rates(which: Trained, scheduler: torch.optim.lr_scheduler.LRScheduler, count: int) -> list[list[float]]:
+    found = []
+    for _ in range(count):
+        which.train()
+        scheduler.step()
+        found.append([group["lr"] for group in which.optimizer.param_groups])
+    return found
+
+
+def save_scheduled(url: str) -> list[list[float]]:
+    which = untied(1)
+    scheduler = schedule(which.optimizer)
+    rates(which, scheduler, 5)
+    ckpt.save(url, {**which.state(), "scheduler": scheduler})
+    return rates(which, scheduler, 4)
+
+
+def load_scheduled(url: str) -> list[list[float]]:
+    which = untied(2)
+    scheduler = schedule(which.optimizer)
+    ckpt.load(url, {**which.state(), "scheduler": scheduler})
+    return rates(which, scheduler, 4)
+
+
+def test_a_learning_rate_schedule_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks.run(2, save_scheduled, str(tmp_path / "a"))[0]
+    assert len({rate for step in wanted for rate in step}) == 8
+    assert ranks.run(3, load_scheduled, str(tmp_path / "a")) == [wanted] * 3

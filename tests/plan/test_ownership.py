@@ -1,0 +1,268 @@
+"""Who writes what: chunks tile every tensor, each is written by a rank that has it, bytes are balanced, and all ranks agree unasked."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.dtypes import DTYPES
+from ckpt.layout import Flat, Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.plan import ownership
+from ckpt.plan.ownership import Global, Owned, assign
+from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
+
+F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    """Chunks of at most 64 bytes, and cells of at least 32 are divided: so small tensors show what large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ownership, "MAX_CHUNK", 64)
+        patch.setattr(ownership, "SMALL", 32)
+        ownership._owned.cache_clear()
+        yield
+    ownership._owned.cache_clear()
+
+
+def same(a: Owned, b: Owned) -> bool:
+    """Equal in grid and writers."""
+    if (a.cuts is None) != (b.cuts is None):
+        return False
+    grids = a.cuts == b.cuts if a.boxes is None or b.boxes is None else all(map(np.array_equal, a.boxes, b.boxes))
+    return bool(grids) and np.array_equal(a.owners, b.owners) and np.array_equal(a.holders, b.holders)
+
+
+def bytes_written(tensors: Sequence[Global], owned: dict[str, Owned]) -> Counter[int]:
+    """Rank → bytes that it writes."""
+    found: Counter[int] = Counter()
+    for t in tensors:
+        for chunk, rank in enumerate(owned[t.name].owners.tolist()):
+            found[rank] += owned[t.name].box(chunk).numel * t.dtype.itemsize
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- any layouts
+
+
+@pytest.mark.usefixtures("limits")
+@given(meshes().flatmap(tensor_lists))
+def test_chunks_tile_and_are_written_by_a_holder(tensors: list[Global]) -> None:
+    owned = assign(tensors)
+    assert owned.keys() == {t.name for t in tensors}
+    for t in tensors:
+        mine = owned[t.name]
+        times, ids = np.zeros(t.shape, dtype=np.int64), numbered(t.shape)
+        locals_ = {r: a for r in t.layout.mesh.ranks if (a := local_array(t.layout, ids, r)) is not None}
+        assert len(mine.owners) == len(mine.holders) > 0
+        for chunk, (owner, holders) in enumerate(zip(mine.owners.tolist(), mine.holders.tolist(), strict=True)):
+            box = mine.box(chunk)
+            times[box.slices] += 1
+            assert owner in holders
+            assert box.numel * t.dtype.itemsize <= max(64, t.dtype.itemsize)
+            assert box.numel or not math.prod(t.shape)
+            elements = ids[box.slices].ravel()
+            having = {r for r, a in locals_.items() if np.isin(elements, a).all()}
+            assert set(holders) == having if box.numel else set(holders) <= having
+        assert (times == 1).all()
+        assert mine.replicas == mine.holders.shape[1]
+
+
+@pytest.mark.usefixtures("limits")
+@given(meshes().flatmap(tensor_lists))
+def test_written_by_and_held_by_count_chunks(tensors: list[Global]) -> None:
+    for t, mine in ((t, assign(tensors)[t.name]) for t in tensors):
+        for rank in t.layout.mesh.ranks:
+            assert mine.written_by(rank) == [i for i, r in enumerate(mine.owners.tolist()) if r == rank]
+            assert mine.held_by(rank) == [i for i, held in enumerate(mine.holders.tolist()) if rank in held]
+
+
+@pytest.mark.usefixtures("limits")
+@given(meshes().flatmap(tensor_lists), st.randoms())
+def test_the_order_of_tensors_does_not_matter(tensors: list[Global], random: object) -> None:
+    shuffled = list(tensors)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    first, second = assign(tensors), assign(shuffled)
+    assert all(same(first[t.name], second[t.name]) for t in tensors)
+
+
+@pytest.mark.usefixtures("limits")
+@given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)))
+def test_every_rank_comes_to_the_same_result_alone(tensors: list[Global]) -> None:
+    """A rank knows the tensors that it holds a part of, and no others."""
+    together = assign(tensors)
+    for rank in {r for t in tensors for r in t.layout.mesh.ranks}:
+        known = [t for t in tensors if rank in t.layout.ranks()]
+        alone = assign(known)
+        assert all(same(alone[t.name], together[t.name]) for t in known)
+
+
+@given(meshes().flatmap(tensor_lists))
+def test_small_cells_are_written_whole(tensors: list[Global]) -> None:
+    """With the real limits no tensor of these tests is divided further than its layout divides it."""
+    owned = assign(tensors)
+    for t in tensors:
+        tiling = t.layout.tiling(t.shape)
+        assert owned[t.name].cuts == tiling.cuts
+        assert len(owned[t.name].owners) == len(tiling.holders)
+
+
+# --------------------------------------------------------------------------------------------------------------- chunk sizes
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        ((100_000, 4096), ()),
+        ((3, 100_000_000), ()),
+        ((100_000_000,), ()),
+        ((2, 3, 50_000_000), ()),
+        ((128_256, 16_384), (Shard(0, "tp"),)),
+        ((16_384, 53_248), (Shard(1, "tp"), Shard(0, "dp"))),
+        ((5, 70_000_000), (Shard(1, "tp"), Flat("dp"))),
+    ],
+    ids=str,
+)
+def test_no_chunk_is_larger_than_64_mib(shape: tuple[int, ...], splits: tuple[Split, ...]) -> None:
+    mesh = Mesh.of({"dp": 4, "tp": 2})
+    owned = assign([Global("w", F32, shape, TensorLayout(mesh, splits))])["w"]
+    sizes = [owned.box(i).numel * 4 for i in range(len(owned.owners))]
+    assert sum(sizes) == 4 * math.prod(shape)
+    assert max(sizes) <= 64 << 20
+    # Not far below it either: chunks that are needlessly small cost a header entry and a request each.
+    per_rank = 4 * math.prod(shape) / 8
+    assert len(sizes) <= 8 * 2 * math.ceil(per_rank / (64 << 20)) + 8 * 3
+
+
+def test_chunks_are_rows_where_rows_are_small_enough() -> None:
+    owned = assign([Global("w", F32, (100_000, 4096), TensorLayout(Mesh.of({"dp": 2})))])["w"]
+    assert owned.cuts is not None
+    assert owned.cuts[1] == (0, 4096)
+
+
+def test_an_element_larger_than_a_chunk_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "MAX_CHUNK", 8)
+    ownership._owned.cache_clear()
+    owned = assign([Global("w", DTYPES["complex128"], (2, 3), TensorLayout(Mesh.of({"dp": 1})))])["w"]
+    ownership._owned.cache_clear()
+    assert len(owned.owners) == 6
+
+
+# ------------------------------------------------------------------------------------------------------------------- balance
+
+
+def gpt2(layers: int = 12, hidden: int = 768) -> list[tuple[str, tuple[int, ...]]]:
+    """GPT-2's tensors: 148 in the smallest."""
+    found: list[tuple[str, tuple[int, ...]]] = [
+        ("wte", (50257, hidden)),
+        ("wpe", (1024, hidden)),
+        ("ln_f.w", (hidden,)),
+        ("ln_f.b", (hidden,)),
+    ]
+    for i in range(layers):
+        for part, shape in [
+            ("qkv", (3 * hidden, hidden)),
+            ("proj", (hidden, hidden)),
+            ("up", (4 * hidden, hidden)),
+            ("down", (hidden, 4 * hidden)),
+        ]:
+            found += [(f"h.{i}.{part}.w", shape), (f"h.{i}.{part}.b", shape[:1])]
+        found += [(f"h.{i}.{ln}.{x}", (hidden,)) for ln in ("ln_1", "ln_2") for x in ("w", "b")]
+    return found
+
+
+def imbalance(tensors: Sequence[Global], ranks: int) -> float:
+    """Bytes of the busiest rank over the mean."""
+    written = bytes_written(tensors, assign(tensors))
+    assert sum(written.values()) == sum(t.nbytes for t in tensors)
+    return max(written.values()) * ranks / sum(written.values())
+
+
+@pytest.mark.parametrize("hidden", [256, 768])
+@pytest.mark.parametrize("replicas", [2, 4, 8, 64])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.name)
+def test_replicas_share_the_bytes_of_a_model(replicas: int, hidden: int, dtype: object) -> None:
+    assert isinstance(dtype, type(F32))
+    layout = TensorLayout(Mesh.of({"dp": replicas}))
+    weights = [Global(name, dtype, shape, layout) for name, shape in gpt2(hidden=hidden)]
+    assert len(weights) == 148
+    assert imbalance(weights, replicas) <= 1.05
+    adam = [Global(f"{t.name}.{m}", F32, t.shape, layout) for t in weights for m in ("exp_avg", "exp_avg_sq")]
+    steps = [Global(f"{t.name}.step", F32, (), layout) for t in weights]
+    assert imbalance(weights + adam + steps, replicas) <= 1.05
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_replicas_share_many_small_tensors(replicas: int) -> None:
+    """None of these is divided, so only the dealing of whole tensors can balance them."""
+    layout = TensorLayout(Mesh.of({"dp": replicas}))
+    sizes = [100 * (7 * i % 151) for i in range(1, 151)]
+    assert imbalance([Global(f"t{i}", F32, (n,), layout) for i, n in enumerate(sizes)], replicas) <= 1.05
+
+
+@pytest.mark.parametrize(("copies", "shards"), [(2, 4), (4, 8), (8, 8)])
+@pytest.mark.parametrize("kind", ["rows", "flat"])
+def test_hsdp_shares_the_bytes(copies: int, shards: int, kind: str) -> None:
+    mesh = Mesh.of({"rep": copies, "shard": shards})
+    split: Split = Shard(0, "shard") if kind == "rows" else Flat("shard")
+    tensors = [Global(name, F32, shape, TensorLayout(mesh, (split,))) for name, shape in gpt2()]
+    assert imbalance(tensors, copies * shards) <= 1.05
+
+
+def test_tensor_and_data_parallelism_share_the_bytes() -> None:
+    mesh = Mesh.of({"dp": 8, "tp": 4})
+    tensors = []
+    for name, shape in gpt2():
+        split: tuple[Split, ...] = (Shard(0, "tp"),) if name.endswith(".w") and len(shape) == 2 else ()
+        split = (Interleaved(0, "tp", 3),) if "qkv.w" in name else split
+        tensors.append(Global(name, BF16, shape, TensorLayout(mesh, split)))
+    assert imbalance(tensors, 32) <= 1.05
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_share_the_bytes(stacked: bool) -> None:
+    """64 experts over 8 ranks, each with 4 replicas."""
+    mesh = Mesh.of({"edp": 4, "ep": 8})
+    tensors = []
+    for layer in range(2):
+        for part, shape in (("up", (512, 256)), ("down", (256, 512))):
+            if stacked:
+                tensors.append(Global(f"{layer}.{part}", BF16, (64, *shape), TensorLayout(mesh, (Shard(0, "ep"),))))
+            else:
+                at = [(("ep", (e // 8,)),) for e in range(64)]
+                tensors += [Global(f"{layer}.{e}.{part}", BF16, shape, TensorLayout(mesh, (), at[e])) for e in range(64)]
+    assert imbalance(tensors, 32) <= 1.05
+
+
+def test_pipeline_stages_are_balanced_each_for_itself() -> None:
+    mesh = Mesh.of({"pp": 2, "dp": 8})
+    tensors = [Global(f"{s}.{name}", F32, shape, TensorLayout(mesh, (), (("pp", (s,)),))) for s in (0, 1) for name, shape in gpt2(4)]
+    written = bytes_written(tensors, assign(tensors))
+    for stage in (range(8), range(8, 16)):
+        load = [written[r] for r in stage]
+        assert max(load) * 8 / sum(load) <= 1.05
+
+
+def test_a_tensor_depends_only_on_those_that_have_its_replicas() -> None:
+    mesh = Mesh.of({"pp": 2, "dp": 4})
+    mine = [Global(f"a{i}", F32, (100 + i,), TensorLayout(mesh, (), (("pp", (0,)),))) for i in range(9)]
+    theirs = [Global(f"b{i}", F32, (200 - i,), TensorLayout(mesh, (), (("pp", (1,)),))) for i in range(5)]
+    shared = [Global(f"c{i}", F32, (50,), TensorLayout(mesh)) for i in range(3)]
+    alone = assign(mine)
+    for others in (theirs, shared, [*theirs, *shared]):
+        together = assign([*others, *mine])
+        assert all(same(alone[t.name], together[t.name]) for t in mine)
+    assert len({int(alone[t.name].owners[0]) for t in mine}) == 4
+
+
+def test_the_same_shape_may_have_another_writer() -> None:
+    """Tensors that are cut alike share a grid's cuts, not its writers."""
+    layout = TensorLayout(Mesh.of({"dp": 4}))
+    owned = assign([Global(f"t{i}", F32, (10, 10), layout) for i in range(8)])
+    assert Counter(int(o.owners[0]) for o in owned.values()) == {0: 2, 1: 2, 2: 2, 3: 2}

@@ -1,0 +1,204 @@
+"""What the plan and the index cost for jobs that no test machine can run: bytes of an index, CPU seconds of one rank."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+import ckpt.layout as layout_module
+from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
+from ckpt.dtypes import DTYPES
+from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
+from ckpt.formats.native.index import decode_index, encode_index
+from ckpt.layout import Flat, Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.plan import ownership
+from ckpt.plan.join import join
+from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.tables import Table, join_tables
+
+F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
+RANKS = 64
+
+
+def decoder(layers: int, hidden: int, ffn: int, vocab: int, kv: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama-style model."""
+    found: list[tuple[str, tuple[int, ...]]] = [("embed", (vocab, hidden)), ("norm", (hidden,)), ("head", (vocab, hidden))]
+    block = {
+        "wq": (hidden, hidden),
+        "wk": (kv, hidden),
+        "wv": (kv, hidden),
+        "wo": (hidden, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+    }
+    block |= {"down": (hidden, ffn)}
+    for i in range(layers):
+        found += [(f"layers.{i}.{name}", shape) for name, shape in block.items()]
+        found += [(f"layers.{i}.ln_{n}", (hidden,)) for n in (1, 2)]
+    return found
+
+
+def adam(model: Sequence[tuple[str, tuple[int, ...]]], layout: TensorLayout) -> list[Global]:
+    """A bf16 weight and two fp32 moments for each tensor."""
+    weights = [Global(f"model.{name}.weight", BF16, shape, layout) for name, shape in model]
+    moments = [Global(f"optim.{name}.weight.{m}", F32, shape, layout) for m in ("exp_avg", "exp_avg_sq") for name, shape in model]
+    return weights + moments
+
+
+def data_file(rank: int) -> DataFile:
+    """A row as a save writes it: nothing about its size or digest can be guessed, so neither can be compressed away."""
+    digest = hashlib.md5(str(rank).encode(), usedforsecurity=False)
+    size = int.from_bytes(digest.digest()[:4], "little")
+    return DataFile(
+        path=f"data/{'x7' * 8}-{rank:05}.safetensors", size=size + (1 << 24), header=4096 * 12, digest=digest.hexdigest(), rank=rank
+    )
+
+
+def forget() -> None:
+    """Make the next plan pay for everything again."""
+    for cache in (ownership._owned, layout_module._axes, layout_module._tiling, layout_module._pieces):
+        cache.cache_clear()
+    gc.collect()
+
+
+def contents_of(tensors: Sequence[Global], owned: dict[str, Owned], ranks: int) -> Contents:
+    """What the leader of a save with one file per rank writes; tensors that are cut and dealt alike share a grid."""
+    files = [data_file(r) for r in range(ranks)]
+    grids: dict[int, Grid] = {}
+    entries = []
+    for t in tensors:
+        mine = owned[t.name]
+        grid = grids.setdefault(id(mine), Grid(cuts=mine.cuts, boxes=mine.boxes, files=mine.owners.astype(np.int32)))
+        entries.append(TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, grid=grid))
+    return Contents(tensors=tuple(entries), files=tuple(files), state={"step": 1})
+
+
+def different(values: Sequence[int]) -> list[int]:
+    """Sizes near the given ones, none of which 64 divides."""
+    return [v + 1 if (v + 1) % RANKS else v + 2 for v in values]
+
+
+FSDP = TensorLayout(Mesh.of({"dp": RANKS}), (Shard(0, "dp"),))
+DDP = TensorLayout(Mesh.of({"dp": RANKS}))
+ZERO = TensorLayout(Mesh.of({"dp": RANKS}), (Flat("dp"),))
+EVEN = decoder(148, 2048, 8192, 32768, 512)
+ODD = decoder(148, *different([2048, 8192, 32768, 512]))
+
+
+@pytest.mark.parametrize("model", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("layout", [FSDP, DDP, ZERO], ids=["fsdp", "ddp", "zero"])
+def test_an_index_of_4000_tensors_on_64_ranks_is_below_1_mb(layout: TensorLayout, model: list[tuple[str, tuple[int, ...]]]) -> None:
+    tensors = adam(model, layout)
+    assert len(tensors) == 4005
+    owned = assign(tensors)
+    contents = contents_of(tensors, owned, RANKS)
+    index = encode_index(contents)
+    sizes = {name: len(data) for name, data in index.items()}
+    chunks = sum(len(o.owners) for o in owned.values())
+    grids = len({id(o) for o in owned.values()})
+    print(f"{len(tensors)} tensors, {chunks} chunks, {grids} grids, {sum(sizes.values())} bytes: {sizes}")
+    assert sum(sizes.values()) < 1_000_000
+    again = decode_index(index, "x")
+    assert len(again.tensors) == len(tensors)
+    assert sum(len(t.grid) for t in again.tensors) == chunks
+
+
+def test_fsdp_has_a_grid_per_shape() -> None:
+    tensors = adam(EVEN, FSDP)
+    owned = assign(tensors)
+    cut_alike = {(t.shape, t.dtype.itemsize) for t in tensors}
+    assert len({id(o) for o in owned.values()}) <= len(cut_alike) < 20
+
+
+# ------------------------------------------------------------------------------------------------------- Llama 3 405B on 16,384 ranks
+
+
+TP, PP, DP = 8, 16, 128
+LAYERS, HIDDEN, FFN, VOCAB, KV = 126, 16_384, 53_248, 128_256, 1024
+CUTS: dict[str, tuple[Split, ...]] = {
+    "embed": (Shard(0, "tp"),),
+    "head": (Shard(0, "tp"),),
+    "wo": (Shard(1, "tp"),),
+    "down": (Shard(1, "tp"),),
+    "qkv": (Interleaved(0, "tp", (HIDDEN, KV, KV)),),
+    "gate_up": (Interleaved(0, "tp", 2),),
+}
+
+
+def stage_tensors(stage: int, zero: Split | None) -> list[Global]:
+    """One pipeline stage of the model with bf16 weights and two fp32 moments, which ``zero`` cuts over the data-parallel ranks too."""
+    mesh = Mesh.of({"pp": PP, "dp": DP, "tp": TP})
+    at = (("pp", (stage,)),)
+    shapes = {"qkv": (HIDDEN + 2 * KV, HIDDEN), "wo": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
+    shapes |= {"ln_1": (HIDDEN,), "ln_2": (HIDDEN,)}
+    first, last = stage * LAYERS // PP, (stage + 1) * LAYERS // PP
+    found = [(f"layers.{i}.{part}", part, shape) for i in range(first, last) for part, shape in shapes.items()]
+    found += [("embed", "embed", (VOCAB, HIDDEN))] if stage == 0 else []
+    found += [("head", "head", (VOCAB, HIDDEN)), ("norm", "ln_1", (HIDDEN,))] if stage == PP - 1 else []
+    tensors = []
+    for name, part, shape in found:
+        splits = CUTS.get(part, ())
+        tensors.append(Global(f"model.{name}", BF16, shape, TensorLayout(mesh, splits, at)))
+        kept = splits if zero is None or (isinstance(zero, Flat) and any(isinstance(s, Interleaved) for s in splits)) else (*splits, zero)
+        tensors += [Global(f"optim.{name}.{m}", F32, shape, TensorLayout(mesh, kept, at)) for m in ("exp_avg", "exp_avg_sq")]
+    return tensors
+
+
+def plan_one_rank(stage: int, rank: int, zero: Split | None) -> tuple[int, int, int]:
+    """All that a rank computes before its first byte is written, and before its first byte is read back; tensors, chunks and bytes."""
+    tensors = stage_tensors(stage, zero)
+    owned = assign(tensors)
+    specs = [
+        ChunkSpec(name=t.name, box=owned[t.name].box(i), shape=t.shape, dtype=t.dtype)
+        for t in tensors
+        for i in owned[t.name].written_by(rank)
+    ]
+    plans = plan_data_files(specs, id="0" * 16, rank=rank)
+    assert sum(len(p) for p in plans) == len(specs)
+    Table(tensors=tuple(tensors), aliases={}).to_bytes()
+    needed = 0
+    for t in tensors:
+        grid = Grid(cuts=owned[t.name].cuts, boxes=owned[t.name].boxes, files=owned[t.name].owners)
+        for piece in t.layout.pieces(t.shape, rank):
+            needed += sum(copy.box.numel for copy in join(grid, piece.box)) * t.dtype.itemsize
+    assert needed == sum(p.box.numel * t.dtype.itemsize for t in tensors for p in t.layout.pieces(t.shape, rank))
+    return len(tensors), len(specs), sum(s.nbytes for s in specs)
+
+
+@pytest.mark.parametrize("zero", [None, Shard(0, "dp"), Flat("dp")], ids=["replicated", "sharded", "flat"])
+def test_one_rank_of_16384_plans_within_seconds(zero: Split | None) -> None:
+    rank = (3 * DP + 77) * TP + 5
+    forget()
+    began = time.process_time()
+    tensors, chunks, size = plan_one_rank(3, rank, zero)
+    seconds = time.process_time() - began
+    print(f"{tensors} tensors of a stage, {chunks} chunks of this rank, {size / 1e6:.1f} MB: {seconds:.2f} CPU s")
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("zero", [Shard(0, "dp"), Flat("dp")], ids=["sharded", "flat"])
+def test_the_leader_of_16384_ranks_joins_the_tables_of_all_stages(zero: Split) -> None:
+    """One table per stage; the index of it all stays a few megabytes where a row per chunk would be hundreds."""
+    tables, everything = [], []
+    for stage in range(PP):
+        tensors = stage_tensors(stage, zero)
+        everything += tensors
+        tables.append((range(stage * DP * TP, (stage + 1) * DP * TP), Table(tensors=tuple(tensors), aliases={})))
+    forget()
+    began = time.process_time()
+    joined = join_tables(tables)
+    contents = contents_of(everything, joined.owned, PP * DP * TP)
+    index = encode_index(contents)
+    seconds = time.process_time() - began
+    chunks = sum(len(o.owners) for o in joined.owned.values())
+    grids = len({id(o) for o in joined.owned.values()})
+    sizes = {name: len(data) for name, data in index.items()}
+    print(f"{len(everything)} tensors, {chunks} chunks, {grids} grids, {sum(sizes.values()) / 1e6:.2f} MB, {seconds:.1f} CPU s: {sizes}")
+    assert len(everything) == 3 * (LAYERS * 6 + 3)
+    assert sum(sizes.values()) < 2_000_000
+    assert seconds < 30
