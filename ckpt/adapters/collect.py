@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError, UsageError
 from ckpt.rules import Layout
-from ckpt.tree import Node, encode, join
+from ckpt.tree import MAX_DEPTH, Node, encode, join
 
 from .meshes import meshes_in
 from .modules import modules_in, tensors_of
@@ -39,13 +40,33 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
     walk = _Walk(found, names_in(modules_in(state)))
     found.state = encode(state, "", walk.leaf)
+    for tensor in found.placer.tensors.values():
+        if any(part.memory.device.type == "meta" for part in tensor.parts):
+            raise StateError(
+                "a tensor on the meta device has no values to save",
+                where=f"tensor {tensor.said}",
+                hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+            )
     return found
 
 
 def check_root(state: object) -> None:
-    """Raise UsageError unless a state is a dict."""
+    """Raise UsageError unless a state is a dict, StateError if it contains itself or is nested too deep to be walked."""
     if not isinstance(state, dict):
         raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
+    _check_depth(state, "", frozenset())
+
+
+def _check_depth(value: Any, path: str, around: frozenset[int]) -> None:
+    said = f"the value at {path[1:80]!r}{'…' * (len(path) > 80)}"
+    if id(value) in around:
+        raise StateError(f"{said} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
+    if len(around) >= MAX_DEPTH:
+        raise StateError(f"{said} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+    inside = around | {id(value)}
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(child, (dict, list, tuple)):
+            _check_depth(child, f"{path}.{key}", inside)
 
 
 def is_stateful(value: object) -> bool:

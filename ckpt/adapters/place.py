@@ -12,7 +12,7 @@ from ckpt.layout import Mesh, Shard, TensorLayout
 from ckpt.rules import Layout, Placed
 
 from .meshes import widened
-from .tensors import LocalTensor, dtensor_layout, from_dtensor, from_placed, from_plain, identity, local_of
+from .tensors import LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 
 @dataclass(eq=False)
@@ -28,6 +28,8 @@ class Placer:
     aliases: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
+    own: set[str] = field(default_factory=set)
+    """Stored names of what belongs to this rank alone, tied names too."""
     _replicated: TensorLayout | None = None
     _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
     _keep: list[torch.Tensor] = field(default_factory=list)
@@ -37,6 +39,7 @@ class Placer:
         if isinstance(tensor, DTensor):
             local = from_dtensor(said, tensor, self.rank, self.meshes)
         elif self.layout is not None:
+            dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
             local = from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
         else:
             local = from_plain(said, tensor, self.replicated(), self.rank)
@@ -54,6 +57,7 @@ class Placer:
             raise StateError("a DTensor in a PerRank value", where=f"tensor {said}", hint="put it into the state itself, outside PerRank")
         name = own_name(said, self.rank)
         local = replace_said(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), said)
+        self.own.add(name)
         return self._register(local, tensor)
 
     def refresh(self, local: LocalTensor, tensor: torch.Tensor) -> None:
@@ -105,7 +109,7 @@ class Placer:
             return self._join(known, local)
         if name in self.aliases:
             raise StateError("two tensors of the state have this name", where=f"tensor {name}", hint="rename one of them")
-        key = (*identity(tensor), local.info.layout, local.info.shape)
+        key = (*identity(tensor), local.info.layout, local.info.shape, name in self.own)
         first = self._seen.setdefault(key, name)
         self._keep.append(tensor)  # an id stays unique only as long as its object lives
         if first != name:

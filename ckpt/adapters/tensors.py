@@ -52,8 +52,14 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
     """The table's row for a tensor's dtype.
 
     Raises:
-        StateError: it cannot be stored (quantized, for example).
+        StateError: it cannot be stored: it is quantized or sparse, has no shape yet, or its class computes its elements.
     """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError("the parameter of a lazy module has no shape yet", where=f"tensor {name}", hint="run a forward pass first")
+    kind = type(local_of(tensor))
+    if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what = "a nested tensor" if tensor.is_nested else f"a tensor of class {kind.__module__}.{kind.__qualname__}"
+        raise StateError(f"{what} cannot be stored", where=f"tensor {name}", hint="store the plain tensors that it is made of")
     found = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if found is None or tensor.layout is not torch.strided:
         raise StateError(

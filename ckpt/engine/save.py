@@ -19,6 +19,7 @@ from ckpt.adapters.collect import Collected, collect
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.errors import CkptError, ReplicaError, StorageError
 from ckpt.formats.native.datafile import plan_data_files
+from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.writer import committed_id, new_id, previous_files, read_record, write_index
 from ckpt.group import Call, Group, Row
 from ckpt.io_backends.protocol import Backend
@@ -88,7 +89,7 @@ class _Save:
                 writer.discard()
             raise
         if self.call.is_leader:
-            self.remove_previous()
+            self.remove_older(begin["id"])
         return found
 
     # ---- begin
@@ -199,16 +200,20 @@ class _Save:
         except CkptError:
             return True  # the storage cannot say; debris is better than loss
 
-    def remove_previous(self) -> None:
-        """Remove the files of the checkpoint that was replaced. It is no longer reachable, so a failure here harms nothing."""
+    def remove_older(self, id: str) -> None:
+        """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.
+
+        Nothing reaches them any more, so a failure here harms nothing. A save that still runs and began before this one has lost its files,
+        but it could not commit either: the commit record is no longer the one that it would replace.
+        """
         assert self.backend is not None
-        if self.previous is None:
-            return
         try:
-            for path in previous_files(self.backend, self.previous):
+            paths = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
+            paths |= {e.path for e in self.backend.list() if (id_of(e.path) or id) < id}
+            for path in sorted(paths):
                 self.backend.delete(path)
         except CkptError as err:
-            log.warning("files of the replaced checkpoint stay behind as debris: %s", err)
+            log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
 
 
 class _Grids:
@@ -254,9 +259,7 @@ class _Grids:
 
 def split_own(collected: Collected) -> tuple[Table, Table]:
     """The table of tensors that other ranks know too, and that of this rank's own."""
-    rank = collected.placer.rank
-    own = {n for n in (*collected.placer.tensors, *collected.placer.aliases) if n.endswith(f"@rank{rank}")}
-    tensors, aliases = collected.placer.tensors, collected.placer.aliases
+    own, tensors, aliases = collected.placer.own, collected.placer.tensors, collected.placer.aliases
     return (
         Table(
             tensors=tuple(t.info for n, t in tensors.items() if n not in own), aliases={n: t for n, t in aliases.items() if n not in own}

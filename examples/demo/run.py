@@ -50,7 +50,7 @@ class Scale:
     every: int
 
 
-FULL = Scale(model=("--width", "256", "--layers", "6", "--context", "128", "--batch", "8"), every=15)
+FULL = Scale(model=("--width", "256", "--layers", "6", "--context", "128", "--batch", "8"), every=10)
 QUICK = Scale(model=("--width", "64", "--layers", "2", "--context", "32", "--batch", "4"), every=4)
 
 
@@ -316,6 +316,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write into this new directory and leave it there")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the ranks write to it too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank is left behind
     if args.keep is not None:
         args.keep.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 TENSORS = "tensors.arrow"
@@ -27,6 +28,12 @@ def data_path(id: str, rank: int, number: int = 0) -> str:
 def data_prefix(id: str) -> str:
     """What the paths of all data files of save ``id`` start with."""
     return f"data/{id}-"
+
+
+def id_of(path: str) -> str | None:
+    """The save that a path belongs to, or None if it is not a path of this format."""
+    found = re.fullmatch(r"(?:index-|data/)([0-9a-z]{16})(?:/[^/]+|-\d{5,}(?:-\d+)?\.safetensors)", path)
+    return found.group(1) if found else None
 
 
 def has_debris(names: Sequence[str]) -> bool:

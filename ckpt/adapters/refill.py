@@ -1,0 +1,44 @@
+"""Loaded values in the place of old ones: a dict, list or set of the state stays the same object and gets new contents."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from .collect import is_stateful
+
+
+def refill(old: Any, new: Any) -> Any:
+    """Put ``new`` into the containers that ``old`` is made of, as far as both are alike, and return what stands for it now.
+
+    An object with ``state_dict`` and ``load_state_dict`` among the old values takes the new one with ``load_state_dict``. Where the
+    kinds differ, the answer is ``new``.
+    """
+    if is_stateful(old):
+        old.load_state_dict(new)
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: refill(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [*map(refill, old, new), *new[len(old) :]]
+        return old
+    if isinstance(old, set) and isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return old
+    return new
+
+
+def like(template: Any, new: Any) -> Any:
+    """``new`` with mappings of the types that ``template`` has: an ``OrderedDict``, ``defaultdict`` or ``Counter`` is stored as a dict."""
+    if isinstance(template, dict) and isinstance(new, dict):
+        made = copy.copy(template)
+        made.clear()
+        made.update({key: like(template.get(key), value) for key, value in new.items()})
+        return made
+    if isinstance(template, (list, tuple)) and type(new) is type(template):
+        return type(new)([*map(like, template, new), *new[len(template) :]])
+    return new

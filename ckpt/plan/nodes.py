@@ -1,0 +1,52 @@
+"""The values of a checkpoint by the paths that the state gives them: renames move values as they move tensors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt.tree import MISSING, Missing, Node, child_path, find, items_of, pairs_of
+
+from .match import Selection
+
+_ANY = ".\0"
+"""Stands for whatever lies in a container: no name has NUL."""
+
+
+def renamed_path(selection: Selection, path: str) -> str:
+    """The path in the state of what the checkpoint has at ``path``. A rule for all that lies in a container moves the container too."""
+    moved = selection.renamed(path)
+    if moved != path:
+        return moved
+    inside = selection.renamed(path + _ANY)
+    return inside.removesuffix(_ANY) if inside.endswith(_ANY) else path
+
+
+class Nodes:
+    """Finds the nodes of a checkpoint's state while a state is walked."""
+
+    def __init__(self, root: Node, selection: Selection) -> None:
+        self._selection = selection
+        self._moved: dict[str, Node] = {}
+        for path, node in _all(root, "") if selection.rename else ():
+            moved = renamed_path(selection, path)
+            if moved != path:
+                self._moved[moved] = node
+
+    def child(self, node: Node | Missing, key: object, path: str) -> Node | Missing:
+        """The node that the state has at ``path``, where ``key`` leads to from the node of its container; or ``MISSING``."""
+        if path in self._moved:
+            return self._moved[path]
+        if self._selection.rename and renamed_path(self._selection, path) != path:
+            return MISSING  # what the checkpoint has there goes elsewhere
+        return find(node, [key])
+
+
+def _all(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+    """Every node below a container, and its path."""
+    children = pairs_of(node)
+    if children is None:
+        children = list(enumerate(items_of(node) or ()))
+    for key, child in children:
+        at = child_path(path, key)
+        yield at, child
+        yield from _all(child, at)
