@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import xxhash
 
@@ -48,6 +49,8 @@ class Group:
     store: Store | None = None
     calls: int = 0
     _written: list[list[str]] = field(default_factory=list)
+    """Keys by call, and how many of these calls are over on all ranks."""
+    _past: int = 0
 
     @property
     def leader(self) -> int:
@@ -63,20 +66,25 @@ class Group:
         self._forget()
         return Call(self, f"{self.calls}", kind, url, timeout)
 
+    def settled(self) -> None:
+        """Every rank has come to the running call, so all have left those before it: what they wrote there is not read any more."""
+        self._past = len(self._written) - 1
+
     def _forget(self) -> None:
-        """Delete what this rank wrote in the call before the last: every rank has left that one, since the last call needed all of
-        them."""
-        self._written.append([])
-        if len(self._written) > 2 and self.store is not None:
+        """Delete what this rank wrote in calls that all ranks have left."""
+        if self.store is not None:
             with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
-                for key in self._written.pop(0):
+                for key in (key for keys in self._written[: self._past] for key in keys):
                     self.store.delete_key(key)
+        del self._written[: self._past]
+        self._past = 0
+        self._written.append([])
 
     def remember(self, key: str) -> None:
         self._written[-1].append(key)
 
 
-_groups: dict[int, tuple[object, Group]] = {}
+_groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
 
 
 def current_group(process_group: ProcessGroup | None = None) -> Group:
@@ -90,13 +98,13 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     rank = dist.get_rank()
     if rank not in ranks:
         raise UsageError(f"rank {rank} is not in the process group {list(ranks)[:8]}")
-    known = _groups.get(id(pg))
-    if known is None or known[0] is not pg:
+    known = _groups.get(pg)
+    if known is None:
         base = dist.distributed_c10d._get_default_store()
-        name = xxhash.xxh3_64_hexdigest(repr(ranks).encode())
-        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{name}", base))
-        known = _groups[id(pg)] = (pg, Group(rank, ranks, store))
-    return known[1]
+        # The name is the same on all ranks, and no two groups have it; several groups may have the same ranks.
+        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}", base))
+        known = _groups[pg] = Group(rank, ranks, store)
+    return known
 
 
 # ------------------------------------------------------------------------------------------------------------- one call
@@ -114,6 +122,8 @@ class Call:
     undecided: bool = False
     """This rank has done its part and does not know what the leader decided, which may still do anything."""
     _phase: str = "start"
+    _turn: int = 0
+    """Number of the phase. Keys have it, not the name: ranks that make different calls must meet to find out."""
     _beats: int = 0
     _beaten: float = 0.0
     _blobs: dict[str, bytes] = field(default_factory=dict)
@@ -130,6 +140,7 @@ class Call:
             DeadlineError if a rank gave no sign of life for ``timeout`` seconds.
         """
         self._phase = phase
+        self._turn += 1
         try:
             row = work()
         except BaseException as err:
@@ -210,9 +221,9 @@ class Call:
         return found
 
     def _post(self, message: Row) -> None:
-        self._set(f"{self._phase}/row/{self.group.rank}", json.dumps(message).encode())
-        if self._add(f"{self._phase}/count") == self.group.size or "error" in message:
-            self._set(f"{self._phase}/all", b"1")
+        self._set(f"{self._turn}/row/{self.group.rank}", json.dumps(message).encode())
+        if self._add(f"{self._turn}/count") == self.group.size or "error" in message:
+            self._set(f"{self._turn}/all", b"1")
 
     def _tell(self, err: BaseException, *, decided: bool) -> None:
         """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
@@ -229,7 +240,7 @@ class Call:
                 err.add_note(f"the other ranks could not be told: {lost}")
 
     def _publish(self, verdict: Row) -> None:
-        self._set(f"{self._phase}/verdict", json.dumps(verdict).encode())
+        self._set(f"{self._turn}/verdict", json.dumps(verdict).encode())
 
     def _lead(self, message: Row, decide: Callable[[dict[int, Row]], R]) -> R:
         self._post(message)
@@ -240,14 +251,15 @@ class Call:
             self._tell(err, decided=True)
             raise
         self._publish({"found": found})
+        self.group.settled()
         return found
 
     def _gather(self) -> dict[int, Row]:
         watch = _Watch(self)
-        while not self._arrived(f"{self._phase}/all"):
+        while not self._arrived(f"{self._turn}/all"):
             self.beat()
-            watch.check([r for r in self.group.ranks if not self._has(f"{self._phase}/row/{r}")])
-        rows = {r: self._read(f"{self._phase}/row/{r}") for r in self.group.ranks if self._has(f"{self._phase}/row/{r}")}
+            watch.check([r for r in self.group.ranks if not self._has(f"{self._turn}/row/{r}")])
+        rows = {r: self._read(f"{self._turn}/row/{r}") for r in self.group.ranks if self._has(f"{self._turn}/row/{r}")}
         failed = {r: row["error"] for r, row in rows.items() if "error" in row}
         if failed:
             raise _failure(self.kind, self._phase, failed)
@@ -263,12 +275,13 @@ class Call:
         self.undecided = True  # before the row is out: the leader may have it although sending it failed
         self._post(message)
         watch = _Watch(self)
-        while not self._arrived(f"{self._phase}/verdict"):
+        while not self._arrived(f"{self._turn}/verdict"):
             watch.check([self.group.leader])
-        verdict = self._read(f"{self._phase}/verdict")
+        verdict = self._read(f"{self._turn}/verdict")
         self.undecided = False
         if "error" in verdict:
             raise _failure_of(self.kind, self._phase, verdict)
+        self.group.settled()
         return verdict["found"]
 
     def _arrived(self, name: str) -> bool:

@@ -212,9 +212,11 @@ class Layout:
         shape = _global_shape(placements, layout, local_shape)
         logical = _logical(placements, shape)
         _check_local(layout, shape, local_shape, rank)
-        stacked = next((n for n in numbers if n.rule.stack is not None), None)
-        if stacked is not None:
-            return self._stack(stored, shape, layout, logical, stacked)
+        stacked = [n for n in numbers if n.rule.stack is not None]
+        if len(stacked) > 1:
+            raise LayoutError("two numbers of its name are to be stacked", hint="leave stack=None in one of the two")
+        if stacked:
+            return self._stack(stored, shape, layout, logical, stacked[0])
         return Placed(name=stored, shape=shape, layout=layout, logical=logical)
 
     def _rule(self, name: str) -> tuple[Placement, ...]:

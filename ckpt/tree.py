@@ -1,6 +1,7 @@
 """Nested Python state ⇄ JSON nodes (docs/format.md §8). Invariant: ``decode(encode(x))`` is ``x``, types included, or ``encode`` raises.
 
-Two exceptions: ``OrderedDict`` and ``defaultdict`` come back as ``dict``, and arrays come back in the byte order of the machine.
+Two exceptions: ``OrderedDict``, ``defaultdict`` and ``Counter`` come back as ``dict``, and arrays come back in the byte order of the
+machine.
 A *path* is the text that ``join`` makes of the keys on the way to a value; it is also how tensors get their names.
 """
 
@@ -11,7 +12,7 @@ import enum
 import json
 import math
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -78,10 +79,10 @@ def child_path(path: str, key: Node) -> str:
 def encode(value: object, path: str, leaf: Leaf) -> Node:
     """Turn a nested state into a node.
 
-    Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict`` and ``defaultdict``), list, tuple, set,
-    frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and ``torch.Size``.
-    Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets, where only plain
-    values may be.
+    Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list,
+    tuple, set, frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
+    ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets,
+    where only plain values may be.
 
     Raises:
         StateError: a value is neither plain nor known to ``leaf``, contains itself, is nested too deep, or is a string that is not Unicode.
@@ -199,7 +200,7 @@ _SCALARS: dict[type, Callable[[Any, str], Node]] = {
     str: _str_node,
     bytes: lambda value, _: {"$bytes": _base64(value)},
 }
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple, set, frozenset})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset})
 
 
 def _numpy_node(value: Any) -> Node:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from . import tree
 from .catalog import Catalog, TensorEntry
-from .errors import NotFoundError, UsageError
+from .errors import NamesError, NotFoundError, UsageError
 from .geometry import Box
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class StoredTensor:
 
         Raises:
             CorruptError: the bytes are damaged.
-            IndexError, UsageError: the key does not fit.
+            IndexError: the key is out of range, or has more entries than the tensor has dimensions.
+            UsageError: it is neither integers nor slices with positive steps.
         """
         box, rest = _box_of(key, self.shape)
         return _read(self._catalog, self._entry, box)[rest]
@@ -66,7 +68,7 @@ class View(Mapping[str, StoredTensor]):
             import difflib
 
             near = difflib.get_close_matches(name, self._catalog.tensors, 3)
-            raise NotFoundError(
+            raise NamesError(  # a KeyError, so that ``get`` and ``in`` work
                 f"the checkpoint has no tensor {name!r}",
                 where=self._catalog.url,
                 hint=f"near it: {', '.join(near)}" if near else "`ckpt inspect` lists the names",
@@ -150,9 +152,11 @@ def _tidy(value: Any) -> Any:
     inner = value.get("state")
     if "param_groups" in value and isinstance(inner, dict) and isinstance(inner.get(""), _Tensors):
         states: dict[str, dict[str, Any]] = {k: dict(v) for k, v in inner.items() if k != ""}
+        params = {name for group in value["param_groups"] for name in group["params"]}
         for name, tensor in inner[""].items():
             param, _, key = name.rpartition(".")
-            states.setdefault(param, {})[key] = tensor
+            if param in params:  # not a tensor in a list or dict of the parameter's state: that is there already
+                states.setdefault(param, {})[key] = tensor
         return value | {"state": states}
     return {k: _tidy(v) for k, v in value.items()}
 
@@ -176,10 +180,11 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             offset.append(start if stop > start else 0)
             sizes.append(max(stop - start, 0))
             rest.append(slice(None, None, step))
-        elif isinstance(k, int):
-            if not -size <= k < size:
-                raise IndexError(f"index {k} is out of range for a dimension of {size}")
-            offset.append(k % size)
+        elif type(k) is not bool and isinstance(k, Integral):
+            number = int(k)
+            if not -size <= number < size:
+                raise IndexError(f"index {number} is out of range for a dimension of {size}")
+            offset.append(number % size)
             sizes.append(1)
             rest.append(0)
         else:

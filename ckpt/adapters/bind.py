@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ from torch.optim import Optimizer
 
 from ckpt import tree
 from ckpt.catalog import Catalog, TensorEntry
-from ckpt.errors import ShapeError
+from ckpt.errors import ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
+from ckpt.plan.nodes import Nodes
 from ckpt.rules import Layout
 from ckpt.tree import MISSING, Node, join
 
 from .collect import check_root, is_stateful, stored_param_name
 from .memory import raw_view
 from .meshes import meshes_in
-from .modules import modules_in, tensors_of
+from .modules import copies_of, modules_in, tensors_of
 from .optimizers import decode_inline, names_in, on_host, params_of, set_options, state_path
 from .per_rank import PerRank
 from .place import Placer, own_name
+from .refill import like, refill
 from .tensors import Held, LocalTensor, torch_dtype
 
 Setter = Callable[[Any], None]
@@ -73,7 +76,8 @@ def _no_setter(value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """A parameter of an optimizer: its name in the state and in the checkpoint; ``host``: its single numbers are in host memory."""
+    """A parameter of an optimizer: its name in the state and in the checkpoint; ``host``: its single numbers are in host memory;
+    ``whole``: all of its state is wanted."""
 
     states: MutableMapping[Any, Any]
     param: torch.Tensor
@@ -81,6 +85,7 @@ class _Param:
     stored: str
     prefix: str
     host: bool
+    whole: bool
 
     def said(self, key: str) -> str:
         return f"{self.prefix}.{self.name}.{key}"
@@ -98,13 +103,18 @@ class _Walk:
         self.names = names
         self.found = Binding()
         self.entries = selection.view({n: e for n, e in catalog.tensors.items() if e.rank is None})
+        self.nodes = Nodes(catalog.state, selection)
         self._by_param: dict[str, dict[str, dict[str, TensorEntry]]] = {}
         self._absent: list[tuple[str, LocalTensor]] = []
+        self._meta: list[tuple[LocalTensor, torch.Tensor]] = []
+        self._own: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
-        """A tied name that the checkpoint lacks is not missing if the memory is filled under another name."""
+        """A tied name that the checkpoint lacks is not missing if the memory is filled under another name. What is missing gets no
+        memory."""
         filled = {id(local) for local, _ in self.found.targets.values()}
         self.found.missing += [name for name, local in self._absent if id(local) not in filled]
+        self.found.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
 
     # ---- containers
 
@@ -122,11 +132,12 @@ class _Walk:
             self.stateful(target, node, path)
         elif isinstance(target, dict) and (not path or _has_live(target)):
             for key in list(target):
-                self.value(target[key], tree.find(node, [key]), join(path, key), _item_setter(target, key))
+                at = join(path, key)
+                self.value(target[key], self.nodes.child(node, key, at), at, _item_setter(target, key))
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
-            self.plain(node, path, put)
+            self.plain(node, path, lambda value: put(refill(target, value)))
 
     def sequence(self, target: Sequence[object], node: Node, path: str, put: Setter) -> None:
         loaded = list(target)
@@ -135,7 +146,8 @@ class _Walk:
             self.found.misfits.append(f"{path}: {len(stored)} elements in the checkpoint, {len(loaded)} in the state")
             return
         for i, item in enumerate(target):
-            self.value(item, tree.find(node, [i]), join(path, i), _item_setter(loaded, i))
+            at = join(path, i)
+            self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
         if isinstance(target, list):
             self.found.apply.append(lambda: target.__setitem__(slice(None), loaded))
         else:
@@ -160,7 +172,7 @@ class _Walk:
         local = self.placer.add(said, tensor)
         self.target(said, local)
         if tensor.device.type == "meta":
-            self.found.create.append(lambda: self.materialise(local, tensor))
+            self._meta.append((local, tensor))
 
     def target(self, said: str, local: LocalTensor) -> None:
         """Match a placed tensor with its stored one."""
@@ -169,22 +181,28 @@ class _Walk:
         if entry is None:
             self._absent.append((name, local))
             return
+        self.found.used.add(entry.name)
         problem = misfit(local.info, entry, cast=self.cast)
         if problem is not None:
             self.found.misfits.append(f"{name}: {problem}")
             return
+        _check_writable(name, local)
         if entry.dtype != local.info.dtype:
             self.found.cast.append(name)
-        self.found.used.add(entry.name)
         first = self.found.targets.get(local.info.name)
         if first is None or name == local.info.name:
             self.found.targets[name] = (local, entry)
         elif (entry.alias or entry.name) != (first[1].alias or first[1].name):
-            self.compare(name, local, entry)
+            self.compare(name, local, entry, first[1])
 
-    def compare(self, name: str, local: LocalTensor, entry: TensorEntry) -> None:
-        """Two names of one memory that are stored apart: the second is read beside it and must be equal."""
-        beside = LocalTensor(local.info, [Held(h.box, torch.empty_like(h.memory)) for h in local.parts], name)
+    def compare(self, name: str, local: LocalTensor, entry: TensorEntry, other: TensorEntry) -> None:
+        """Two names of one memory that are stored apart must be equal: by their digests, or the second is read beside the first."""
+        same = self.same_bytes(local, entry, other)
+        if same is not None:
+            if not same:
+                self.found.misfits.append(f"{name}: the state ties it to {local.info.name}, the checkpoint has other values for it")
+            return
+        beside = LocalTensor(local.info, [Held(h.box, _real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
         self.found.targets[name] = (beside, entry)
 
         def check() -> None:
@@ -197,6 +215,15 @@ class _Walk:
 
         self.found.apply.insert(0, check)
 
+    def same_bytes(self, local: LocalTensor, one: TensorEntry, other: TensorEntry) -> bool | None:
+        """Whether two stored tensors are equal where this rank needs them, by the digests of their chunks; None if these cannot tell."""
+        if one.grid.cuts is None or (one.grid.cuts, one.dtype) != (other.grid.cuts, other.dtype):
+            return None
+        chunks = sorted({int(n) for held in local.parts for n in one.grid.overlapping(held.box)})
+        pairs = zip(self.catalog.extents(one, chunks), self.catalog.extents(other, chunks), strict=True)
+        digests = [(a.digest, b.digest) for a, b in pairs]
+        return None if any(None in pair for pair in digests) else all(a == b for a, b in digests)
+
     def materialise(self, local: LocalTensor, tensor: torch.Tensor) -> None:
         """Give memory to a meta tensor, in place: every reference to it sees the new memory."""
         if tensor.device.type != "meta":
@@ -204,25 +231,37 @@ class _Walk:
         real = _real_like(tensor, tensor.dtype)
         if isinstance(tensor, torch.nn.Parameter):
             real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+        real.__dict__.update(tensor.__dict__)  # swapped too
+        try:
+            torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+        except RuntimeError as err:
+            hint = "module.to_empty(device=...) before the load"
+            raise StateError(f"a meta tensor cannot be given memory: {err}", where=f"tensor {local.said}", hint=hint) from err
         self.placer.refresh(local, tensor)
 
     def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
         parts = tensors_of(module)
+        copies = [at for name in copies_of(module, parts) if self.selection.wants(at := join(path, name))]
+        if copies:
+            raise StateError(
+                f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
+                where=f"tensor {copies[0]}",
+                hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
+            )
         for name, tensor in parts.tensors.items():
             self.tensor(join(path, name), tensor)
         for name in parts.extra:
-            said, stored = join(path, name), tree.find(node, [name])
-            owner = parts.owners[name][0]
+            said = join(path, name)
             if self.selection.wants(said):
-                self.decoded(stored, said, owner.set_extra_state)
+                self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
         if self.selection.wants(path):
             self.decoded(node, path, target.load_state_dict, template=target.state_dict())
 
-    def decoded(self, node: Node, path: str, put: Setter, template: object = None) -> None:
-        """Rebuild a stored value, tensors included, and hand it over. ``template`` shows how its tensors are laid out now."""
+    def decoded(self, node: Node, path: str, put: Setter, template: object = None, device: str | torch.device = "cpu") -> None:
+        """Rebuild a stored value, tensors included, and hand it over. ``template`` shows how its tensors are laid out now, ``device`` where
+        those go that it lacks."""
         if node is MISSING:
             self.found.missing.append(path)
             return
@@ -230,22 +269,26 @@ class _Walk:
         likes = dict(_tensors_in(template, path))
         for where, leaf in tree.leaves(node):
             if isinstance(leaf, dict) and "$tensor" in leaf:
-                self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh)
+                self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh, device)
         self.found.values.append(path)
 
         def special(kind: str, payload: Any) -> object:
             return fresh[payload] if kind == "$tensor" else _inline_only(kind, payload)
 
-        self.found.apply.append(lambda: put(tree.decode(node, special)))
+        self.found.apply.append(lambda: put(like(template, tree.decode(node, special))))
 
-    def fresh(self, stored: str, like: torch.Tensor | None, fresh: dict[str, torch.Tensor]) -> None:
-        """New memory for a tensor inside a stateful object."""
+    def fresh(self, stored: str, now: torch.Tensor | None, fresh: dict[str, torch.Tensor], device: str | torch.device) -> None:
+        """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""
         name = self.selection.renamed(stored)
         entry = self.catalog.tensors.get(stored)
         if entry is None:
             self.found.missing.append(name)
             return
-        new = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) if like is None else torch.empty_like(like)
+        if now is not None and (isinstance(now, DTensor) or self.placer.layout is not None):
+            new = torch.empty_like(now)
+        else:
+            where = device if now is None else _real_device(now)
+            new = torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=where)
         fresh[stored] = new
         if name not in self.placer.tensors:
             self.target(name, self.placer.add(name, new))
@@ -273,10 +316,7 @@ class _Walk:
 
     def own(self, target: PerRank, node: Node, path: str) -> None:
         def put(value: object) -> None:
-            if is_stateful(target.value):
-                target.value.load_state_dict(value)
-            else:
-                target.value = value
+            target.value = refill(target.value, value)
 
         self._rebuilt(node, path, put)
 
@@ -285,8 +325,10 @@ class _Walk:
         self.found.apply.append(lambda: put(tree.decode(node, lambda k, p: fresh[p] if k == "$tensor" else _inline_only(k, p))))
 
     def _own_tensor(self, stored: str) -> torch.Tensor:
+        if stored in self._own:
+            return self._own[stored]  # tied when it was saved
         entry = self.catalog.tensors[stored]
-        new = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        new = self._own[stored] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         local = self.placer.add_own(f"{stored}>", new)
         self.found.targets[own_name(f"{stored}>", self.placer.rank)] = (local, entry)
         return new
@@ -299,32 +341,40 @@ class _Walk:
         def put() -> None:
             assert target.reshard is not None
             value = target.reshard(values, self.placer.ranks.index(self.placer.rank), len(self.placer.ranks))
-            if is_stateful(target.value):
-                target.value.load_state_dict(value)
-            else:
-                target.value = value
+            target.value = refill(target.value, value)
 
         self.found.apply.append(put)
 
     # ---- optimizers
 
     def optimizer(self, optimizer: Optimizer, node: Node, path: str) -> None:
-        prefix = state_path(path)
-        options = self.stored_options(node)
+        prefix, groups_path = state_path(path), join(path, "param_groups")
+        states = self.nodes.child(node, "state", prefix)
+        groups = self.nodes.child(node, "param_groups", groups_path)
+        options = self.stored_options(groups)
+        if options:
+            self.found.values.append(groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
             wanted = []
             for name, param in named:
-                if self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}"):
-                    stored = stored_param_name(self.placer, name, param)
-                    owner = _Param(optimizer.state, param, name, stored, prefix, on_host(group))
-                    self.param_state(owner, tree.find(node, ["state", stored]))
+                whole = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
+                if not whole and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
+                    continue
+                stored = stored_param_name(self.placer, name, param)
+                owner = _Param(optimizer.state, param, name, stored, prefix, on_host(group), whole)
+                self.param_state(owner, self.nodes.child(states, stored, f"{prefix}.{stored}"))
+                if whole:
                     wanted.append(stored)
             if wanted or not named:
-                self.group_options(group, wanted, options, join(path, "param_groups"))
+                self.group_options(group, wanted, options, groups_path)
 
-    def stored_options(self, node: Node) -> dict[str, Node]:
-        groups = tree.find(node, ["param_groups"])
-        if groups is MISSING or not isinstance(groups, dict):
+    def wants_state(self, optimizer: Optimizer, param: torch.Tensor, said: str, prefix: str) -> bool:
+        """Whether a glob may select some of the state of a parameter that is not wanted as a whole."""
+        keys = {key for state in self.states_below(prefix).values() for key in state} | set(optimizer.state.get(param, {}))
+        return any(self.selection.wants(f"{said}.{key}") for key in keys)
+
+    def stored_options(self, groups: Node) -> dict[str, Node]:
+        if not isinstance(groups, dict):
             return {}
         return {self.selection.renamed(name): group["options"] for group in groups.get("$param_groups", []) for name in group["params"]}
 
@@ -342,33 +392,40 @@ class _Walk:
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
         now = owner.states.get(owner.param, {})
-        there = self.entries_of(owner.prefix, owner.stored)
-        for key, old in now.items():
-            if isinstance(old, torch.Tensor):
-                self.target(owner.said(key), self.placer.add_state(owner.said(key), old, owner.param, owner.name, owner.prefix))
-            elif key not in there:
-                self.plain(tree.find(values, [key]), owner.stored_path(key), _item_setter(now, key))
-        for key, entry in there.items():
-            if not isinstance(now.get(key), torch.Tensor):
-                self.create_state(owner, key, entry)
-        for key in values if isinstance(values, dict) else ():
-            if key not in now:
-                self.plain(values[key], owner.stored_path(key), _state_setter(owner, key))
+        tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
+        there = self.states_below(owner.prefix).get(owner.stored, {})
+        stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
+        for key in dict.fromkeys([*now, *there, *stored]):
+            if not owner.whole and not self.selection.wants(owner.said(key)):
+                continue
+            if key in tensors:
+                self.target(owner.said(key), self.placer.add_state(owner.said(key), now[key], owner.param, owner.name, owner.prefix))
+            elif key in there:
+                self.create_state(owner, key, there[key])
+            else:
+                self.decoded(stored.get(key, MISSING), owner.stored_path(key), _state_setter(owner, key), device=_real_device(owner.param))
 
     def create_state(self, owner: _Param, key: str, entry: TensorEntry) -> None:
         dtype = torch_dtype(entry.dtype)
-        placed = self.placer.param_shape(owner.name, owner.param)
-        if len(entry.shape) == len(placed) and (entry.numel != 1 or math.prod(placed) == 1):
+        if self.lies_like(owner, entry):
             new = _real_like(owner.param, dtype)
         else:
-            shape = () if self.placer.layout is not None else entry.shape
-            new = torch.empty(shape, dtype=dtype, device="cpu" if owner.host else _real_device(owner.param))
+            shape = () if self.placer.layout is not None else entry.logical or entry.shape
+            host = owner.host and math.prod(shape) == 1
+            new = torch.empty(shape, dtype=dtype, device="cpu" if host else _real_device(owner.param))
         self.target(owner.said(key), self.placer.add_state(owner.said(key), new, owner.param, owner.name, owner.prefix))
         put = _state_setter(owner, key)
         self.found.apply.append(lambda: put(new))
 
-    def entries_of(self, prefix: str, param: str) -> dict[str, TensorEntry]:
-        """Stored state of one parameter, by key."""
+    def lies_like(self, owner: _Param, entry: TensorEntry) -> bool:
+        """Whether a stored tensor of a parameter's state has an element for each of the parameter, so that it lies as that does."""
+        placed = self.placer.param_shape(owner.name, owner.param)
+        if self.placer.layout is None and not isinstance(owner.param, DTensor):
+            return placed in (entry.shape, entry.logical)
+        return len(entry.shape) == len(placed) and (entry.numel != 1 or math.prod(placed) == 1)
+
+    def states_below(self, prefix: str) -> dict[str, dict[str, TensorEntry]]:
+        """Stored tensors of an optimizer's state, by parameter and key."""
         if prefix not in self._by_param:
             found: dict[str, dict[str, TensorEntry]] = {}
             for name, entry in self.entries.items():
@@ -376,7 +433,14 @@ class _Walk:
                     owner, _, key = name[len(prefix) + 1 :].rpartition(".")
                     found.setdefault(owner, {})[key] = entry
             self._by_param[prefix] = found
-        return self._by_param[prefix].get(param, {})
+        return self._by_param[prefix]
+
+
+def _check_writable(name: str, local: LocalTensor) -> None:
+    for held in local.parts:
+        if any(stride == 0 and size > 1 for size, stride in zip(held.box.shape, held.memory.stride(), strict=True)):
+            text = "its elements share memory (it was expanded), so it cannot be loaded into"
+            raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 
 
 def _item_setter(container: Any, key: Any) -> Setter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError, UsageError
 from ckpt.rules import Layout
-from ckpt.tree import MAX_DEPTH, Node, encode, join
+from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, mapping_node, pairs_of, tag_of
 
 from .meshes import meshes_in
 from .modules import modules_in, tensors_of
-from .optimizers import encode_options, names_in, params_of, state_path
+from .optimizers import check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import PerRank
 from .place import Placer
 
@@ -39,15 +40,42 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     check_root(state)
     found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
     walk = _Walk(found, names_in(modules_in(state)))
-    found.state = encode(state, "", walk.leaf)
+    found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
     for tensor in found.placer.tensors.values():
-        if any(part.memory.device.type == "meta" for part in tensor.parts):
+        if any(_without_memory(part.memory) for part in tensor.parts):
             raise StateError(
-                "a tensor on the meta device has no values to save",
+                "a tensor on the meta device, or one whose memory was freed, has no values to save",
                 where=f"tensor {tensor.said}",
                 hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
             )
     return found
+
+
+def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node, list[str]]:
+    """Move references to renumbered tensors to where their stored names lead, so that the ranks' states can be joined: layer 0 of a
+    stage is not layer 0 of the job. Returns the node and the names that belong further up."""
+    pairs = pairs_of(node)
+    if pairs is None or not renumbered:
+        return node, []
+    kept: list[tuple[Node, Node]] = []
+    moved: dict[str, None] = {}
+    for key, child in pairs:
+        at = child_path(path, key)
+        if at in renumbered and tag_of(child) == "$tensor":
+            moved[renumbered[at]] = None
+            continue
+        changed, below = _rehomed(child, at, renumbered)
+        moved |= dict.fromkeys(below)
+        if changed or not below:
+            kept.append((key, changed))
+    start = f"{path}." if path else ""
+    home = [name for name in moved if name.startswith(start)]
+    kept += [(name[len(start) :], {"$tensor": name}) for name in home]
+    return mapping_node(kept), [name for name in moved if not name.startswith(start)]
+
+
+def _without_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta" or (tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0)
 
 
 def check_root(state: object) -> None:
@@ -79,11 +107,16 @@ class _Walk:
     def __init__(self, found: Collected, names: dict[int, str]) -> None:
         self.found = found
         self.names = names
+        self.renumbered: dict[str, str] = {}
+        """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, torch.Tensor):
             self.found.placer.add(_named(path), value)
-            return {"$tensor": self.found.placer.names[path]}
+            name = self.found.placer.names[path]
+            if name != path:
+                self.renumbered[path] = name
+            return {"$tensor": name}
         if isinstance(value, PerRank):
             if path in self.found.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
@@ -94,7 +127,10 @@ class _Walk:
         if isinstance(value, Optimizer):
             return self.optimizer(value, path)
         if is_stateful(value):
-            return encode(value.state_dict(), path, self.leaf)  # type: ignore[attr-defined]
+            outside = dict(self.renumbered)
+            node = encode(value.state_dict(), path, self.leaf)  # type: ignore[attr-defined]
+            self.renumbered = outside
+            return node
         return None
 
     def own_leaf(self, value: object, path: str) -> Node:
@@ -110,11 +146,13 @@ class _Walk:
             self.found.placer.add(join(path, name), tensor)
         node: Node = {"$tensors": path}
         if parts.extra:
-            node = {"": node} | {name: encode(value, join(path, name), self.leaf) for name, value in parts.extra.items()}
+            extra = [(name, encode(value, join(path, name), self.leaf)) for name, value in parts.extra.items()]
+            node = mapping_node([("", node), *extra])
         return node
 
     def optimizer(self, optimizer: Optimizer, path: str) -> Node:
         groups = params_of(optimizer, self.names, path)
+        check_keys(optimizer, path)
         prefix = state_path(path)
         values: dict[str, Node] = {"": {"$tensors": prefix}}
         param_groups = []
@@ -125,7 +163,7 @@ class _Walk:
                     values[self.param_name(name, param)] = rest
             stored = list(dict.fromkeys(self.param_name(name, param) for name, param in named))
             param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
-        return {"state": values, "param_groups": {"$param_groups": param_groups}}
+        return {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
 
     def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str) -> dict[str, Node]:
         """Add the tensors of one parameter's state; return the nodes of what is not a tensor."""
@@ -135,7 +173,7 @@ class _Walk:
             if isinstance(value, torch.Tensor):
                 self.found.placer.add_state(said, value, param, name, prefix)
             else:
-                rest[str(key)] = encode(value, said, self.leaf)
+                rest[key] = encode(value, said, self.leaf)
         return rest
 
     def param_name(self, name: str, param: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,7 +19,18 @@ from torch.optim import Optimizer
 from ckpt.layout import Mesh, TensorLayout
 
 
+_known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+
+
 def mesh_of(mesh: DeviceMesh) -> Mesh:
+    """The same mesh as ours. It is remembered: torch lists a mesh's ranks anew each time, and every DTensor asks."""
+    found = _known.get(mesh)
+    if found is None:
+        found = _known[mesh] = _mesh_of(mesh)
+    return found
+
+
+def _mesh_of(mesh: DeviceMesh) -> Mesh:
     sizes = tuple(int(n) for n in mesh.shape)
     names = tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(len(sizes))))
     return Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist()))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .tensors import local_of
+
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attribute names that torch.compile, activation checkpointing and FSDP1 put into parameter names."""
 
@@ -18,15 +20,19 @@ class ModuleTensors:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     extra: dict[str, object] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    """Submodule and attribute of each tensor or extra state."""
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    """Submodule of each tensor or extra state."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and the like."""
-    while isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        module = module.module
-    return module
+    """The module inside DistributedDataParallel, torch.compile and the like, in whatever order they wrap it."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            module = inner
+        else:
+            return module
 
 
 def clean_name(name: str) -> str:
@@ -38,12 +44,12 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     """Everything that ``module.state_dict()`` would have, without copying."""
     found = ModuleTensors()
     module = unwrap(module)
-    owners = dict(module.named_modules(remove_duplicate=False))
+    owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
     for key, value in module.state_dict(keep_vars=True).items():
-        prefix, _, attribute = key.rpartition(".")
         name = clean_name(key)
+        prefix, _, attribute = name.rpartition(".")
         if prefix in owners:
-            found.owners[name] = (owners[prefix], attribute)
+            found.owners[name] = owners[prefix]
         if isinstance(value, torch.Tensor) and attribute != "_extra_state":
             found.tensors[name] = value
         else:
@@ -51,13 +57,18 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     return found
 
 
-def replace(owner: nn.Module, attribute: str, tensor: torch.Tensor) -> None:
-    """Put a tensor with memory in the place of one on the meta device."""
-    old = owner._parameters.get(attribute)
-    if old is not None:
-        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=old.requires_grad)
-    else:
-        owner._buffers[attribute] = tensor
+def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:
+    """Names of tensors that the module's ``state_dict`` makes anew each time, so that filling them would not change the module."""
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    if all(id(t) in own for t in parts.tensors.values()):
+        return []
+    again = tensors_of(module).tensors
+    return [name for name, t in parts.tensors.items() if id(t) not in own and (name not in again or not _same_memory(t, again[name]))]
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = local_of(a), local_of(b)
+    return a is b or a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
 
 
 def modules_in(state: object, path: str = "") -> Iterator[tuple[str, nn.Module]]:

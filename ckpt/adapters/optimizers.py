@@ -50,6 +50,20 @@ def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[t
     return groups
 
 
+def check_keys(optimizer: Optimizer, path: str) -> None:
+    """Raise StateError if an optimizer keeps state that belongs to none of its parameters, or under keys that give no names."""
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for owner, state in optimizer.state.items():
+        if id(owner) not in params and state:
+            what = f"a parameter of shape {tuple(owner.shape)}" if isinstance(owner, torch.Tensor) else repr(owner)
+            hint = "keep it in a group's options or in a parameter's state, or put it into the state beside the optimizer"
+            raise StateError(f"the optimizer has state for {what}, which is in none of its groups", where=path, hint=hint)
+        wrong = [key for key in state if not isinstance(key, str) or not key or "." in key or key.startswith("$")]
+        if wrong:
+            hint = "use strings without dots and $"
+            raise StateError(f"the key {wrong[0]!r} of the optimizer's state gives no name", where=path, hint=hint)
+
+
 def encode_options(group: Mapping[str, Any], path: str) -> Node:
     """The node of a parameter group's options: everything but its parameters."""
     plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -16,6 +16,7 @@ from ckpt.layout import Interleaved, Mesh, Shard, Split, TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.rules import Placed
 
+from .memory import raw_view, reads_otherwise
 from .meshes import mesh_of, widened
 
 
@@ -46,6 +47,17 @@ class LocalTensor:
                     view = view.narrow(dim, start, size)
                 return view
         raise LayoutError(f"this rank has no memory for {box}", where=f"tensor {self.info.name}")
+
+    def gather(self, box: Box) -> torch.Tensor:
+        """The values of ``box``: its memory, or a copy where several parts have some of it (stacked experts)."""
+        inside = [(part, common) for part in self.parts if (common := part.box.intersect(box)) is not None]
+        if len(inside) <= 1 or sum(common.numel for _, common in inside) != box.numel:
+            return self.view(box)
+        whole = torch.empty(box.shape, dtype=inside[0][0].memory.dtype, device=inside[0][0].memory.device)
+        for _, common in inside:
+            part, target = self.view(common), whole[common.relative_to(box.offset).slices]
+            _ = target.copy_(part) if reads_otherwise(part) else raw_view(target).copy_(raw_view(part))
+        return whole
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
@@ -182,6 +194,6 @@ def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[Held]:
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two names of the same memory (tied tensors). A part without memory is known by the tensor object alone."""
     local = local_of(tensor)
-    if local.numel() == 0 or local.device.type == "meta":
+    if local.numel() == 0 or local.device.type == "meta" or local.untyped_storage().nbytes() == 0:
         return (id(tensor),)
     return (local.data_ptr(), local.device, local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg())

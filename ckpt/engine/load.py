@@ -19,6 +19,7 @@ from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.plan.match import Selection, report_names
+from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
 from ckpt.rules import Layout
 
@@ -32,8 +33,9 @@ class LoadReport:
     """What a load did.
 
     ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's
-    state has. ``renamed``: stored name → name in the state. ``cast``: tensors of this rank whose dtype was converted. Bytes are
-    this rank's: ``bytes_needed`` by its tensors, ``bytes_read`` from storage, ``bytes_unverified`` read without a check of their digest.
+    state has. ``renamed``: a tensor's stored name → its name in the state. ``cast``: tensors of this rank whose dtype was converted.
+    Bytes are this rank's: ``bytes_needed`` by its tensors, ``bytes_read`` from storage, ``bytes_unverified`` read without a check of
+    their digest.
     """
 
     url: str
@@ -147,8 +149,8 @@ class _Load:
         select = self.options.selection
         names = [n for n, e in self.catalog.tensors.items() if e.rank is None and n not in used and select.wants(select.renamed(n))]
         for path, node in tree.leaves(self.catalog.state):
-            counted = not tree.refers(node) or (isinstance(node, dict) and "$per_rank" in node)
-            if counted and path and select.wants(path) and not _covered(path, values):
+            counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
+            if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
                 names.append(path)
         return sorted(names)
 
@@ -183,9 +185,10 @@ def run_each(actions: Iterable[Callable[[], None]]) -> None:
         action()
 
 
-def _covered(path: str, taken: set[str]) -> bool:
-    """Whether a value or something that contains it was taken."""
-    return path in taken or any(path[:i] in taken for i, c in enumerate(path) if c == ".") or "" in taken
+def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
+    """Whether a value of the checkpoint, or something that contains it, was taken, by whatever path the state has it."""
+    around = [path, *(path[:i] for i, c in enumerate(path) if c == ".")]
+    return any((renamed_path(selection, p) if selection.rename else p) in taken for p in around)
 
 
 def _on(name: str, ranks: list[int], size: int) -> str:

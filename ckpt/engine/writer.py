@@ -121,7 +121,7 @@ class RankWriter:
         self._digests[chunk.name, chunk.number] = digest.intdigest()
 
     def _bytes(self, chunk: _Chunk) -> memoryview:
-        return as_bytes(self.tensors[chunk.name].view(chunk.box)) if chunk.box.numel else memoryview(b"")
+        return as_bytes(self.tensors[chunk.name].gather(chunk.box)) if chunk.box.numel else memoryview(b"")
 
     def _replicas(self, pool: ThreadPoolExecutor) -> dict[str, dict[str, str]]:
         """Hash the replicated chunks that other ranks write, so that replicas can be compared."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckpt.catalog import TensorEntry
+from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.geometry import Box
 
@@ -62,6 +63,8 @@ def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
     """Why a stored tensor cannot be loaded into a wanted one, or None if it can."""
     if entry.dtype != wanted.dtype and not cast:
         return f"dtype {entry.dtype.name} in the checkpoint, {wanted.dtype.name} in the state (cast=True converts)"
+    if entry.dtype != wanted.dtype and not castable(entry.dtype, wanted.dtype):
+        return f"dtype {entry.dtype.name} in the checkpoint cannot be converted to {wanted.dtype.name}"
     if entry.shape == wanted.shape and (wanted.logical is None or entry.logical is None):
         return None
     mine = wanted.logical or wanted.shape
@@ -70,6 +73,12 @@ def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
         return None
     padded = " without padding" if wanted.logical or entry.logical else ""
     return f"shape {list(stored)} in the checkpoint, {list(mine)} in the state{padded}"
+
+
+def castable(stored: DType, wanted: DType) -> bool:
+    """Whether a load can convert: torch has no arithmetic of packed float4, and complex numbers would lose their imaginary part."""
+    packed = "float4" in stored.name + wanted.name
+    return not packed and not (stored.name.startswith("complex") and not wanted.name.startswith("complex"))
 
 
 def common_box(wanted: Global, entry: TensorEntry) -> Box:

@@ -1,9 +1,10 @@
 """The demo: a training run is killed in the middle of a save and goes on with another number of ranks and another mesh, bit for bit.
 
 1. ``train.py`` trains on 4 ranks, FSDP2 × tensor parallelism, and saves as it goes. While a save is writing, all ranks get SIGKILL.
-2. It is started again on 2 ranks, FSDP2 alone: it goes on from the newest committed checkpoint, saves, and is started once more from that.
-3. Another 2 ranks start from the same committed checkpoint and run straight through. The losses of 2 and 3 must be equal, every bit of them.
-4. The ``ckpt`` command looks at what all that wrote, and verifies it.
+2. It is started again on 2 ranks, FSDP2 alone: it goes on from the newest committed checkpoint, saves, and is started once more
+   from that.
+3. Another 2 ranks start from the same committed checkpoint and run straight through. The losses of 2 and 3 must be equal, bit for bit.
+4. The ``ckpt`` command inspects and verifies what all that wrote.
 
 Exit code 0 if everything held, 1 if not. Everything is written below a temporary directory, which is removed; ``--keep DIR`` keeps it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -50,7 +52,7 @@ class Scale:
     every: int
 
 
-FULL = Scale(model=("--width", "256", "--layers", "6", "--context", "128", "--batch", "8"), every=10)
+FULL = Scale(model=("--width", "256", "--layers", "6", "--context", "64", "--batch", "8"), every=10)
 QUICK = Scale(model=("--width", "64", "--layers", "2", "--context", "32", "--batch", "4"), every=4)
 
 
@@ -71,8 +73,8 @@ class Job:
         self.began = time.monotonic()
 
     def __enter__(self) -> Job:
-        shared = {"WORLD_SIZE": str(len(self.logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        shared |= {"GLOO_SOCKET_IFNAME": name for _, name in socket.if_nameindex() if name in ("lo", "lo0")}
+        shared = {"WORLD_SIZE": str(len(self.logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared["GLOO_SOCKET_IFNAME"] = loopback()  # else gloo looks up the host's name, which may lead nowhere
         try:
             for rank, log in enumerate(self.logs):
                 env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -113,6 +115,11 @@ class Job:
             time.sleep(0.02)
 
 
+def loopback() -> str:
+    """The name of the network interface of 127.0.0.1."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -147,14 +154,11 @@ def read_losses(log: Path) -> Losses:
     for line in log.read_text().splitlines():
         row = json.loads(line)
         loss = float.fromhex(row["loss"])
+        if not math.isfinite(loss):
+            raise DemoError(f"the loss of step {row['step']} is {loss}: {log}")
         if losses.setdefault(row["step"], loss) != loss:
             raise DemoError(f"step {row['step']} was run twice in one job's log, with different losses: {log}")
     return losses
-
-
-def differing(a: Losses, b: Losses) -> list[int]:
-    """Steps whose losses are not the same number, or that only one of the two has."""
-    return [step for step in sorted(a.keys() | b.keys()) if a.get(step) != b.get(step)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- the story
@@ -171,17 +175,17 @@ class Killed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the losses say: steps that were compared, those that differ, and how far the killed run's losses of the same steps lie apart."""
+    """What the losses say of ``steps``: those whose losses are not equal or not there; how many the killed run had done too, and how
+    far its losses lie apart."""
 
-    first: int
-    last: int
+    steps: range
     differing: list[int]
     overlap: int
     drift: float
 
     @property
     def holds(self) -> bool:
-        return not self.differing and self.overlap > 0 and self.drift <= DRIFT
+        return len(self.steps) > 0 and not self.differing and self.overlap > 0 and self.drift <= DRIFT
 
 
 class Demo:
@@ -201,13 +205,17 @@ class Demo:
         stop = start.number + 2 * self.scale.every
         self.resume(stop)
         self.run_straight(start, stop)
-        verdict = self.compare(start.number, stop)
+        verdict = self.compare(range(start.number + 1, stop + 1))
         verified = self.look(stop)
-        self.summary(killed, start.number, verdict, verified)
+        heading("Everything held" if verdict.holds and verified else "SOMETHING DID NOT HOLD")
+        for label, text in self.summary(killed, start.number, verdict):
+            print(f"  {label:<10}{text}")
+        print(f"  {'verified':<10}{self.stored()}: " + ("every byte fits its digest" if verified else "DAMAGED"))
+        print(f"  {'took':<10}{time.monotonic() - self.began:.0f} s")
         return verdict.holds and verified
 
     def train_and_kill(self) -> Killed:
-        """On 4 ranks, until SIGKILL in the middle of a save. If that save is committed before the signal arrives, once more with the next one."""
+        """On 4 ranks, until SIGKILL in the middle of a save. If it is committed before the signal arrives, once more, in the next one."""
         for attempt in range(5):
             heading("4 ranks, FSDP2 × tensor parallelism (2 × 2)")
             with self.job(f"trained-{attempt}", 4, "--tp", "2", "--save-every", str(self.scale.every), "--steps", "1000000") as job:
@@ -260,14 +268,12 @@ class Demo:
         """Of all jobs whose names begin so."""
         return {step: loss for log in sorted(self.work.glob(f"{name}*.losses")) for step, loss in read_losses(log).items()}
 
-    def compare(self, start: int, stop: int) -> Verdict:
+    def compare(self, steps: range) -> Verdict:
         trained, resumed, straight = self.losses("trained"), self.losses("resumed"), self.losses("straight")
-        expected = range(start + 1, stop + 1)
-        overlap = [step for step in expected if step in trained and step in resumed]
+        overlap = [step for step in steps if step in trained and step in resumed]
         return Verdict(
-            first=expected[0],
-            last=expected[-1],
-            differing=[step for step in expected if step not in resumed or resumed[step] != straight.get(step)],
+            steps=steps,
+            differing=[step for step in steps if step not in resumed or resumed[step] != straight.get(step)],
             overlap=len(overlap),
             drift=max((abs(trained[step] - resumed[step]) for step in overlap), default=0.0),
         )
@@ -276,7 +282,8 @@ class Demo:
         """Inspect and verify with the command line; whether all that is committed is whole."""
         heading("What was written")
         self.ckpt("inspect", f"run/step-{stop:08d}", "model.blocks.0.*")
-        return all([self.ckpt("verify", f"run/{Path(step.url).name}") for step in committed(self.run)])
+        whole = [self.ckpt("verify", f"run/{Path(step.url).name}") for step in committed(self.run)]
+        return all(whole)
 
     def ckpt(self, *arguments: str) -> bool:
         """Run the ``ckpt`` command for everybody to see; whether its exit code is 0."""
@@ -284,23 +291,25 @@ class Demo:
         command = "from ckpt.cli.main import main; main()"  # what the installed script does
         return subprocess.run([sys.executable, "-c", command, *arguments], cwd=self.work, check=False).returncode == 0
 
-    def summary(self, killed: Killed, start: int, verdict: Verdict, verified: bool) -> None:
-        trained, steps = self.losses("trained"), committed(self.run)
-        equal = verdict.last - verdict.first + 1 - len(verdict.differing)
-        before = " and ".join(str(step.number) for step in steps if step.number is not None and step.number <= start)
-        rows = [
-            ("trained", f"4 ranks, FSDP2 × TP (2 × 2), AdamW; loss {trained[1]:.2f} → {trained[max(trained)]:.2f} in {max(trained)} steps"),
-            ("killed", f"SIGKILL in the save of step {killed.step}: {size(killed.written)} of {size(killed.whole)} written, no commit record"),
-            ("left", f"steps {before} committed; step {killed.step} does not count, and its files harm nobody"),
-            ("resumed", f"2 ranks, FSDP2 (2), from step {start}; started again from step {killed.step}, saved this time"),
-            ("losses", f"{equal} of {equal + len(verdict.differing)} steps ({verdict.first} to {verdict.last}) equal an uninterrupted run's, bit for bit"),
-            ("", f"{verdict.overlap} of them the killed run had done too, on its 4 ranks: at most {verdict.drift:.1e} apart"),
-            ("verified", f"{len(steps)} checkpoints, {size(sum(s.tensor_bytes or 0 for s in steps))}: " + ("every byte fits its digest" if verified else "DAMAGED")),
-            ("took", f"{time.monotonic() - self.began:.0f} s"),
-        ]  # fmt: skip
-        heading("Everything held" if verdict.holds and verified else "SOMETHING DID NOT HOLD")
-        for label, text in rows:
-            print(f"  {label:<10}{text}")
+    def stored(self) -> str:
+        steps = committed(self.run)
+        return f"{len(steps)} checkpoints, {size(sum(step.tensor_bytes or 0 for step in steps))}"
+
+    def summary(self, killed: Killed, start: int, verdict: Verdict) -> list[tuple[str, str]]:
+        trained, steps, gone = self.losses("trained"), verdict.steps, killed.step
+        there = " and ".join(str(step.number) for step in committed(self.run) if step.number is not None and step.number <= start)
+        equal = f"{len(steps) - len(verdict.differing)} of {len(steps)} steps ({steps[0]} to {steps[-1]})"
+        return [
+            ("trained", f"4 ranks, FSDP2 × TP (2 × 2), AdamW: loss {trained[1]:.2f} → {trained[gone]:.2f} in {gone} steps"),
+            (
+                "killed",
+                f"SIGKILL to all in the save of step {gone}: {size(killed.written)} of {size(killed.whole)} written, no commit record",
+            ),
+            ("left", f"steps {there} committed; what was written of step {gone} is ignored"),
+            ("resumed", f"2 ranks, FSDP2 (2), from step {start}; again from step {gone}, which these saved"),
+            ("losses", f"{equal} equal to an uninterrupted run's, bit for bit"),
+            ("", f"{verdict.overlap} steps that the killed run had done on its 4 ranks: at most {verdict.drift:.1e} apart"),
+        ]
 
 
 def size(count: int) -> str:
@@ -312,7 +321,7 @@ def heading(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill a training run in the middle of a save, resume it elsewhere, and compare the losses.")
+    parser = argparse.ArgumentParser(description="Kill a training run in the middle of a save, resume it elsewhere, compare the losses.")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write into this new directory and leave it there")
     args = parser.parse_args()

@@ -41,7 +41,8 @@ class Attention(nn.Module):
         batch, time, _ = x.shape
         q, k, v = (w(x).view(batch, time, -1, self.head).transpose(1, 2) for w in (self.q, self.k, self.v))  # -1: the heads of this rank
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        return out
 
 
 class Block(nn.Module):
@@ -73,7 +74,7 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
+def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     """Cut the model over the mesh: its matrices over ``tp``, then everything over ``dp``."""
     if "tp" in (mesh.mesh_dim_names or ()):
         columns, rows = ColwiseParallel(), RowwiseParallel()
@@ -85,7 +86,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
             parallelize_module(block, mesh["tp"], plan)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------- data
@@ -150,13 +151,14 @@ def train(args: argparse.Namespace) -> None:
     dp = mesh.get_local_rank("dp")
 
     torch.manual_seed(0)
-    model = parallelize(Transformer(width=args.width, layers=args.layers, heads=4, context=args.context), mesh)
+    model = Transformer(width=args.width, layers=args.layers, heads=4, context=args.context)
+    parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     text = Text(args.text.read_bytes(), args.context)
     torch.manual_seed(1000 + dp)  # ranks of one tensor-parallel group drop the same elements
 
-    state = {
+    state: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,

@@ -83,8 +83,9 @@ def through_pieces(layout: TensorLayout, array: np.ndarray, rank: int) -> np.nda
 def meshes(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Mesh:
     """One to three dimensions; ranks from 0, from an offset, or in any order with gaps."""
     sizes: list[int] = []
-    for _ in range(draw(st.integers(1, 3))):
-        sizes.append(draw(st.integers(1, min(4, max_ranks // math.prod(sizes)))))
+    for _ in range(draw(st.sampled_from([1, 2, 3, 2]))):
+        left = max_ranks // math.prod(sizes)
+        sizes.append(draw(st.sampled_from([n for n in (2, 3, 4, 2, 3, 1) if n <= left])))
     world = math.prod(sizes)
     how = draw(st.sampled_from(["plain", "offset", "any"]))
     if how == "any":
@@ -160,10 +161,14 @@ DTYPE_NAMES = ("uint8", "bfloat16", "float32", "float64")
 
 @st.composite
 def tensor_lists(draw: st.DrawFn, mesh: Mesh, max_tensors: int = 5, *, stages: bool = True) -> list[Global]:
-    """Tensors of one job over ``mesh``, each with a layout of its own."""
+    """Tensors of one job over ``mesh``; some lie as others do, as the layers of a model."""
     count = draw(st.integers(1, max_tensors))
-    found = []
+    found: list[Global] = []
     for i in range(count):
+        if found and draw(st.booleans()):
+            like = draw(st.sampled_from(found))
+            found.append(Global(f"t{i}", like.dtype, like.shape, like.layout))
+            continue
         shape = draw(tensor_shapes())
         kind: DType = DTYPES[draw(st.sampled_from(DTYPE_NAMES))]
         found.append(Global(f"t{i}", kind, shape, draw(layouts(mesh, shape, stages=stages))))

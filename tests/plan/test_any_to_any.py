@@ -122,7 +122,7 @@ def ranks_of(tensors: Sequence[Global]) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------- through the plan
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(journeys())
 def test_any_layout_to_any_layout_is_the_identity(journey: tuple[list[Global], list[Global]]) -> None:
     source, wanted = journey
@@ -212,7 +212,6 @@ def load_rank(targets: list[Target], owned: dict[str, Owned], files: Files, gap:
         assert all((count <= 1).all() for count in times.values())
 
 
-@settings(max_examples=100)
 @given(journeys(), st.integers(0, 60), st.sampled_from([1, 40, 200, 1 << 20]), st.booleans())
 def test_files_written_in_one_layout_are_read_in_another(
     journey: tuple[list[Global], list[Global]], gap: int, length: int, whole: bool
@@ -291,7 +290,6 @@ def test_another_padding_keeps_what_is_real(rows: int, more: int, their_more: in
 # ------------------------------------------------------------------------------------------------------ without a single element
 
 
-@settings(max_examples=50)
 @given(tensor_shapes(), st.data())
 def test_tensors_without_elements_pass_too(shape: tuple[int, ...], data: st.DataObject) -> None:
     shape = (*shape[:1], 0, *shape[1:])

@@ -173,6 +173,15 @@ def test_fused_qkv_with_fewer_key_heads() -> None:
     assert parts(layout, 8) == [[0, 1, 4, 6], [2, 3, 5, 7]]
 
 
+def test_neighbouring_parts_are_one_piece() -> None:
+    """A group on one rank, or groups that meet, would otherwise be stored as several chunks."""
+    alone = TensorLayout(Mesh.of({"tp": 1}), (Interleaved(0, "tp", (4, 2, 2)),))
+    assert [p.box for p in alone.pieces((8, 3), 0)] == [Box((0, 0), (8, 3))]
+    assert alone.tiling((8, 3)).cuts == ((0, 8), (0, 3))
+    two = TensorLayout(Mesh.of({"tp": 2}), (Interleaved(0, "tp", (1, 4)),))
+    assert [p.box for p in two.pieces((5,), 0)] == [Box((0,), (3,))]
+
+
 def test_gate_and_up() -> None:
     layout = TensorLayout(Mesh.of({"tp": 2}), (Interleaved(0, "tp", 2),))
     assert parts(layout, 8) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -30,6 +30,13 @@ def stored(shape: Shape, logical: Shape | None = None, dtype: str = "float32", n
     return TensorEntry(name=name, dtype=DTYPES[dtype], shape=shape, grid=grid, logical=logical)
 
 
+def label(value: object) -> str | None:
+    """A short id for a test's parameter."""
+    if isinstance(value, Global | TensorEntry):
+        return "x".join(map(str, value.shape)) + (f" of {'x'.join(map(str, value.logical))}" if value.logical else "")
+    return "" if isinstance(value, str) else None
+
+
 # --------------------------------------------------------------------------------------------------------------------- names
 
 
@@ -126,7 +133,7 @@ def test_only(only: tuple[str, ...], name: str, is_wanted: bool) -> None:
         (wanted((12, 3)), stored((12, 3), (10, 3))),
         (wanted((12, 3), (10, 3)), stored((12, 3))),
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_fits(mine: Global, theirs: TensorEntry) -> None:
     assert misfit(mine, theirs, cast=False) is None
@@ -144,7 +151,7 @@ def test_what_fits(mine: Global, theirs: TensorEntry) -> None:
         (wanted((12, 3)), stored((16, 3), (10, 3)), "shape [10, 3] in the checkpoint, [12, 3] in the state without padding"),
         (wanted((12, 3), (10, 3)), stored((16, 3)), "shape [16, 3] in the checkpoint, [10, 3] in the state without padding"),
     ],
-    ids=str,
+    ids=label,
 )
 @pytest.mark.parametrize("cast", [False, True])
 def test_what_does_not_fit(mine: Global, theirs: TensorEntry, message: str, cast: bool) -> None:

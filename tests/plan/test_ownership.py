@@ -146,6 +146,16 @@ def test_chunks_are_rows_where_rows_are_small_enough() -> None:
     assert owned.cuts[1] == (0, 4096)
 
 
+@pytest.mark.parametrize("split", [(), (Flat("tp"),)], ids=["cuts", "boxes"])
+def test_a_replica_writes_neighbouring_rows(split: tuple[Split, ...]) -> None:
+    """However many chunks its part is."""
+    owned = assign([Global("w", F32, (240_000, 4096), TensorLayout(Mesh.of({"dp": 4, "tp": 1}), split))])["w"]
+    owners = owned.owners.tolist()
+    assert len(owners) == 4 * 15
+    assert sorted(set(owners)) == [0, 1, 2, 3]
+    assert all(owners[15 * i : 15 * i + 15] == [owners[15 * i]] * 15 for i in range(4))
+
+
 def test_an_element_larger_than_a_chunk_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "MAX_CHUNK", 8)
     ownership._owned.cache_clear()

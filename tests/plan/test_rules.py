@@ -161,6 +161,18 @@ def test_layers_may_be_assigned_by_hand() -> None:
         layout.place("layers.1.w", (1,), 3)
 
 
+def test_the_model_chunk_may_vanish_from_other_names_too() -> None:
+    """Embedding and head of a virtual pipeline lie in a chunk, but have no layer."""
+    layers = pipeline("{chunk}.layers.{n}", layers=8, stages=2, virtual=2)
+    ends = [Numbered(pattern=f"{{chunk}}.{name}", to=name, over="pp", ids=layers.ids) for name in ("embed", "head")]
+    layout = Layout({"pp": 2}, [("*", Replicate())], numbered=[layers, *ends])
+    assert layout.place("model.0.embed.w", (1,), 0).name == "model.embed.w"
+    assert layout.place("model.1.head.w", (1,), 1).name == "model.head.w"
+    assert layout.place("model.1.head.w", (1,), 1).layout.ranks() == {1}
+    with pytest.raises(LayoutError, match=r"no number for it on coordinate 1 of 'pp'"):
+        layout.place("model.2.head.w", (1,), 1)
+
+
 # ------------------------------------------------------------------------------------------------------------------- experts
 
 
@@ -242,6 +254,15 @@ def test_a_stack_needs_one_block_of_numbers_per_coordinate() -> None:
     layout = Layout({"ep": 2}, [("*", Replicate())], numbered=[rule])
     with pytest.raises(LayoutError, match=r"not one contiguous block(?s:.*)tensor experts.0.w, rank 1(?s:.*)stack=None"):
         layout.place("experts.0.w", (4,), 1)
+
+
+def test_only_one_number_of_a_name_is_stacked() -> None:
+    """Else tensors of different layers would get one name."""
+    numbers = [experts("experts.{n}", count=4, ranks=2, stack=0), pipeline("layers.{n}", layers=4, stages=2, stack=0)]
+    layout = Layout({"pp": 2, "ep": 2}, [("*", Replicate())], numbered=numbers)
+    assert layout.place("layers.1.w", (3,), 3).shape == (4, 3)
+    with pytest.raises(LayoutError, match=r"two numbers of its name are to be stacked \(tensor layers.0.experts.1.w, rank 0\)"):
+        layout.place("layers.0.experts.1.w", (3,), 0)
 
 
 @pytest.mark.parametrize("stack", [0, 1])

@@ -1,0 +1,162 @@
+"""The demo: its judgement of losses, its view of unfinished saves, that it leaves no process behind, and (slow) the whole of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo"
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("examples_demo_run", DEMO / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+STEPS = range(5, 9)
+LOSSES = {5: 2.5, 6: 2.25, 7: 0.1 + 0.2, 8: 2.0}
+
+
+def verdict_on(demo: ModuleType, work: Path, trained: dict[int, float], resumed: dict[int, float], straight: dict[int, float]):
+    for name, losses in (("trained-0", trained), ("resumed-0", resumed), ("straight", straight)):
+        rows = [json.dumps({"step": step, "loss": loss.hex()}) for step, loss in losses.items()]
+        (work / f"{name}.losses").write_text("\n".join(rows))
+    return demo.Demo(work, demo.QUICK).compare(STEPS)
+
+
+def test_equal_losses_hold(demo: ModuleType, tmp_path: Path) -> None:
+    verdict = verdict_on(demo, tmp_path, {4: 9.0, 5: 2.5, 6: 2.25 + 1e-6}, LOSSES, LOSSES)
+    assert verdict.holds
+    assert (verdict.differing, verdict.overlap) == ([], 2)
+    assert verdict.drift == pytest.approx(1e-6)
+
+
+def test_the_last_bit_of_a_loss_counts(demo: ModuleType, tmp_path: Path) -> None:
+    verdict = verdict_on(demo, tmp_path, LOSSES, LOSSES, LOSSES | {7: math.nextafter(LOSSES[7], 1)})
+    assert not verdict.holds
+    assert verdict.differing == [7]
+
+
+@pytest.mark.parametrize("lacking", ["resumed", "straight", "both"])
+def test_a_step_that_was_not_run_is_not_equal(demo: ModuleType, tmp_path: Path, lacking: str) -> None:
+    less = {step: loss for step, loss in LOSSES.items() if step != 6}
+    resumed, straight = less if lacking != "straight" else LOSSES, less if lacking != "resumed" else LOSSES
+    verdict = verdict_on(demo, tmp_path, LOSSES, resumed, straight)
+    assert not verdict.holds
+    assert verdict.differing == [6]
+
+
+@pytest.mark.parametrize("trained", [{}, {4: 2.5}, {5: 2.6}], ids=str)
+def test_the_killed_run_must_have_gone_the_same_way(demo: ModuleType, tmp_path: Path, trained: dict[int, float]) -> None:
+    assert not verdict_on(demo, tmp_path, trained, LOSSES, LOSSES).holds
+
+
+def test_a_step_run_twice_must_repeat_itself(demo: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "resumed-0.losses"
+    twice = '{"step": 5, "loss": "0x1.0p+1"}\n{"step": 5, "loss": "0x1.0p+1"}\n'
+    log.write_text(twice)
+    assert demo.read_losses(log) == {5: 2.0}
+    log.write_text(twice + '{"step": 5, "loss": "0x1.1p+1"}\n')
+    with pytest.raises(demo.DemoError, match="step 5"):
+        demo.read_losses(log)
+
+
+def test_a_loss_that_is_no_number_is_an_error(demo: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "straight.losses"
+    log.write_text('{"step": 5, "loss": "nan"}\n')
+    with pytest.raises(demo.DemoError, match="step 5 is nan"):
+        demo.read_losses(log)
+
+
+# --------------------------------------------------------------------------------------------------------- saves and jobs
+
+
+def test_a_save_under_way_has_data_and_no_commit_record(demo: ModuleType, tmp_path: Path) -> None:
+    for name in ("step-00000004", "step-00000008", "step-00000012"):
+        (tmp_path / name / "data").mkdir(parents=True)
+    assert demo.saving(tmp_path) is None
+    for name in ("step-00000004", "step-00000008"):
+        (tmp_path / name / "data" / "0123456789abcdef-00000.safetensors").write_bytes(bytes(10_000))
+    (tmp_path / "step-00000004" / "checkpoint.json").write_text("{}")
+    found = demo.saving(tmp_path)
+    assert found == tmp_path / "step-00000008"
+    assert 10_000 <= demo.bytes_in(found) < 100_000
+
+
+def job_of(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, work: Path, code: str):
+    """Two processes that run ``code`` in place of train.py."""
+    (work / "train.py").write_text(code)
+    monkeypatch.setattr(demo, "HERE", work)
+    return demo.Job("fake", 2, [], work)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_no_rank_outlives_its_job(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException]) -> None:
+    pids = []
+
+    def interrupted() -> None:
+        with job_of(demo, monkeypatch, tmp_path, "import time; time.sleep(100)") as job:
+            pids.extend(process.pid for process in job.ranks)
+            assert job.running()
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_fails_is_named_with_what_it_said(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no more memory')\ntime.sleep(100)"
+    with job_of(demo, monkeypatch, tmp_path, code) as job, pytest.raises(demo.DemoError, match=r"rank 1(.|\n)*no more memory"):
+        job.finish()
+    assert all(gone(process.pid) for process in job.ranks)
+
+
+def test_a_job_that_hangs_is_given_up(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "PATIENCE", 0.2)
+    began = time.monotonic()
+    with job_of(demo, monkeypatch, tmp_path, "import time; time.sleep(100)") as job, pytest.raises(demo.DemoError, match="not finished"):
+        job.finish()
+    assert time.monotonic() - began < 50
+
+
+# ------------------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.slow
+def test_the_demo_holds(tmp_path: Path) -> None:
+    work = tmp_path / "demo"
+    command = [sys.executable, str(DEMO / "run.py"), "--quick", "--keep", str(work)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    summary = done.stdout.partition("Everything held")[2]
+    assert "8 of 8 steps" in summary
+    rows = {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in work.glob("*.losses")}
+    resumed = rows["resumed-0.losses"] + rows["resumed-1.losses"]
+    assert len(resumed) == 8 and resumed == rows["straight.losses"]
+    trained = {row["step"]: float.fromhex(row["loss"]) for row in rows["trained-0.losses"]}
+    assert len(trained) >= 12 and trained[max(trained)] < trained[1] - 0.5
