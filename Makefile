@@ -1,5 +1,5 @@
 # make test   everything that has to pass: ruff, mypy, pytest
-# make demo   a checkpoint saved in one layout and loaded in another
+# make demo   a job is killed in the middle of a save and resumes on another mesh
 #
 # Both make .venv first if it is missing or older than pyproject.toml. Another interpreter: make test PYTHON=python3.12
 

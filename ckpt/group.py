@@ -94,6 +94,7 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     if not (dist.is_available() and dist.is_initialized()):
         return Group(0, (0,))
     pg = process_group if process_group is not None else dist.group.WORLD
+    assert pg is not None
     ranks = tuple(dist.get_process_group_ranks(pg))
     rank = dist.get_rank()
     if rank not in ranks:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from ckpt.layout import Mesh, TensorLayout
 
-
 _known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 

@@ -113,7 +113,11 @@ def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] =
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor, without autograd."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # with autograd, to_local records a node
+            local = tensor.to_local()
+    else:
+        local = tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()  # type: ignore[attr-defined]
     return local.detach()

@@ -27,8 +27,9 @@ Verify = Literal["full", "partial", "off"]
 """``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
 are checked. ``off``: nothing is checked."""
 
-MAX_READ = 32 << 20
-"""Small neighbouring ranges are read together up to this many bytes."""
+MAX_READ = 4 << 20
+"""Small neighbouring ranges are read together up to this many bytes: so few that they are still in the cache when they are hashed and
+copied. Larger ranges are read on their own, straight into the tensor where they are contiguous there."""
 MAX_GAP = 32 << 10
 """Bytes between two ranges that are read rather than skipped."""
 ALIGN = 4096
@@ -89,9 +90,10 @@ class Reader:
         stored = common_box(info, entry)
         copies: list[Copy] = []
         for held in job.target.parts:
+            box: Box | None = held.box
             if not stored.contains(held.box):
-                held.memory.zero_()
-            box = held.box.intersect(stored) if held.box.shape else held.box
+                (held.memory if reads_otherwise(held.memory) else raw_view(held.memory)).zero_()
+                box = held.box.intersect(stored)
             if box is not None:
                 copies += join(entry.grid, box)
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True)]

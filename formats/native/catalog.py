@@ -94,6 +94,9 @@ class NativeCatalog:
             CorruptError: a file is missing or truncated, or its header does not fit the index.
         """
         numbers = np.fromiter(chunks, dtype=np.int64)
+        if len(numbers) == 1:  # by far the most common case: no arrays for it
+            chunk = int(numbers[0])
+            return [self._extent(entry, entry.grid.box(chunk), entry.grid.file(chunk))]
         offsets, shapes = _boxes(entry.grid, numbers)
         files = entry.grid.files[numbers if len(entry.grid.files) > 1 else np.zeros_like(numbers)]
         return [

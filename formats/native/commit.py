@@ -151,7 +151,7 @@ def _check_known(members: dict[str, Any], where: str) -> None:
             hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one",
         )
     features = members.get("features")
-    unknown = [f for f in features if f not in FEATURES] if isinstance(features, list) else [features]
+    unknown = [f for f in features if not isinstance(f, str) or f not in FEATURES] if isinstance(features, list) else [features]
     if unknown:
         raise FormatError(
             f"it needs features that are not known: {', '.join(map(repr, unknown))}",

@@ -107,7 +107,7 @@ def _chunks(entries: Mapping[str, Any], digests: str, file: DataFile, where: str
     lengths = (spans[:, 1] - spans[:, 0]).tolist()
     for key, dtype, shape, length in zip(keys, dtypes, shapes, lengths, strict=True):
         if _BITS.get(dtype, 0) * math.prod(shape) != 8 * length or dtype not in _BITS:
-            _damaged(f"{key}: {length} bytes do not hold {dtype} of shape {list(shape)}", where)
+            _damaged(f"{key!r}: {length} bytes do not hold {dtype} of shape {list(shape)}", where)
     place = {key: CHUNK_DIGITS * i for i, key in enumerate(sorted(keys))}
     own = [digests[place[k] : place[k] + CHUNK_DIGITS] for k in keys]
     offsets = (spans[:, 0] + file.header).tolist()
@@ -144,6 +144,6 @@ def _check_cover(keys: Sequence[str], spans: IntArray, size: int, where: str) ->
     if len(bad):
         at = bad[0]
         kind = "a hole" if begins[at] > expected[at] else "an overlap"
-        _damaged(f"{kind} before {keys[order[at]]}, which starts at byte {begins[at]} of the data, not {expected[at]}", where)
+        _damaged(f"{kind} before {keys[order[at]]!r}, which starts at byte {begins[at]} of the data, not {expected[at]}", where)
     if expected[-1] != size:
         _damaged(f"its chunks end at byte {expected[-1]} of the data, which has {size} bytes", where)

@@ -19,6 +19,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 
 from .checks import find_problem
+from .nodes import node_problem
 from .paths import FILES, GRIDS, INDEX_NAMES, STATE, TENSORS
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file
 
@@ -147,6 +148,9 @@ def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.int64] | type[
 
 def _encode_state(contents: Contents) -> bytes:
     document = {"state": contents.state, "ranks": {str(r): dict(contents.ranks[r]) for r in sorted(contents.ranks)}}
+    problem = _state_problem(contents.state, contents.ranks)
+    if problem is not None:
+        raise StateError(f"the state cannot be stored: {problem}", hint="encode it with ckpt.tree first, and nest it less deep")
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, TypeError) as err:
@@ -250,9 +254,16 @@ def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, 
     try:
         document = json.loads(data.decode(), parse_constant=_refuse_constant)
         ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
-        return document["state"], ranks
+        problem = _state_problem(document["state"], ranks)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CorruptError(f"{STATE} is not what the format says: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
+    if problem is not None:
+        raise CorruptError(f"{STATE} is not what the format says: {problem}", where=where, hint=f"restore {STATE} from a copy")
+    return document["state"], ranks
+
+
+def _state_problem(state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
+    return node_problem(state) or next((p for values in ranks.values() for p in map(node_problem, (*values, *values.values())) if p), None)
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -34,7 +34,7 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
         table.validate(full=True)
         columns = {f.name: _one_piece(table.column(f.name).cast(f.type), f.type) for f in schema}
-    except (pa.ArrowException, KeyError, ValueError) as err:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as err:
         raise CorruptError(f"the index file cannot be read as this format's table: {err}", where=where, hint="rebuild the index") from err
     for f in schema:
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):

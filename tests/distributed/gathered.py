@@ -18,8 +18,9 @@ Full = dict[str, torch.Tensor]
 
 
 def local_state(which: Trained) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Everything that has to be saved, as this rank has it: prefix and suffix of its name around that of the parameter or buffer, the name in
-    the model, the tensor. Tied parameters come under each of their names; optimizer state under the first."""
+    """Everything that has to be saved, as this rank has it: the name in the model of the parameter or buffer, the pattern of the stored
+    name around it, the tensor, and the parameter that it belongs to. Tied parameters come under each of their names; optimizer state
+    under the first."""
     model = which.model.module if isinstance(which.model, nn.parallel.DistributedDataParallel) else which.model
     for name, tensor in model.state_dict(keep_vars=True).items():
         yield name, "model.{}", tensor.detach(), tensor
@@ -56,7 +57,11 @@ def _assemble(mine: list[tuple[str, Part, torch.Tensor]]) -> Full:
         first = by_name.setdefault(name, {}).setdefault(index, tensor)
         if not same(first, tensor):
             raise AssertionError(f"the ranks have different values of {name}, part {index}")
-    return {name: parts[0] if dims[name] is None else torch.cat([parts[i] for i in sorted(parts)], dims[name]) for name, parts in by_name.items()}
+    found = {}
+    for name, parts in by_name.items():
+        dim = dims[name]
+        found[name] = parts[0] if dim is None else torch.cat([parts[i] for i in sorted(parts)], dim)
+    return found
 
 
 def options(which: Trained) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,8 @@ from torch import nn
 from ckpt import Layout, Replicate, Shard, Uneven, experts, pipeline
 from tests.distributed.models import BLOCKS, EXPERTS, TORCH_LAYOUTS, VOCAB, Model, Part, Trained, adamw, loss_of, trained, whole_model
 
-CUT = {"embed.weight": 0, "head.weight": 0, "up.weight": 0, "up.bias": 0, "gate.weight": 0, "gate.bias": 0, "down.weight": 1, "out.weight": 1}
+CUT = dict.fromkeys(("embed.weight", "head.weight", "up.weight", "up.bias", "gate.weight", "gate.bias"), 0)
+CUT |= {"down.weight": 1, "out.weight": 1}
 """End of a name → the dimension that tensor parallelism cuts."""
 
 SIZES = {"embed": VOCAB, "head": VOCAB, "up": 33, "gate": 7, "down": 33, "out": 7}
@@ -70,9 +71,7 @@ def _trained(whole: Model, mine: nn.Module, parts: dict[str, Part], layout: Layo
         owner, _, attribute = name.rpartition(".")
         setattr(mine.get_submodule(owner), attribute, nn.Parameter(cut(name, param.detach()).clone()))
     optimizer, teacher = adamw(mine), adamw(whole)
-    return Trained(
-        model=mine, optimizer=optimizer, train=_step(whole, teacher, mine, optimizer, parts, cut), layout=layout, parts=parts
-    )
+    return Trained(model=mine, optimizer=optimizer, train=_step(whole, teacher, mine, optimizer, parts, cut), layout=layout, parts=parts)
 
 
 def _step(

@@ -234,7 +234,7 @@ def _rank_main(where: _Where, rank: int, job: bytes) -> None:
     try:
         found: Any = _call(where, rank, job)
         data = pickle.dumps(found)
-    except BaseException as err:
+    except BaseException as err:  # noqa: BLE001  the process that runs the tests gets it
         found = Lost(rank=rank, error=_picklable(err), text=traceback.format_exc())
         data = pickle.dumps(found)
         (where.folder / f"{rank}.raised").touch()
@@ -307,6 +307,6 @@ def _await(path: Path) -> None:
 def _picklable(err: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(err))
-    except Exception:  # an exception with a constructor of its own: its text stands for it
+    except Exception:  # noqa: BLE001  an exception with a constructor of its own: its text stands for it
         return RuntimeError(f"{type(err).__name__}: {err}")
     return err

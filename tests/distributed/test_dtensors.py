@@ -79,7 +79,8 @@ def save_cases(url: str, sizes: dict[str, int]) -> list[str]:
     state = state_of(mesh_of(**sizes), 0)
     ckpt.save(url, state)
     # What the table above says must be what torch means by these placements.
-    return [n for n, t in state.items() if not torch.equal(t.full_tensor(), whole(10 * int(n[1:].split(".")[0]) + int(n.split(".")[1]), t.shape))]
+    wanted = {f"t{i}.{j}": whole(10 * i + j, shape) for i in range(len(CASES)) for j, shape in enumerate(SHAPES)}
+    return [n for n, t in state.items() if not torch.equal(t.full_tensor(), wanted[n])]
 
 
 def load_cases(url: str, sizes: dict[str, int], shifts: Sequence[int]) -> list[str]:
@@ -171,7 +172,7 @@ def test_a_mesh_for_each_pipeline_stage(ranks: Ranks, tmp_path: Path) -> None:
     url = str(tmp_path / "a")
     assert ranks.run(4, save_stages, url, False) == [None] * 4
     view = ckpt.open(url)
-    wanted = {f"layers.{stage}.w": whole(stage, (5, 3)) for stage in (0, 1)} | {f"layers.{stage}.b": whole(2 + stage, (1,)) for stage in (0, 1)}
+    wanted = {f"layers.{i}.w": whole(i, (5, 3)) for i in (0, 1)} | {f"layers.{i}.b": whole(2 + i, (1,)) for i in (0, 1)}
     assert differences({n: view[n].read() for n in view}, wanted) == []
     assert ranks.run(4, load_stages, url) == [[]] * 4
 

@@ -1,4 +1,5 @@
-"""Plain tensors with a Layout on real ranks: fused, padded, flat, stacked and tied parts, cut here by hand, moved to other numbers of ranks."""
+"""Plain tensors with a Layout on real ranks: fused, padded, flat, stacked and tied parts, cut here by hand, moved to other numbers of
+ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt import Flat, GlobalShape, Interleaved, Layout, Padded, Replicate, Shard, Stage, Uneven, experts, pipeline
+from ckpt import Flat, GlobalShape, Interleaved, Layout, Padded, Replicate, Shard, Stage, experts, pipeline
 from tests.distributed.gathered import same
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_dtensors import part_of
@@ -181,9 +182,10 @@ def nested(fill: float | None = None) -> tuple[dict[str, Any], Layout]:
     tensors = [whole(f"layer{2 * stage + i}", 3, 2) for i in range(2)]
     if fill is not None:
         tensors = [torch.full_like(t, fill) for t in tensors]
-    model = {"version": 7, "layers": {"0": {"w": tensors[0], "kind": "dense"}, "1": {"w": tensors[1]}}, "flat": {"layers.0.v": tensors[0] + 1}}
-    layout = Layout({"pp": 2}, [("*", Replicate())], numbered=[pipeline("model.layers.{n}", layers=4, stages=2), pipeline("flat.layers.{n}", layers=2, stages=2)])
-    return {"model": model}, layout
+    layers = {"0": {"w": tensors[0], "kind": "dense"}, "1": {"w": tensors[1]}}
+    numbered = [pipeline("model.layers.{n}", layers=4, stages=2), pipeline("flat.layers.{n}", layers=2, stages=2)]
+    state = {"model": {"version": 7, "layers": layers, "flat": {"layers.0.v": tensors[0] + 1}}}
+    return state, Layout({"pp": 2}, [("*", Replicate())], numbered=numbered)
 
 
 def save_nested(url: str) -> None:
@@ -197,7 +199,8 @@ def load_nested(url: str) -> bool:
     ckpt.load(url, state, layout=layout)
     mine, right = state["model"], wanted["model"]
     plain = (mine["version"], mine["layers"]["0"]["kind"]) == (7, "dense")
-    return plain and all(same(mine["layers"][i]["w"], right["layers"][i]["w"]) for i in "01") and same(mine["flat"]["layers.0.v"], right["flat"]["layers.0.v"])
+    layers = [same(mine["layers"][i]["w"], right["layers"][i]["w"]) for i in "01"]
+    return plain and all(layers) and same(mine["flat"]["layers.0.v"], right["flat"]["layers.0.v"])
 
 
 def test_numbers_of_a_stage_in_nested_mappings(ranks: Ranks, tmp_path: Path) -> None:
@@ -207,6 +210,7 @@ def test_numbers_of_a_stage_in_nested_mappings(ranks: Ranks, tmp_path: Path) -> 
     state = view.state()["model"]
     assert (state["version"], state["layers"]["0"]["kind"]) == (7, "dense")
     assert {n: t.name for n, t in state["flat"].items()} == {f"layers.{i}.v": f"model.flat.layers.{i}.v" for i in range(2)}
-    found = {t.name for t in (state["layers"]["0"].get("w"), state["layers"]["1"].get("w"), state["layers"].get("2.w"), state["layers"].get("3.w")) if t}
-    assert found == {f"model.layers.{i}.w" for i in range(4)}
+    layers = state["layers"]
+    found = [layers["0"]["w"], layers["1"]["w"], layers["2.w"], layers["3.w"]]
+    assert [t.name for t in found] == [f"model.layers.{i}.w" for i in range(4)]
     assert ranks.run(2, load_nested, str(tmp_path / "a")) == [True, True]

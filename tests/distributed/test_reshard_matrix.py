@@ -82,7 +82,7 @@ def load_all(target: str, sources: Sequence[str]) -> dict[tuple[str, str], list[
                 which.optimizer = adamw(which.model)
             try:
                 found[source.layout, mode] = load_one(target, which, source)
-            except Exception as err:  # the test of this pair fails with it; the other pairs go on
+            except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on
                 found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
     return found
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt.errors import ShapeError
 from tests.distributed.gathered import Full, differences, full_state, spoil
-from tests.distributed.models import TORCH_LAYOUTS, Model, Trained, adamw, fsdp, loss_of, mesh_of, trained, whole_model
+from tests.distributed.models import TORCH_LAYOUTS, Model, Trained, fsdp, loss_of, mesh_of, trained, whole_model
 from tests.distributed.plain import build, world_size
 from tests.distributed.ranks import Ranks
 
@@ -39,7 +39,7 @@ def load(make: Made, url: str, wanted: Full) -> list[str]:
     which = make(2)
     spoil(which)
     report = ckpt.load(url, which.state())
-    return differences(full_state(which), wanted) + [*report.missing, *report.unexpected]
+    return [*differences(full_state(which), wanted), *report.missing, *report.unexpected]
 
 
 # ---------------------------------------------------------------------------------------------------------- going on
@@ -224,7 +224,7 @@ def load_wrapped(make: Made, url: str, wanted: Full) -> list[str]:
     which = make(2)
     spoil(which)
     report = ckpt.load(url, which.state())
-    return differences(plain_names(full_state(which)), wanted) + [*report.missing, *report.unexpected]
+    return [*differences(plain_names(full_state(which)), wanted), *report.missing, *report.unexpected]
 
 
 @pytest.mark.parametrize("wrapped", [ddp, checkpointed, compiled_in_place, wrapped_compiled])
@@ -274,7 +274,8 @@ def no_state(seed: int) -> Trained:
 
 
 def amsgrad(seed: int) -> Trained:
-    return with_optimizer(lambda params: torch.optim.Adam(params, amsgrad=True, lr=torch.tensor(0.03), capturable=False, foreach=False), seed)
+    """With a learning rate that is a tensor."""
+    return with_optimizer(lambda params: torch.optim.Adam(params, amsgrad=True, lr=torch.tensor(0.03), foreach=False), seed)
 
 
 def adagrad(seed: int) -> Trained:
@@ -284,8 +285,13 @@ def adagrad(seed: int) -> Trained:
 
 @pytest.mark.parametrize(
     ("make", "state"),
-    [(frozen, {"step", "exp_avg", "exp_avg_sq"}), (momentum, {"momentum_buffer"}), (no_state, set())]
-    + [(amsgrad, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), (adagrad, {"step", "sum"})],
+    [
+        (frozen, {"step", "exp_avg", "exp_avg_sq"}),
+        (momentum, {"momentum_buffer"}),
+        (no_state, set()),
+        (amsgrad, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (adagrad, {"step", "sum"}),
+    ],
 )
 def test_other_ways_to_train(ranks: Ranks, tmp_path: Path, make: Made, state: set[str]) -> None:
     full = ranks.run(2, save, make, str(tmp_path / "a"))[0]

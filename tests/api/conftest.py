@@ -1,0 +1,38 @@
+"""What the tests of the public face share: an empty place to save to, and small chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from ckpt.plan import ownership
+
+SHM = "/dev/shm"
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    """An empty directory, in memory where there is one."""
+    with TemporaryDirectory(prefix="ckpt-api-", dir=SHM if os.path.isdir(SHM) else None) as path:
+        yield path
+
+
+@pytest.fixture
+def url(root: str) -> str:
+    """Where a checkpoint may be saved: below an empty directory, not there yet."""
+    return f"{root}/run/step-1"
+
+
+@pytest.fixture
+def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Call it with a number of bytes: chunks are at most that large from then on."""
+
+    def limit(size: int) -> None:
+        ownership._owned.cache_clear()
+        monkeypatch.setattr(ownership, "MAX_CHUNK", size)
+
+    yield limit
+    ownership._owned.cache_clear()
