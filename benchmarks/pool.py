@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -109,8 +110,10 @@ def _serve(number: int, count: int, pipe: Connection) -> None:
             pipe.send((True, task(rank, **arguments)))
     except EOFError:
         return
-    except BaseException:  # the parent raises it; the other ranks may be waiting for this one, so all end
-        pipe.send((False, traceback.format_exc()))
+    except BaseException:  # noqa: BLE001  whatever it is, the parent raises it
+        with suppress(BrokenPipeError):  # the parent has given up because of another rank
+            pipe.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None
 
 
 def _join(number: int, count: int, pipe: Connection) -> Rank:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .dtypes import DType
-from .geometry import Box, IntArray, cells, cells_overlapping, intersect_all
+from .geometry import Box, IntArray, cell_box, cells, cells_overlapping, intersect_all
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -52,9 +52,7 @@ class Grid:
         if self.cuts is None:
             assert self.boxes is not None
             return Box(tuple(self.boxes[0][chunk].tolist()), tuple(self.boxes[1][chunk].tolist()))
-        at = np.unravel_index(chunk, [len(c) - 1 for c in self.cuts]) if self.cuts else ()
-        offset = tuple(c[i] for c, i in zip(self.cuts, at, strict=True))
-        return Box(offset, tuple(c[i + 1] - o for c, i, o in zip(self.cuts, at, offset, strict=True)))
+        return cell_box(self.cuts, chunk)
 
     def file(self, chunk: int) -> int:
         """Row of the catalog's files that has this chunk."""

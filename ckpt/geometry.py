@@ -105,6 +105,22 @@ def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
     return np.stack([s.ravel() for s in starts], axis=1), np.stack([s.ravel() for s in sizes], axis=1)
 
 
+def cell_box(cuts: Sequence[Sequence[int]], number: int) -> Box:
+    """The cell of this number, as :func:`cells` lists them.
+
+    Raises:
+        IndexError: the grid has no such cell.
+    """
+    rest, offset, shape = number, [], []
+    for c in reversed(cuts):
+        rest, i = divmod(rest, len(c) - 1)
+        offset.append(c[i])
+        shape.append(c[i + 1] - c[i])
+    if rest:
+        raise IndexError(f"a grid of {math.prod(len(c) - 1 for c in cuts)} cells has no cell {number}")
+    return Box(tuple(reversed(offset)), tuple(reversed(shape)))
+
+
 def cells_overlapping(cuts: Sequence[Sequence[int]], box: Box) -> IntArray:
     """Numbers of the cells of a grid that share an element with ``box``, increasing."""
     number = np.zeros(1, dtype=np.int64)

@@ -104,7 +104,10 @@ class View(Mapping[str, StoredTensor]):
         """The value that rank ``rank`` saved in the ``PerRank`` object at ``path`` (``"rng"``, ``"loader.position"``)."""
         nodes = self._catalog.ranks.get(rank, {})
         if path not in nodes:
-            raise NotFoundError(f"rank {rank} saved no PerRank value {path!r}", where=self._catalog.url)
+            known = ", ".join(sorted(nodes)[:5]) or "none"
+            raise NotFoundError(
+                f"rank {rank} saved no PerRank value {path!r}", where=self._catalog.url, hint=f"its values are {known}; ranks count from 0"
+            )
         return tree.decode(nodes[path], self._special)
 
     def _special(self, kind: str, payload: Any) -> object:
@@ -119,7 +122,7 @@ class View(Mapping[str, StoredTensor]):
 
             return decode_inline(payload)
         if kind == "$param_groups":
-            return [{"params": g["params"]} | cast(dict[str, Any], tree.decode(g["options"], self._special)) for g in payload]
+            return _ParamGroups({"params": g["params"]} | cast(dict[str, Any], tree.decode(g["options"], self._special)) for g in payload)
         return StoredPerRank(sorted(self._catalog.ranks))
 
     def __repr__(self) -> str:
@@ -140,8 +143,14 @@ class _Tensors(dict[str, StoredTensor]):
     """The tensors of a module, or of an optimizer's state, by name."""
 
 
+class _ParamGroups(list[dict[str, Any]]):
+    """The parameter groups of an optimizer."""
+
+
 def _tidy(value: Any) -> Any:
     """Put a module's extra states beside its tensors, and an optimizer's state under its parameters' names."""
+    if isinstance(value, _ParamGroups):
+        return list(value)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_tidy, value))
     if not isinstance(value, dict) or isinstance(value, _Tensors):
@@ -150,14 +159,15 @@ def _tidy(value: Any) -> Any:
     if isinstance(tensors, _Tensors):
         return dict(tensors) | {k: _tidy(v) for k, v in value.items() if k != ""}
     inner = value.get("state")
-    if "param_groups" in value and isinstance(inner, dict) and isinstance(inner.get(""), _Tensors):
-        states: dict[str, dict[str, Any]] = {k: dict(v) for k, v in inner.items() if k != ""}
-        params = {name for group in value["param_groups"] for name in group["params"]}
+    groups = value.get("param_groups")
+    if isinstance(groups, _ParamGroups) and isinstance(inner, dict) and isinstance(inner.get(""), _Tensors):
+        states: dict[str, dict[str, Any]] = {k: dict(v) for k, v in inner.items() if isinstance(v, dict) and k != ""}
+        params = {name for group in groups for name in group["params"]}
         for name, tensor in inner[""].items():
             param, _, key = name.rpartition(".")
             if param in params:  # not a tensor in a list or dict of the parameter's state: that is there already
                 states.setdefault(param, {})[key] = tensor
-        return value | {"state": states}
+        return value | {"state": states, "param_groups": list(groups)}
     return {k: _tidy(v) for k, v in value.items()}
 
 
@@ -201,6 +211,7 @@ def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     from .plan.ownership import Global
     from .settings import threads
 
+    catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, verify="full", threads=threads(None), beat=lambda: None)

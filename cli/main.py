@@ -6,6 +6,7 @@ Nothing heavier than click is imported here; a command's file is imported when t
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -50,6 +51,9 @@ class Commands(click.Group):
         """Run and exit; the arguments are those of ``click.Command.main``."""
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal, or UTF-8, cannot show
+                stream.reconfigure(errors="backslashreplace")
         sys.exit(_exit_code(lambda: super(Commands, self).main(arguments, prog_name or "ckpt", **extra), as_json="--json" in arguments))
 
 

@@ -18,6 +18,7 @@ from ckpt.geometry import (
     Box,
     box_to_flat,
     ceil_cuts,
+    cell_box,
     cells,
     cells_overlapping,
     even_cuts,
@@ -135,6 +136,17 @@ def test_cells_are_the_product_in_row_major_order(data: st.DataObject) -> None:
     assert offsets.shape == sizes.shape == (len(expected), len(shape))
     assert offsets.tolist() == [[lo for lo, _ in cell] for cell in expected]
     assert (offsets + sizes).tolist() == [[hi for _, hi in cell] for cell in expected]
+
+
+@given(st.data())
+def test_cell_box_is_the_cell_of_that_number(data: st.DataObject) -> None:
+    cuts = data.draw(cuts_of(data.draw(shapes(max_dims=3))))
+    offsets, sizes = cells(cuts)
+    listed = [Box(tuple(o), tuple(s)) for o, s in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    assert [cell_box(cuts, i) for i in range(len(listed))] == listed
+    for outside in (-1, len(listed)):
+        with pytest.raises(IndexError):
+            cell_box(cuts, outside)
 
 
 @given(st.data())

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ckpt import tree
 from ckpt.catalog import Catalog, TensorEntry
-from ckpt.errors import ShapeError, StateError
+from ckpt.errors import CorruptError, ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.rules import Layout
@@ -265,6 +265,10 @@ class _Walk:
         if node is MISSING:
             self.found.missing.append(path)
             return
+        foreign = {str(tree.tag_of(leaf)) for _, leaf in tree.leaves(node)} & _OWN_WALKS
+        if foreign:
+            self.found.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
+            return
         fresh: dict[str, torch.Tensor] = {}
         likes = dict(_tensors_in(template, path))
         for where, leaf in tree.leaves(node):
@@ -280,18 +284,30 @@ class _Walk:
     def fresh(self, stored: str, now: torch.Tensor | None, fresh: dict[str, torch.Tensor], device: str | torch.device) -> None:
         """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""
         name = self.selection.renamed(stored)
-        entry = self.catalog.tensors.get(stored)
-        if entry is None:
-            self.found.missing.append(name)
-            return
+        entry = self.referred(stored)
         if now is not None and (isinstance(now, DTensor) or self.placer.layout is not None):
             new = torch.empty_like(now)
         else:
-            where = device if now is None else _real_device(now)
-            new = torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=where)
+            new = self.room_for(entry, device if now is None else _real_device(now))
         fresh[stored] = new
         if name not in self.placer.tensors:
             self.target(name, self.placer.add(name, new))
+
+    def referred(self, stored: str) -> TensorEntry:
+        """The stored tensor that a value of the checkpoint refers to."""
+        entry = self.catalog.tensors.get(stored)
+        if entry is None:
+            raise CorruptError(
+                f"a value of the checkpoint refers to the tensor {stored!r}, which the index does not have",
+                where=self.catalog.url,
+                hint="run `ckpt verify` to see what else is damaged, and load another step",
+            )
+        return entry
+
+    def room_for(self, entry: TensorEntry, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Memory for a whole stored tensor, once it is known that all its bytes are there: an index may claim any size."""
+        self.catalog.extents(entry, range(len(entry.grid)))
+        return torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
     def per_rank(self, target: PerRank, path: str) -> None:
         if not self.selection.wants(path):
@@ -327,8 +343,8 @@ class _Walk:
     def _own_tensor(self, stored: str) -> torch.Tensor:
         if stored in self._own:
             return self._own[stored]  # tied when it was saved
-        entry = self.catalog.tensors[stored]
-        new = self._own[stored] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        entry = self.referred(stored)
+        new = self._own[stored] = self.room_for(entry)
         local = self.placer.add_own(f"{stored}>", new)
         self.found.targets[own_name(f"{stored}>", self.placer.rank)] = (local, entry)
         return new
@@ -383,8 +399,9 @@ class _Walk:
         self.found.missing += [f"{path} of {n}" for n in absent]
         found = {tree.text(options[n]): options[n] for n in names if n in options}
         if len(found) > 1:
-            texts = [tree.shorten(node) for node in found.values()]
-            self.found.misfits.append(f"{path}: parameters of one group have different options in the checkpoint: {' and '.join(texts)}")
+            self.found.misfits.append(
+                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(found.values()))}"
+            )
         elif found and not absent:
             (node,) = found.values()
             self.found.apply.append(lambda: set_options(group, tree.decode(node, _inline_only)))  # type: ignore[arg-type]
@@ -443,6 +460,13 @@ def _check_writable(name: str, local: LocalTensor) -> None:
             raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 
 
+def _differences(mappings: Sequence[Node]) -> str:
+    """What differs between mapping nodes, for a message: ``lr (0.1 and 0.2)``."""
+    texts = [{tree.shorten(k): tree.shorten(v) for k, v in tree.pairs_of(node) or ()} for node in mappings]
+    told = {key: list(dict.fromkeys(t.get(key, "nothing") for t in texts)) for key in dict.fromkeys(k for t in texts for k in t)}
+    return ", ".join(f"{key.strip(chr(34))} ({' and '.join(values)})" for key, values in told.items() if len(values) > 1)
+
+
 def _item_setter(container: Any, key: Any) -> Setter:
     def put(value: object) -> None:
         container[key] = value
@@ -485,6 +509,11 @@ def _tensors_in(value: object, path: str) -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, (list, tuple)):
         return [x for i, v in enumerate(value) for x in _tensors_in(v, join(path, i))]
     return []
+
+
+_OF_KIND = {"$tensors": "a module", "$param_groups": "an optimizer", "$per_rank": "a value per rank"}
+_OWN_WALKS = frozenset(_OF_KIND)
+"""Kinds of node that only the same kind of object in the state can take."""
 
 
 def _tensor_names(node: Node) -> list[str]:

@@ -50,6 +50,8 @@ class LocalTensor:
 
     def gather(self, box: Box) -> torch.Tensor:
         """The values of ``box``: its memory, or a copy where several parts have some of it (stacked experts)."""
+        if len(self.parts) == 1:
+            return self.view(box)
         inside = [(part, common) for part in self.parts if (common := part.box.intersect(box)) is not None]
         if len(inside) <= 1 or sum(common.numel for _, common in inside) != box.numel:
             return self.view(box)

@@ -16,7 +16,7 @@ from ckpt.adapters.memory import RAW, raw_view, reads_otherwise, writable_bytes
 from ckpt.adapters.tensors import LocalTensor, torch_dtype
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.geometry import Box, row_major_strides
+from ckpt.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
@@ -65,6 +65,7 @@ class Reader:
     bytes_unverified: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _scratch: threading.local = field(default_factory=threading.local)
+    _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Fill every target.
@@ -87,6 +88,7 @@ class Reader:
     def steps(self, job: Job) -> list[_Step]:
         """What to copy for one tensor; padding beyond the stored tensor is filled with zeros here."""
         info, entry = job.target.info, job.entry
+        self._check_tiling(entry)
         stored = common_box(info, entry)
         copies: list[Copy] = []
         for held in job.target.parts:
@@ -97,6 +99,20 @@ class Reader:
             if box is not None:
                 copies += join(entry.grid, box)
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True)]
+
+    def _check_tiling(self, entry: TensorEntry) -> None:
+        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was."""
+        key = (id(entry.grid), entry.shape)
+        if entry.grid.boxes is None or key in self._tiled:
+            return
+        fault = find_fault(entry.shape, *entry.grid.boxes)
+        if fault is not None:
+            raise CorruptError(
+                f"the index gives {fault.times} chunks for {fault.box} of tensor {entry.name}, not one",
+                where=self.catalog.url,
+                hint="run `ckpt verify` to see what else is damaged, and load another step",
+            )
+        self._tiled.add(key)
 
     def parts(self, number: int, step: _Step) -> list[Part]:
         itemsize = step.job.entry.dtype.itemsize

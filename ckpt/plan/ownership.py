@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from ckpt.dtypes import DType
-from ckpt.geometry import Box, IntArray, cells, even_cuts
+from ckpt.geometry import Box, IntArray, cell_box, cells, even_cuts
 from ckpt.layout import TensorLayout, Tiling
 
 MAX_CHUNK = 64 << 20
@@ -69,9 +69,7 @@ class Owned:
         if self.cuts is None:
             assert self.boxes is not None
             return Box(tuple(self.boxes[0][chunk].tolist()), tuple(self.boxes[1][chunk].tolist()))
-        at = np.unravel_index(chunk, [len(c) - 1 for c in self.cuts]) if self.cuts else ()
-        offset = tuple(c[i] for c, i in zip(self.cuts, at, strict=True))
-        return Box(offset, tuple(c[i + 1] - o for c, i, o in zip(self.cuts, at, offset, strict=True)))
+        return cell_box(self.cuts, chunk)
 
     def written_by(self, rank: int) -> list[int]:
         """Numbers of the chunks that ``rank`` writes."""
@@ -80,8 +78,7 @@ class Owned:
 
     def held_by(self, rank: int) -> list[int]:
         """Numbers of the chunks whose bytes ``rank`` has."""
-        cells = np.flatnonzero((self.cell_holders == rank).any(axis=1))
-        found: list[int] = np.flatnonzero(np.isin(self.cell, cells)).tolist()
+        found: list[int] = np.flatnonzero((self.cell_holders == rank).any(axis=1)[self.cell]).tolist()
         return found
 
 
@@ -113,12 +110,16 @@ def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
     if replicas == 1:
         return [(t, 0) for t in members]
     load = np.zeros(replicas)
+    bytes_of: dict[object, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     found = []
     for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
-        tiling = tilings[t.name]
-        cells = max(len(tiling.holders), 1)
+        alike = t.layout, t.shape, t.dtype
+        if alike not in bytes_of:
+            tiling = tilings[t.name]
+            shares = _shares(tiling, t.shape, t.dtype.itemsize, replicas) * (t.nbytes / max(len(tiling.holders), 1))
+            bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, turned
         turn = int(load.argmin())
-        load += np.roll(_shares(tiling, t.shape, t.dtype.itemsize, replicas), turn) * (t.nbytes / cells)
+        load += bytes_of[alike][replicas - turn : 2 * replicas - turn]
         found.append((t, turn))
     return found
 

@@ -14,6 +14,7 @@ from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundErro
 from ckpt.formats.protocol import Format
 from ckpt.geometry import Box, IntArray
 
+from .checks import find_excess
 from .commit import COMMIT_PATH, VERSION, CommitRecord
 from .header import Header, parse_header
 from .index import decode_index
@@ -187,13 +188,22 @@ def _open(backend: Backend) -> tuple[CommitRecord, Contents]:
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
         try:
-            files = {n: read_index_file(backend, record, n) for n in INDEX_NAMES}
-            return record, decode_index(files, _join(backend.url, record.index[INDEX_NAMES[0]].path.rpartition("/")[0]))
+            return record, _contents(backend, record)
         except CkptError as err:
             fault, before, data = err, data, _present_record(backend)
             if data == before:
                 break
     raise fault
+
+
+def _contents(backend: Backend, record: CommitRecord) -> Contents:
+    files = {n: read_index_file(backend, record, n) for n in INDEX_NAMES}
+    where = _join(backend.url, record.index[INDEX_NAMES[0]].path.rpartition("/")[0])
+    contents = decode_index(files, where)
+    excess = find_excess(contents)
+    if excess is not None:
+        raise CorruptError(f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it")
+    return contents
 
 
 def _present_record(backend: Backend) -> bytes:

@@ -6,6 +6,7 @@ have to add up.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +14,12 @@ import numpy as np
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 
+from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
 from .keys import name_problem
 from .paths import is_digest, path_problem
+
+
+_MAX_BYTES = (1 << 63) - 1
 
 
 def find_problem(contents: Contents) -> str | None:
@@ -40,11 +45,26 @@ def find_problem(contents: Contents) -> str | None:
     return None
 
 
+def find_excess(contents: Contents) -> str | None:
+    """Whether there are more chunks than the headers, as the index itself describes them, can list: then nobody must try to.
+
+    A grid of a few thousand cuts per dimension has more cells than memory can. Every chunk has a digest in a header.
+    """
+    chunks = sum(_chunks(t.grid) for t in contents.tensors if t.alias is None)
+    room = sum(f.header for f in contents.files) // CHUNK_DIGITS
+    return f"the tensors have {chunks} chunks, the headers of the data files have room for {room}" if chunks > room else None
+
+
+def _chunks(grid: Grid) -> int:
+    """``len(grid)`` without overflow."""
+    return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
+
+
 def _file_problem(f: DataFile) -> str | None:
     problem = path_problem(f.path)
     if problem is not None:
         return problem
-    if not 0 < f.header <= f.size or f.rank < 0 or not is_digest(f.digest):
+    if not 0 < f.header <= min(f.size, LENGTH_BYTES + HEADER_LIMIT) or f.rank < 0 or not is_digest(f.digest):
         return f"the row of data file {f.path} cannot be: size {f.size}, header {f.header}, digest {f.digest!r}, rank {f.rank}"
     return None
 
@@ -55,6 +75,8 @@ def _tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry]) -> str |
         return problem
     if min(t.shape, default=0) < 0:
         return f"its shape {t.shape} has a negative size"
+    if math.prod(max(n, 1) for n in t.shape) * t.dtype.itemsize > _MAX_BYTES:
+        return f"its shape {t.shape} cannot be addressed"
     logical = t.logical
     if logical is not None and (len(logical) != len(t.shape) or not all(0 <= a <= b for a, b in zip(logical, t.shape, strict=True))):
         return f"its logical shape {logical} is not a leading part of {t.shape}"
@@ -78,8 +100,8 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
     problem = _cuts_problem(grid.cuts, shape) if grid.cuts is not None else _boxes_problem(grid, shape)
     if problem is not None:
         return problem
-    if len(grid.files) not in (1, len(grid)):
-        return f"its grid has {len(grid)} chunks, but names a file for {len(grid.files)}"
+    if len(grid.files) not in (1, _chunks(grid)):
+        return f"its grid has {_chunks(grid)} chunks, but names a file for {len(grid.files)}"
     if grid.files.min() < 0 or grid.files.max() >= files:
         return f"its grid names a data file that is not one of the {files}"
     return None
@@ -102,9 +124,9 @@ def _boxes_problem(grid: Grid, shape: tuple[int, ...]) -> str | None:
     if not shape or offsets.shape != shapes.shape or offsets.ndim != 2 or offsets.shape[1] != len(shape) or len(offsets) == 0:
         return f"the boxes of its grid are not boxes of a tensor of shape {shape}"
     size = np.array(shape, dtype=np.int64)
-    outside = (offsets < 0) | (shapes < 0) | (offsets + shapes > size) | ((shapes == 0) & (size > 0))
+    outside = (offsets < 0) | (shapes < 0) | (shapes > size) | (offsets > size - shapes) | ((shapes == 0) & (size > 0))
     if outside.any():
         at = int(np.argwhere(outside)[0, 0])
         return f"box {at} of its grid, at {offsets[at].tolist()} of shape {shapes[at].tolist()}, is empty or leaves the shape {shape}"
-    covered, wanted = int(shapes.prod(axis=1).sum()), int(size.prod())
+    covered, wanted = sum(shapes.prod(axis=1).tolist()), math.prod(shape)
     return f"the boxes of its grid have {covered} elements, it has {wanted}" if covered != wanted else None

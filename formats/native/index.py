@@ -52,6 +52,8 @@ _FILES = pa.schema(
     ]
 )
 _ALIAS = -1
+_OF_RANKS = frozenset({"$tensor", "$inline"})
+"""Kinds of nodes that refer to something, in the values of ranks."""
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
@@ -148,13 +150,14 @@ def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.int64] | type[
 
 def _encode_state(contents: Contents) -> bytes:
     document = {"state": contents.state, "ranks": {str(r): dict(contents.ranks[r]) for r in sorted(contents.ranks)}}
-    problem = _state_problem(contents.state, contents.ranks)
-    if problem is not None:
-        raise StateError(f"the state cannot be stored: {problem}", hint="encode it with ckpt.tree first, and nest it less deep")
     try:
-        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, TypeError) as err:
         raise StateError(f"the state is not JSON: {err}", hint="encode it with ckpt.tree first") from err
+    problem = _state_problem(contents.state, contents.ranks)
+    if problem is not None:
+        raise StateError(f"the state cannot be stored: {problem}", hint="flatten the state; nodes come from ckpt.tree")
+    return data
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
@@ -263,7 +266,12 @@ def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, 
 
 
 def _state_problem(state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
-    return node_problem(state) or next((p for values in ranks.values() for p in map(node_problem, (*values, *values.values())) if p), None)
+    own = (p for values in ranks.values() for p in (_own_problem(path, node) for path, node in values.items()) if p is not None)
+    return node_problem(state) or next(own, None)
+
+
+def _own_problem(path: object, node: Any) -> str | None:
+    return node_problem(node, _OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path"
 
 
 def _refuse_constant(text: str) -> NoReturn:

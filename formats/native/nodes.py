@@ -8,7 +8,7 @@ from __future__ import annotations
 import binascii
 import math
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from ckpt.dtypes import DTYPES
@@ -20,11 +20,11 @@ MAX_DEPTH = 150
 _Nodes = list[tuple[Any, bool]]
 """Nodes below a node, and whether a reference may be there."""
 
-_SIMPLE = (int, bool, type(None))
+_SIMPLE = frozenset((int, bool, type(None), str))
 
 
-def node_problem(root: Any) -> str | None:
-    """What is wrong with a node or anything below it; None if nothing is."""
+def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
+    """What is wrong with a node or anything below it; None if nothing is. Of the kinds in ``REFERENCES`` these are allowed."""
     waiting = [(root, True, 0)]
     while waiting:
         node, may_refer, depth = waiting.pop()
@@ -32,35 +32,25 @@ def node_problem(root: Any) -> str | None:
             return f"nodes are nested more than {MAX_DEPTH} deep"
         if isinstance(node, (list, dict)):
             below = _below(node, may_refer)
+            if tag_of(node) in REFERENCES - references:
+                below = None
             if below is None:
-                return f"a {tag_of(node)} node is malformed, or not allowed where it is"
+                return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"
             waiting += [(n, refer, depth + 1) for n, refer in below if type(n) not in _SIMPLE]
         elif not _is_scalar(node):
-            return f"{node!r} is neither a finite number nor Unicode text"
+            return f"{node!r} is not a JSON value"
     return None
 
 
 def _is_scalar(node: Any) -> bool:
-    if isinstance(node, str):
-        return _is_text(node)
-    return isinstance(node, _SIMPLE) or (isinstance(node, float) and math.isfinite(node))
-
-
-def _is_text(text: Any) -> bool:
-    """Whether it is a string that can be written as UTF-8: JSON can spell others."""
-    if not isinstance(text, str):
-        return False
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+    return type(node) in _SIMPLE or (isinstance(node, float) and math.isfinite(node))
 
 
 def _below(node: list[Any] | dict[Any, Any], may_refer: bool) -> _Nodes | None:
     """The nodes below; None if this one is malformed."""
     if isinstance(node, list):
         return [(n, may_refer) for n in node]
-    if not all(map(_is_text, node)):
+    if not all(isinstance(key, str) for key in node):
         return None
     tag = tag_of(node)
     if tag is None:
@@ -86,7 +76,7 @@ def _plain(payload: Any, may_refer: bool) -> _Nodes | None:
 
 
 def _name(payload: Any, may_refer: bool) -> _Nodes | None:
-    return [] if _is_text(payload) else None
+    return [] if isinstance(payload, str) else None
 
 
 def _true(payload: Any, may_refer: bool) -> _Nodes | None:
@@ -113,7 +103,7 @@ def _param_groups(payload: Any, may_refer: bool) -> _Nodes | None:
         return None
     names = [name for group in payload for name in (group["params"] if isinstance(group["params"], list) else [None])]
     options = [group["options"] for group in payload]
-    if not all(map(_is_text, names)) or not all(isinstance(o, dict) and tag_of(o) in (None, "$map") for o in options):
+    if not all(isinstance(name, str) for name in names) or not all(isinstance(o, dict) and tag_of(o) in (None, "$map") for o in options):
         return None
     return [(o, True) for o in options]
 

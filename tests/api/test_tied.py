@@ -1,0 +1,144 @@
+"""Tied tensors: stored once, loaded once, whatever is tied on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.errors import ShapeError
+from tests.api.checked import data_files, described, pattern, same, save, save_exactly
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight, or do not."""
+
+    def __init__(self, seed: int, *, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_is_stored_once_under_both_names(url: str) -> None:
+    model = Tied(0, tied=True)
+    weight = model.embed.weight.detach()
+    report = ckpt.save(url, {"m": model})
+    assert report.tensor_bytes == 5 * 3 * 4
+    save_exactly(url, {"m": model}, {"m.embed.weight": weight, "m.head.weight": weight})
+    (path,) = data_files(url)
+    assert path.read_bytes().count(described(weight)[2]) == 1
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["into tied", "into untied"])
+def test_a_tied_checkpoint(url: str, into: bool) -> None:
+    model = Tied(0, tied=True)
+    ckpt.save(url, {"m": model})
+    other = Tied(1, tied=into)
+    report = ckpt.load(url, {"m": other})
+    assert torch.equal(other.embed.weight, model.embed.weight) and torch.equal(other.head.weight, model.embed.weight)
+    assert (other.embed.weight is other.head.weight) is into
+    assert report.bytes_needed == 60 * (1 if into else 2)
+
+
+def test_an_untied_checkpoint_of_equal_tensors_into_a_tied_model(url: str) -> None:
+    model = Tied(0, tied=False)
+    with torch.no_grad():
+        model.head.weight.copy_(model.embed.weight)
+    ckpt.save(url, {"m": model})
+    other = Tied(1, tied=True)
+    report = ckpt.load(url, {"m": other})
+    assert torch.equal(other.head.weight, model.embed.weight)
+    assert report.unexpected == report.missing == ()
+
+
+def test_different_tensors_into_a_tied_model(url: str) -> None:
+    """They are cut alike, so their digests tell before anything is changed."""
+    ckpt.save(url, {"m": Tied(0, tied=False)})
+    other = Tied(1, tied=True)
+    before = other.embed.weight.detach().clone()
+    with pytest.raises(ShapeError, match=r"m\.head\.weight.*ties it to m\.embed\.weight"):
+        ckpt.load(url, {"m": other})
+    assert torch.equal(other.embed.weight, before)
+    ckpt.load(url, {"m": other}, only="m.embed.*")
+    assert torch.equal(other.embed.weight, Tied(0, tied=False).embed.weight)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tensors_that_are_cut_otherwise_are_compared_when_they_are_read(url: str, chunks_of: Callable[[int], None], equal: bool) -> None:
+    values = pattern(torch.int32, 6, 4, seed=1)
+    second = values if equal else pattern(torch.int32, 6, 4, seed=2)
+    chunks_of(40)  # bytes: the two have other rows in a chunk
+    ckpt.save(url, {"a": values, "b": second.to(torch.int64)})
+    weight = torch.zeros(6, 4, dtype=torch.int32)
+    state = {"a": weight, "b": weight}
+    if equal:
+        ckpt.load(url, state, cast=True)
+        assert torch.equal(weight, values)
+    else:
+        with pytest.raises(ShapeError, match=r"(?s)different values.*overwritten"):
+            ckpt.load(url, state, cast=True)
+
+
+def test_one_name_is_enough_for_a_tied_model(url: str) -> None:
+    weight = torch.randn(5, 3)
+    for name in ("embed", "head"):
+        ckpt.save(url, {"m": {name: {"weight": weight}}})
+        other = Tied(1, tied=True)
+        report = ckpt.load(url, {"m": other})
+        assert torch.equal(other.embed.weight, weight) and report.missing == ()
+
+
+def test_tied_in_other_ways(url: str) -> None:
+    """The same tensor twice, a detached one, a view of all of it; what differs in shape, strides, dtype or memory is not tied."""
+    base = pattern(torch.float32, 4, 4, seed=3)
+    state = {"a": base, "b": base, "c": base.detach(), "d": base.view(4, 4), "list": [base, {"e": base}]}
+    alone = {"t": base.t(), "flat": base.view(16), "part": base[:2], "bits": base.view(torch.int32), "copy": base.clone()}
+    expected = dict.fromkeys(("a", "b", "c", "d", "list.0", "list.1.e"), base) | alone
+    save_exactly(url, state | alone, expected)
+    assert ckpt.save(url, state | alone).tensor_bytes == 64 * 5 + 32
+    target: dict[str, Any] = {n: torch.zeros(4, 4) for n in ("a", "b", "c", "d")} | {"list": [torch.zeros(4, 4), {"e": torch.zeros(4, 4)}]}
+    ckpt.load(url, target, only=["a", "b", "c", "d", "list*"])
+    assert same(target, state)
+
+
+def test_modules_in_the_state_twice(url: str) -> None:
+    inner = nn.Linear(2, 2)
+    found = save(url, {"a": inner, "b": nn.Sequential(inner)})
+    assert found.keys() == {"a.weight", "a.bias", "b.0.weight", "b.0.bias"}
+    assert ckpt.save(url, {"a": inner, "b": nn.Sequential(inner)}).tensor_bytes == 24
+    apart: dict[str, nn.Module] = {"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2))}
+    ckpt.load(url, apart)
+    assert same(dict(apart["a"].state_dict()), dict(inner.state_dict()))
+    assert same(dict(apart["b"][0].state_dict()), dict(inner.state_dict()))  # type: ignore[index]
+
+
+def test_the_state_of_a_tied_parameter_is_stored_once(url: str) -> None:
+    def made(seed: int, steps: int) -> dict[str, Any]:
+        model = Tied(seed, tied=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(steps):
+            model.head(model.embed(torch.tensor([1, 2]))).sum().backward()
+            optimizer.step()
+        return {"m": model, "o": optimizer}
+
+    state = made(0, 2)
+    found = save(url, state)
+    assert found.keys() == {"m.embed.weight", "m.head.weight", *(f"o.state.m.embed.weight.{k}" for k in ("step", "exp_avg", "exp_avg_sq"))}
+    other = made(1, 0)
+    ckpt.load(url, other)
+    before, after = state["o"].state_dict()["state"][0], other["o"].state_dict()["state"][0]
+    assert same(dict(sorted(before.items())), dict(sorted(after.items())))
+
+
+def test_empty_tensors_are_tied_only_if_they_are_one_object(url: str) -> None:
+    one = torch.empty(0, 3)
+    assert save(url, {"a": one, "b": one, "c": torch.empty(0, 3)}).keys() == {"a", "b", "c"}
+    view = ckpt.open(url)
+    assert all(view[n].shape == (0, 3) for n in "abc")
