@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt import tree
@@ -25,6 +24,7 @@ from ckpt.rules import Layout
 from ckpt.tree import MISSING, Node, join
 
 from .collect import check_root, is_stateful, stored_param_name
+from .dtensor import DTensor
 from .memory import raw_view
 from .meshes import meshes_in
 from .modules import copies_of, modules_in, tensors_of
@@ -415,7 +415,7 @@ class _Walk:
         for key in dict.fromkeys([*now, *there, *stored]):
             if not owner.whole and not self.selection.wants(owner.said(key)):
                 continue
-            if key in tensors:
+            if key in tensors and (key in there or key not in stored):
                 self.target(owner.said(key), self.placer.add_state(owner.said(key), now[key], owner.param, owner.name, owner.prefix))
             elif key in there:
                 self.create_state(owner, key, there[key])

@@ -13,6 +13,7 @@ from ckpt.errors import StateError, UsageError
 from ckpt.rules import Layout
 from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, mapping_node, pairs_of, tag_of
 
+from .dtensor import DTensor
 from .meshes import meshes_in
 from .modules import modules_in, tensors_of
 from .optimizers import check_keys, encode_options, names_in, params_of, state_path
@@ -182,8 +183,6 @@ class _Walk:
 
 def stored_param_name(placer: Placer, name: str, param: torch.Tensor) -> str:
     """The name under which a parameter is stored: a layout may renumber it."""
-    from torch.distributed.tensor import DTensor
-
     if placer.layout is None or isinstance(param, DTensor):
         return name
     return placer.layout.place(name, tuple(param.shape), placer.rank).name

@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.layout import Mesh, TensorLayout
+
+from .dtensor import DTensor
 
 _known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 

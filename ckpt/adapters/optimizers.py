@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpt.errors import StateError
+from ckpt.errors import ShapeError, StateError
 from ckpt.tree import Node, encode, join
 
 from .modules import tensors_of, unwrap
@@ -94,11 +94,21 @@ def decode_inline(payload: Any) -> torch.Tensor:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps."""
+    """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps.
+
+    Raises:
+        ShapeError: an option is a tensor in the group, and what was loaded cannot be copied into it.
+    """
     for key, value in options.items():
         old = group.get(key)
         if isinstance(old, torch.Tensor):
-            old.detach().copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+            try:
+                old.detach().copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+            except (TypeError, ValueError, RuntimeError) as err:
+                raise ShapeError(
+                    f"the option {key!r} of the optimizer is a tensor in the state, and {value!r:.80} in the checkpoint",
+                    hint="build the optimizer as it was built for the save",
+                ) from err
         else:
             group[key] = value
 

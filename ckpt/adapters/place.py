@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout import Mesh, Shard, TensorLayout
 from ckpt.rules import Layout, Placed
 
+from .dtensor import DTensor
 from .meshes import widened
 from .tensors import LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 

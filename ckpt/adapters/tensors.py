@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as TorchShard
 
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
@@ -16,6 +14,8 @@ from ckpt.layout import Interleaved, Mesh, Shard, Split, TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.rules import Placed
 
+from .dtensor import TELLS_ORDER, DTensor, Replicate
+from .dtensor import Shard as TorchShard
 from .memory import raw_view, reads_otherwise
 from .meshes import mesh_of, widened
 
@@ -136,6 +136,13 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
     A plain Shard cuts before those to its right; a strided one after those to its right whose sizes multiply to its ``split_factor``
     (torch/distributed/tensor/placement_types.py). A split factor that no such shards explain interleaves that many groups.
     """
+    dims = [p.dim for p in tensor.placements if isinstance(p, TorchShard)]
+    if not TELLS_ORDER and len(set(dims)) < len(dims):
+        raise LayoutError(
+            f"torch {torch.__version__} does not tell in which order {tensor.placements} cut dimension {dims[0]}",
+            where=f"tensor {name}",
+            hint="use torch 2.5 or newer for FSDP over tensor parallelism",
+        )
     order: list[tuple[Split, int]] = []
     for axis in reversed(range(len(sizes))):
         placement = tensor.placements[axis]

@@ -18,7 +18,6 @@ from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
 from .keys import name_problem
 from .paths import is_digest, path_problem
 
-
 _MAX_BYTES = (1 << 63) - 1
 
 

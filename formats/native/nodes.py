@@ -17,98 +17,92 @@ from ckpt.tree import REFERENCES, tag_of
 MAX_DEPTH = 150
 """Nodes may be nested this deep: Python code that walks them recursively must not overflow its stack."""
 
-_Nodes = list[tuple[Any, bool]]
-"""Nodes below a node, and whether a reference may be there."""
+_Below = tuple[list[Any], list[Any]]
+"""The nodes below a node: those that may refer to something as it may itself, and those that must be plain."""
 
 _SIMPLE = frozenset((int, bool, type(None), str))
 
 
 def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
     """What is wrong with a node or anything below it; None if nothing is. Of the kinds in ``REFERENCES`` these are allowed."""
-    waiting = [(root, True, 0)]
+    waiting: list[tuple[Any, Set[str], int]] = [(root, references, 0)]
     while waiting:
-        node, may_refer, depth = waiting.pop()
+        node, allowed, depth = waiting.pop()
         if depth > MAX_DEPTH:
             return f"nodes are nested more than {MAX_DEPTH} deep"
         if isinstance(node, (list, dict)):
-            below = _below(node, may_refer)
-            if tag_of(node) in REFERENCES - references:
-                below = None
-            if below is None:
+            below = _below(node)
+            if below is None or tag_of(node) in REFERENCES - allowed:
                 return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"
-            waiting += [(n, refer, depth + 1) for n, refer in below if type(n) not in _SIMPLE]
-        elif not _is_scalar(node):
+            waiting += [(n, allowed, depth + 1) for n in below[0] if type(n) not in _SIMPLE]
+            waiting += [(n, frozenset(), depth + 1) for n in below[1] if type(n) not in _SIMPLE]
+        elif type(node) not in _SIMPLE and not (isinstance(node, float) and math.isfinite(node)):
             return f"{node!r} is not a JSON value"
     return None
 
 
-def _is_scalar(node: Any) -> bool:
-    return type(node) in _SIMPLE or (isinstance(node, float) and math.isfinite(node))
-
-
-def _below(node: list[Any] | dict[Any, Any], may_refer: bool) -> _Nodes | None:
+def _below(node: list[Any] | dict[Any, Any]) -> _Below | None:
     """The nodes below; None if this one is malformed."""
     if isinstance(node, list):
-        return [(n, may_refer) for n in node]
+        return node, []
     if not all(isinstance(key, str) for key in node):
         return None
     tag = tag_of(node)
     if tag is None:
-        return [(n, may_refer) for n in node.values()]
-    if len(node) != 1 or (tag in REFERENCES and not may_refer):
+        return list(node.values()), []
+    if len(node) != 1:
         return None
     look = _KINDS.get(tag)
-    return look(node[tag], may_refer) if look is not None else [(node[tag], may_refer)]
+    return look(node[tag]) if look is not None else ([node[tag]], [])
 
 
-def _map(payload: Any, may_refer: bool) -> _Nodes | None:
+def _map(payload: Any) -> _Below | None:
     if not isinstance(payload, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
         return None
-    return [(key, False) for key, _ in payload] + [(value, may_refer) for _, value in payload]
+    return [value for _, value in payload], [key for key, _ in payload]
 
 
-def _tuple(payload: Any, may_refer: bool) -> _Nodes | None:
-    return [(n, may_refer) for n in payload] if isinstance(payload, list) else None
+def _tuple(payload: Any) -> _Below | None:
+    return (payload, []) if isinstance(payload, list) else None
 
 
-def _plain(payload: Any, may_refer: bool) -> _Nodes | None:
-    return [(n, False) for n in payload] if isinstance(payload, list) else None
+def _plain(payload: Any) -> _Below | None:
+    return ([], payload) if isinstance(payload, list) else None
 
 
-def _name(payload: Any, may_refer: bool) -> _Nodes | None:
-    return [] if isinstance(payload, str) else None
+def _name(payload: Any) -> _Below | None:
+    return ([], []) if isinstance(payload, str) else None
 
 
-def _true(payload: Any, may_refer: bool) -> _Nodes | None:
-    return [] if payload is True else None
+def _true(payload: Any) -> _Below | None:
+    return ([], []) if payload is True else None
 
 
-def _inline(payload: Any, may_refer: bool) -> _Nodes | None:
+def _inline(payload: Any) -> _Below | None:
     if not isinstance(payload, list) or len(payload) != 3:
         return None
     dtype, shape, data = payload
-    if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list):
+    if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list) or not isinstance(data, str):
         return None
-    if not all(type(n) is int and 0 <= n <= 64 for n in shape) or not isinstance(data, str):
+    if not all(type(n) is int and 0 <= n <= 64 for n in shape):
         return None
     try:
         size = len(b64decode(data, validate=True))
     except (binascii.Error, ValueError):
         return None
-    return [] if size == math.prod(shape) * DTYPES[dtype].itemsize else None
+    return ([], []) if size == math.prod(shape) * DTYPES[dtype].itemsize else None
 
 
-def _param_groups(payload: Any, may_refer: bool) -> _Nodes | None:
+def _param_groups(payload: Any) -> _Below | None:
     if not isinstance(payload, list) or not all(isinstance(g, dict) and g.keys() == {"params", "options"} for g in payload):
         return None
-    names = [name for group in payload for name in (group["params"] if isinstance(group["params"], list) else [None])]
-    options = [group["options"] for group in payload]
-    if not all(isinstance(name, str) for name in names) or not all(isinstance(o, dict) and tag_of(o) in (None, "$map") for o in options):
+    if not all(isinstance(g["params"], list) and all(isinstance(name, str) for name in g["params"]) for g in payload):
         return None
-    return [(o, True) for o in options]
+    options = [group["options"] for group in payload]
+    return (options, []) if all(isinstance(o, dict) and tag_of(o) in (None, "$map") for o in options) else None
 
 
-_KINDS: dict[str, Callable[[Any, bool], _Nodes | None]] = {
+_KINDS: dict[str, Callable[[Any], _Below | None]] = {
     "$map": _map,
     "$tuple": _tuple,
     "$set": _plain,
@@ -120,5 +114,4 @@ _KINDS: dict[str, Callable[[Any, bool], _Nodes | None]] = {
     "$per_rank": _true,
     "$param_groups": _param_groups,
 }
-"""Kinds whose payload is walked by others than ``ckpt.tree.decode``, which checks the rest by itself."""
-
+"""Kinds whose payload others than ``ckpt.tree.decode`` look into; that one checks the rest by itself."""

@@ -1,0 +1,199 @@
+"""The benchmarks: a run of all scenarios on very little data, and the arithmetic between what is measured and what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.contestants import cut, share
+from benchmarks.measure import RankCost, Sample
+from benchmarks.places import Place, filesystem_of
+from benchmarks.report import aligned, checks_of, rows_of
+from benchmarks.scenarios import Measurement, turns
+from benchmarks.states import pattern, shapes
+
+ROOT = Path(__file__).parent.parent
+SIZE, REPEAT, SMALL = 1_000_000, 2, 300
+ALL, RESHARD = {"ckpt", "dcp", "torch.save", "raw"}, {"ckpt", "ckpt partial", "dcp", "raw"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """One rank (two where the scenario doubles them), a megabyte, two repetitions; the finished process and its JSON."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = {"size": 1, "ranks": 1, "repeat": REPEAT, "small-tensors": SMALL, "plan-tensors": 36, "plan-ranks": 8}
+    command = [sys.executable, "-m", "benchmarks", "--dir", str(folder), "--json", str(folder / "out.json"), "-q"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (folder / "out.json").exists(), done.stderr
+    assert [p.name for p in folder.iterdir()] == ["out.json"]
+    return done, json.loads((folder / "out.json").read_text())
+
+
+def of(document: dict[str, Any], **wanted: str) -> list[dict[str, Any]]:
+    return [row for row in document["results"] if all(row[k] == v for k, v in wanted.items())]
+
+
+# ---------------------------------------------------------------------------------------------------------- a small run
+
+
+def test_every_contestant_is_measured_in_every_scenario(run: tuple[Any, dict[str, Any]]) -> None:
+    _, document = run
+    found = {(r["scenario"], r["ranks"], r["operation"], r["contestant"]) for r in document["results"]}
+    both = {("sharded", "1"), ("replicated", "1"), ("replicated", "2"), ("small", "1")}
+    moved = {(*kind, operation, c) for kind in both for operation in ("save", "load") for c in ALL}
+    loads = {("reshard", ranks, "load", c) for ranks in ("1→1, dim 0→1", "1→2, dim 0→0") for c in RESHARD}
+    assert found == moved | loads
+    assert document["schema"] == 1
+    assert document["settings"]["places"][0].keys() == {"directory", "filesystem"}
+    assert {"processor", "cores", "memory", "system", "python"} <= document["machine"].keys()
+    assert {"ckpt", "torch", "numpy"} <= document["versions"].keys()
+
+
+def test_the_bytes_are_those_of_the_states(run: tuple[Any, dict[str, Any]]) -> None:
+    _, document = run
+    model = sum(12 * math.prod(shape) + 4 for shape in shapes(SIZE).values())
+    held = {"sharded": {"1": model}, "replicated": {"1": model, "2": model}, "small": {"1": 64 * SMALL}}
+    for scenario, by_ranks in held.items():
+        for ranks, nbytes in by_ranks.items():
+            assert {r["state_bytes"] for r in of(document, scenario=scenario, ranks=ranks, operation="save")} == {nbytes}
+            assert {r["state_bytes"] for r in of(document, scenario=scenario, ranks=ranks, operation="load")} == {nbytes * int(ranks)}
+            (raw,) = of(document, scenario=scenario, ranks=ranks, operation="save", contestant="raw")
+            assert raw["stored_bytes"] == nbytes
+    for row in document["results"]:
+        moved = row["written"] if row["operation"] == "save" else row["read"]
+        assert moved >= row["state_bytes"] * 0.99  # the scalars of a state may be stored in an index
+        assert row["stored_bytes"] >= row["state_bytes"] / int(row["ranks"][0]) * 0.99 or row["operation"] == "load"
+
+
+def test_rows_hold_medians_and_ratios_of_their_samples(run: tuple[Any, dict[str, Any]]) -> None:
+    _, document = run
+    for row in document["results"]:
+        assert len(row["samples"]) == REPEAT
+        assert all(s["wall"] > 0 and s["cpu"] > 0 and 0 <= s["elsewhere"] <= 1 for s in row["samples"])
+        assert row["wall"] == pytest.approx(np.median([s["wall"] for s in row["samples"]]))
+        same = {k: row[k] for k in ("scenario", "place", "ranks", "operation")}
+        for rival in ("raw", "dcp"):
+            (other,) = of(document, contestant=rival, **same)
+            assert row[f"cpu_over_{rival}"] == pytest.approx(row["cpu"] / other["cpu"])
+
+
+def test_planning_counts_the_chunks_of_the_layout(run: tuple[Any, dict[str, Any]]) -> None:
+    _, document = run
+    planning = document["planning"]
+    # One layer: seven matrices and two norms, four copies of each; on 8 ranks a matrix is cut in eight, a norm is whole.
+    assert planning["chunks"] == 4 * (7 * 8 + 2)
+    assert planning["ckpt"]["index"] > 0
+    assert planning["ckpt"]["headers"] % 4096 == 0
+    assert all(len(planning["ckpt"][k]) == REPEAT for k in ("rank_cpu", "leader_cpu", "read_cpu"))
+
+
+def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]]) -> None:
+    done, document = run
+    printed = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
+    assert [line.startswith("PASS") for line in printed] == [c["ok"] for c in document["checks"]]
+    assert done.returncode == (0 if all(c["ok"] for c in document["checks"]) else 1)
+    names = " ".join(printed)
+    for text in (
+        "save CPU seconds below DCP's",
+        "load CPU seconds below DCP's",
+        "bytes per rank max/mean <= 1.05",
+        "index of 36 tensors on 8",
+    ):
+        assert text in names
+
+
+# ----------------------------------------------------------------------------------------------------------- the parts
+
+
+def cost(began: float, ended: float, cpu: float, **more: Any) -> RankCost:
+    return RankCost(began=began, ended=ended, cpu=cpu, **{"read": 0, "written": 0, "machine": 0.0, "said": {}} | more)
+
+
+def test_a_sample_spans_all_ranks() -> None:
+    sample = Sample.of([cost(10.0, 11.0, 0.5, written=3, machine=0.7), cost(10.5, 12.5, 0.25, written=4)])
+    assert (sample.wall, sample.cpu, sample.written, sample.elsewhere) == (2.5, 0.75, (3, 4), 0.0)
+
+
+def measured(contestant: str, cpu: float, *, operation: Any = "save", rank_bytes: tuple[int, ...] = (10, 10)) -> Measurement:
+    costs = [cost(0.0, 1.0, cpu / 2, read=1, written=n, said={"rank_bytes": n}) for n in rank_bytes]
+    return Measurement(
+        scenario="replicated",
+        place="here",
+        ranks="2",
+        operation=operation,
+        contestant=contestant,
+        state_bytes=20,
+        stored=20,
+        samples=[Sample.of(costs)],
+    )
+
+
+@pytest.mark.parametrize(("ours", "ok"), [(0.9, True), (1.0, False), (1.5, False)])
+def test_more_cpu_time_than_dcp_fails(ours: float, ok: bool) -> None:
+    rows = rows_of([measured("ckpt", ours), measured("dcp", 1.0), measured("raw", 0.1)])
+    found = {c.name.split(":")[0]: c.ok for c in checks_of(rows, None)}
+    assert found == {"save CPU seconds below DCP's": ok, "bytes per rank max/mean <= 1.05": True}
+
+
+@pytest.mark.parametrize(("written", "ok"), [((105, 95), True), ((106, 94), False), ((200, 0), False)])
+def test_unbalanced_replicas_fail(written: tuple[int, ...], ok: bool) -> None:
+    (check,) = checks_of(rows_of([measured("ckpt", 1.0, rank_bytes=written)]), None)
+    assert check.ok is ok
+
+
+@pytest.mark.parametrize(("size", "ok"), [(999_999, True), (1_000_000, False)])
+def test_a_large_index_fails(size: int, ok: bool) -> None:
+    planning = {"tensors": 4000, "ranks": 64, "ckpt": {"index": size}, "dcp": {"index": 1}}
+    (check,) = checks_of([], planning)
+    assert check.ok is ok
+
+
+def test_each_contestant_takes_each_turn_and_each_begins() -> None:
+    found = list(turns("abc", 2))
+    assert sorted(found) == [(i, c) for i in range(3) for c in "abc"]
+    assert [c for _, c in found[::3]] == ["a", "b", "c"]
+
+
+@given(st.lists(st.binary(max_size=9), max_size=6), st.data())
+def test_cut_is_a_slice_of_the_concatenation(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+    assert b"".join(cut([memoryview(p) for p in parts], start, stop)) == whole[start:stop]
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_shares_follow_each_other(total: int, ranks: int) -> None:
+    shares = [share(total, r, ranks) for r in range(ranks)]
+    assert [i for begin, end in shares for i in range(begin, end)] == list(range(total))
+    assert max(e - b for b, e in shares) - min(e - b for b, e in shares) <= 1
+
+
+def test_a_block_of_the_pattern_is_a_slice_of_the_whole() -> None:
+    index = np.arange(5 * 7, dtype=np.int64).reshape(5, 7)
+    whole = ((index * 2_654_435_761 + 3 * 40_503) & 0x3FFF_FFFF).astype(np.int32).view(np.float32)
+    assert np.isfinite(whole).all()
+    assert len(np.unique(whole)) == whole.size
+    np.testing.assert_array_equal(pattern((5, 7), 3).numpy(), whole)
+    np.testing.assert_array_equal(pattern((5, 7), 3, (1, 2), (3, 4)).numpy(), whole[1:4, 2:6])
+
+
+def test_a_place_is_on_its_file_system_and_leaves_nothing(tmp_path: Path) -> None:
+    assert filesystem_of("/proc/self") == "proc"
+    with Place(str(tmp_path)) as place:
+        Path(place.fresh("a b")).mkdir()
+        assert Path(place.path).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_columns_are_aligned() -> None:
+    assert aligned([("a", "1"), ("bc", "234")]) == ["a     1", "bc  234"]
