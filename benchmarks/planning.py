@@ -27,9 +27,11 @@ from ckpt.engine.writer import chunks_of, specs_of
 from ckpt.formats.native.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.group import Group
-from ckpt.layout import Mesh, Shard, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables
+from ckpt.splits import Shard
 
 from .measure import cpu_seconds
 from .pool import Rank

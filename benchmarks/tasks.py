@@ -27,6 +27,7 @@ def prepare(rank: Rank, *, recipe: Recipe) -> tuple[int, int]:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     rank.kept.clear()
     gc.collect()
+    gc.freeze()  # the collections between operations need not walk through all of torch
     state = build(recipe, rank.groups[recipe.ranks])
     rank.kept.update(state=state, recipe=recipe)
     return state.nbytes, state.total

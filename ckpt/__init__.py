@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from .engine.load import LoadReport as LoadReport
     from .engine.save import SaveReport as SaveReport
     from .errors import CkptError as CkptError
-    from .layout import Flat as Flat
-    from .layout import Interleaved as Interleaved
-    from .layout import Mesh as Mesh
-    from .layout import Replicate as Replicate
-    from .layout import Shard as Shard
+    from .mesh import Mesh as Mesh
     from .rules import GlobalShape as GlobalShape
     from .rules import Layout as Layout
     from .rules import OnMesh as OnMesh
@@ -37,6 +33,10 @@ if TYPE_CHECKING:
     from .rules import experts as experts
     from .rules import pipeline as pipeline
     from .runs import list_steps as list_steps
+    from .splits import Flat as Flat
+    from .splits import Interleaved as Interleaved
+    from .splits import Replicate as Replicate
+    from .splits import Shard as Shard
     from .view import View as View
 
 _WHERE = {
@@ -46,11 +46,11 @@ _WHERE = {
     "list_steps": "runs",
     "PerRank": "adapters.per_rank",
     "Layout": "rules",
-    "Mesh": "layout",
-    "Shard": "layout",
-    "Replicate": "layout",
-    "Flat": "layout",
-    "Interleaved": "layout",
+    "Mesh": "mesh",
+    "Shard": "splits",
+    "Replicate": "splits",
+    "Flat": "splits",
+    "Interleaved": "splits",
     "Padded": "rules",
     "Uneven": "rules",
     "GlobalShape": "rules",

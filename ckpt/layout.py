@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,109 +18,8 @@ import numpy.typing as npt
 
 from .errors import LayoutError
 from .geometry import Box, IntArray, ceil_cuts, flat_to_boxes, merge_cuts
-
-Interval = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Named parallel dimensions and their sizes; the last dimension's ranks are neighbours.
-
-    ``ranks`` lists the global ranks in row-major order of the mesh; left out, they are 0, 1, 2, …
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ranks: range | tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or min(self.sizes, default=1) < 1:
-            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}")
-        size = math.prod(self.sizes)
-        first = self.ranks[0] if self.ranks else 0
-        if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
-            # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
-            object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
-        else:
-            object.__setattr__(self, "ranks", tuple(self.ranks))
-        if len(self.ranks) != size or len(set(self.ranks)) != size:
-            raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
-        """A mesh from ``{"pp": 2, "tp": 2}``."""
-        return sizes if isinstance(sizes, Mesh) else cls(tuple(sizes), tuple(int(n) for n in sizes.values()))
-
-    @classmethod
-    def flat(cls, ranks: Sequence[int]) -> Mesh:
-        """One dimension, ``ranks``, over these ranks."""
-        return cls(("ranks",), (len(ranks),), tuple(ranks))
-
-    def axis(self, name: str) -> int:
-        if name not in self.names:
-            raise LayoutError(f"the mesh has no dimension {name!r}", hint=f"its dimensions are {', '.join(self.names)}")
-        return self.names.index(name)
-
-    def size(self, name: str) -> int:
-        return self.sizes[self.axis(name)]
-
-    def array(self) -> npt.NDArray[np.int64]:
-        """The ranks, in the shape of the mesh."""
-        return np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
-
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Place of a rank in the mesh, or None if it is not in it."""
-        if rank not in self.ranks:
-            return None
-        return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.sizes)) if self.sizes else ()
-
-    def __str__(self) -> str:
-        return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
-
-
-# ------------------------------------------------------------------------------------------------------------- splits
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Dimension ``dim`` is cut over mesh dimension ``over``: parts of ``ceil(size / n)`` as ``torch.chunk`` makes them, or of the
-    given ``sizes``."""
-
-    dim: int
-    over: str
-    sizes: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Interleaved:
-    """Dimension ``dim`` is made of groups, each of which is cut over ``over``; a rank holds its part of every group, one after another.
-
-    ``groups`` are the groups' sizes (fused QKV with the three parts one below the other), or their number if they are equal (2 for
-    gate/up). Group sizes refer to what earlier splits left of the dimension.
-    """
-
-    dim: int
-    over: str
-    groups: tuple[int, ...] | int
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """What earlier splits left is flattened (row-major) and cut into contiguous ranges of ``ceil(numel / n)`` elements; the last
-    may be shorter or empty.
-
-    The layout of ZeRO and of FSDP1. Must come last; a rank's memory is one-dimensional.
-    """
-
-    over: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """No split: every rank of the mesh holds the whole tensor."""
-
-
-Split = Shard | Interleaved | Flat
+from .mesh import Mesh
+from .splits import Flat, Interval, Split, part_of, split_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,17 +130,9 @@ class TensorLayout:
         ranks = range(spelled["start"], spelled["start"] + math.prod(sizes)) if isinstance(spelled, dict) else tuple(spelled)
         return cls(
             Mesh(tuple(names), tuple(sizes), ranks),
-            tuple(_split_from_json(s) for s in splits),
+            tuple(split_from_json(s) for s in splits),
             tuple((name, tuple(allowed)) for name, allowed in at),
         )
-
-
-def _split_from_json(data: Any) -> Split:
-    kind, *args = data
-    fields: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
-    if kind == "Shard":
-        return Shard(*fields)
-    return Interleaved(*fields) if kind == "Interleaved" else Flat(*fields)
 
 
 # ------------------------------------------------------------------------------------------------ one dimension at a time
@@ -281,50 +172,9 @@ def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
             continue
         axis = layout.mesh.axis(split.over)
         parts = layout.mesh.sizes[axis]
-        table = {(*at, i): _part(split, held, parts, i) for at, held in table.items() for i in range(parts)}
+        table = {(*at, i): part_of(split, held, parts, i) for at, held in table.items() for i in range(parts)}
         used.append(axis)
     return _Axis(tuple(used), table)
-
-
-def _part(split: Shard | Interleaved, held: tuple[Interval, ...], parts: int, index: int) -> tuple[Interval, ...]:
-    """Apply one split to the intervals held so far; returns those of part ``index``."""
-    size = sum(b - a for a, b in held)
-    if isinstance(split, Shard):
-        cuts = ceil_cuts(size, parts) if split.sizes is None else _given_cuts(split.sizes, size, parts)
-        return _slice(held, cuts[index], cuts[index + 1])
-    groups = _given_cuts(split.groups, size, len(split.groups)) if isinstance(split.groups, tuple) else ceil_cuts(size, split.groups)
-    found: list[Interval] = []
-    for a, b in itertools.pairwise(groups):
-        cuts = ceil_cuts(b - a, parts)
-        found += _slice(held, a + cuts[index], a + cuts[index + 1])
-    return _joined(found)
-
-
-def _given_cuts(sizes: tuple[int, ...], size: int, parts: int) -> tuple[int, ...]:
-    if len(sizes) != parts or sum(sizes) != size:
-        raise LayoutError(f"sizes {sizes} must be {parts} numbers that add up to {size}")
-    return tuple(itertools.accumulate(sizes, initial=0))
-
-
-def _slice(held: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
-    """Elements ``[start, stop)`` of the concatenation of intervals."""
-    found, at = [], 0
-    for a, b in held:
-        lo, hi = max(start, at), min(stop, at + b - a)
-        if hi > lo:
-            found.append((a + lo - at, a + hi - at))
-        at += b - a
-    return tuple(found)
-
-
-def _joined(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-    found: list[Interval] = []
-    for a, b in intervals:
-        if found and found[-1][1] == a:
-            found[-1] = (found[-1][0], b)
-        else:
-            found.append((a, b))
-    return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------------------- pieces, tiling

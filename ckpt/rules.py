@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import LayoutError
-from .layout import Flat, Interleaved, Mesh, Replicate, Shard, Split, TensorLayout
+from .layout import TensorLayout
+from .mesh import Mesh
+from .splits import Flat, Interleaved, Replicate, Shard, Split
 
 
 @dataclass(frozen=True, slots=True)

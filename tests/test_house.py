@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
-PURE = tuple(f"ckpt.{name}" for name in ("_version", "errors", "dtypes", "geometry", "catalog", "layout", "rules", "tree", "plan"))
+PURE = tuple(
+    f"ckpt.{name}" for name in ("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan")
+)
 """Values and arithmetic: they import each other, numpy and the standard library."""
 
 ARROWS = {

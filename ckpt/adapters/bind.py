@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ckpt import tree
 from ckpt.catalog import Catalog, TensorEntry
-from ckpt.errors import CorruptError, ShapeError, StateError
+from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.rules import Layout
@@ -523,4 +523,7 @@ def _tensor_names(node: Node) -> list[str]:
 def _inline_only(kind: str, payload: Any) -> object:
     if kind == "$inline":
         return decode_inline(payload)
-    raise AssertionError(f"a {kind} node where plain values were expected")
+    raise FormatError(
+        f"the checkpoint has a {kind} node ({payload!r:.80}) where plain values were expected",
+        hint="the state was written by newer or other software, or is damaged: run `ckpt verify`",
+    )

@@ -99,7 +99,8 @@ def _check_depth(value: Any, path: str, around: frozenset[int]) -> None:
 
 
 def is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_both and not isinstance(value, type)
 
 
 class _Walk:

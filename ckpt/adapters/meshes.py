@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ckpt.layout import Mesh, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 
 from .dtensor import DTensor
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ckpt.errors import LayoutError, StateError
-from ckpt.layout import Mesh, Shard, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.rules import Layout, Placed
+from ckpt.splits import Shard
 
 from .dtensor import DTensor
 from .meshes import widened

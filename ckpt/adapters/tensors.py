@@ -10,9 +10,11 @@ import torch
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
 from ckpt.geometry import Box
-from ckpt.layout import Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global
 from ckpt.rules import Placed
+from ckpt.splits import Interleaved, Shard, Split
 
 from .dtensor import TELLS_ORDER, DTensor, Replicate
 from .dtensor import Shard as TorchShard

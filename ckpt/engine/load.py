@@ -187,7 +187,7 @@ def run_each(actions: Iterable[Callable[[], None]]) -> None:
 
 def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
     """Whether a value of the checkpoint, or something that contains it, was taken, by whatever path the state has it."""
-    around = [path, *(path[:i] for i, c in enumerate(path) if c == ".")]
+    around = [path, *(path[:i] for i, c in enumerate(path) if c == "."), ""]  # the key "" has the path of the state itself
     return any((renamed_path(selection, p) if selection.rename else p) in taken for p in around)
 
 

@@ -47,7 +47,7 @@ def save(url: str, state: dict[str, Any], **options: Any) -> Stored:
     found = oracle.read(url)
     for path in data_files(url):
         with safe_open(path, framework="pt") as file:
-            assert len(list(file.keys())) > 0 or not found
+            assert list(file.keys())
     return found
 
 
@@ -60,7 +60,8 @@ def save_exactly(url: str, state: dict[str, Any], expected: Mapping[str, torch.T
 
 
 def data_files(url: str) -> list[Path]:
-    return sorted(Path(url, "data").iterdir())
+    """A checkpoint without tensors has none."""
+    return sorted(Path(url, "data").glob("*"))
 
 
 def files_below(url: str) -> dict[str, bytes]:

@@ -13,8 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES, DType
-from ckpt.layout import Flat, Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global
+from ckpt.splits import Flat, Interleaved, Shard, Split
 
 MAX_RANKS = 12
 NAMES = ("pp", "dp", "tp")

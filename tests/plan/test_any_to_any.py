@@ -22,12 +22,14 @@ from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
 from ckpt.geometry import Box, strided_blocks
-from ckpt.layout import Flat, Interleaved, Mesh, Shard, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan import ownership
 from ckpt.plan.coalesce import coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.splits import Flat, Interleaved, Shard
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 
 ID = "0123456789abcdef"

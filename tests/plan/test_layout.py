@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
 from ckpt.geometry import Box, cells
-from ckpt.layout import Flat, Interleaved, Mesh, Shard, TensorLayout, Tiling
+from ckpt.layout import TensorLayout, Tiling
+from ckpt.mesh import Mesh
+from ckpt.splits import Flat, Interleaved, Shard
 from tests.plan.layout_strategies import local_array, meshes, numbered, placed_tensors, through_pieces
 
 

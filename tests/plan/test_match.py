@@ -13,7 +13,8 @@ from ckpt.catalog import Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import UsageError
 from ckpt.geometry import Box
-from ckpt.layout import Mesh, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan.match import Selection, common_box, misfit, report_names
 from ckpt.plan.ownership import Global
 

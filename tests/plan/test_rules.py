@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
 from ckpt.geometry import Box
-from ckpt.layout import Flat, Interleaved, Mesh, Replicate, Shard, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.rules import GlobalShape, Layout, Numbered, OnMesh, Padded, Placed, Stage, Uneven, experts, pipeline
+from ckpt.splits import Flat, Interleaved, Replicate, Shard
 from tests.plan.layout_strategies import chunked, numbered, through_pieces
 
 # ---------------------------------------------------------------------------------------------------- a Megatron-style model

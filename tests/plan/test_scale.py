@@ -15,11 +15,13 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.layout import Flat, Interleaved, Mesh, Shard, Split, TensorLayout
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan import ownership
 from ckpt.plan.join import join
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables
+from ckpt.splits import Flat, Interleaved, Shard, Split
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 RANKS = 64

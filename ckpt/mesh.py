@@ -1,0 +1,68 @@
+"""A mesh: named parallel dimensions over the ranks of a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named parallel dimensions and their sizes; the last dimension's ranks are neighbours.
+
+    ``ranks`` lists the global ranks in row-major order of the mesh; left out, they are 0, 1, 2, …
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: range | tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or min(self.sizes, default=1) < 1:
+            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}")
+        size = math.prod(self.sizes)
+        first = self.ranks[0] if self.ranks else 0
+        if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
+            # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
+            object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
+        else:
+            object.__setattr__(self, "ranks", tuple(self.ranks))
+        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
+        """A mesh from ``{"pp": 2, "tp": 2}``."""
+        return sizes if isinstance(sizes, Mesh) else cls(tuple(sizes), tuple(int(n) for n in sizes.values()))
+
+    @classmethod
+    def flat(cls, ranks: Sequence[int]) -> Mesh:
+        """One dimension, ``ranks``, over these ranks."""
+        return cls(("ranks",), (len(ranks),), tuple(ranks))
+
+    def axis(self, name: str) -> int:
+        if name not in self.names:
+            raise LayoutError(f"the mesh has no dimension {name!r}", hint=f"its dimensions are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def size(self, name: str) -> int:
+        return self.sizes[self.axis(name)]
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """The ranks, in the shape of the mesh."""
+        return np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank in the mesh, or None if it is not in it."""
+        if rank not in self.ranks:
+            return None
+        return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.sizes)) if self.sizes else ()
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
