@@ -8,8 +8,10 @@ others, with its name.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -28,6 +30,8 @@ Row = dict[str, Any]
 """What a rank says in one phase: JSON."""
 
 R = TypeVar("R")
+
+log = logging.getLogger("ckpt")
 
 
 class Store(Protocol):
@@ -102,8 +106,10 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     known = _groups.get(pg)
     if known is None:
         base = dist.distributed_c10d._get_default_store()
-        # The name is the same on all ranks, and no two groups have it; several groups may have the same ranks.
-        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}", base))
+        # The name is the same on all ranks; several groups may have the same ranks. A store may outlive its group (torchrun's does),
+        # and the next group may have the same name: it must not read what the last one left.
+        life = base.add(f"ckpt/{pg.group_name}/life/{rank}", 1)
+        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}/{life}", base))
         known = _groups[pg] = Group(rank, ranks, store)
     return known
 
@@ -161,6 +167,18 @@ class Call:
         self._beats += 1
         self._set(f"beat/{self.group.rank}", str(self._beats).encode())
 
+    def alive_while(self, work: Callable[[], R], seconds: float) -> R:
+        """Run something that cannot give signs of life itself (a flush to disk), and give them for it, for at most ``seconds``."""
+        if self.group.store is None:
+            return work()
+        end = time.monotonic() + seconds
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-wait") as pool:  # leaving the block waits for the work, whatever happened
+            future = pool.submit(work)
+            while not wait([future], min(self.timeout / 8, 1.0)).done:
+                if time.monotonic() < end:
+                    self.beat()
+            return future.result()
+
     def share(self, data: bytes) -> str:
         """Leave bytes for the leader under their digest; equal bytes of several ranks are sent once."""
         digest = xxhash.xxh3_128_hexdigest(data)
@@ -171,12 +189,11 @@ class Call:
         return digest
 
     def fetch(self, digest: str) -> bytes:
-        """What some rank shared under this digest."""
+        """What some rank shared under this digest. Ranks share before they send their row, so it is there."""
         if self.group.store is None:
             return self._blobs[digest]
-        watch = _Watch(self)
-        while not self._arrived(f"blob/{digest}"):
-            watch.check(list(self.group.ranks))
+        if not self._has(f"blob/{digest}"):
+            raise DeadlineError(f"{self.kind}: the job's store has lost what a rank left in it", where=self.url, hint="try again")
         return self._get(f"blob/{digest}")
 
     # ---- the protocol
@@ -237,8 +254,7 @@ class Call:
             if self.is_leader:
                 self._publish(told)
         except DeadlineError as lost:
-            if hasattr(err, "add_note"):  # Python 3.11
-                err.add_note(f"the other ranks could not be told: {lost}")
+            log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
     def _publish(self, verdict: Row) -> None:
         self._set(f"{self._turn}/verdict", json.dumps(verdict).encode())
@@ -247,7 +263,7 @@ class Call:
         self._post(message)
         try:
             rows = self._gather()
-            found = decide(rows)
+            found = self.alive_while(lambda: decide(rows), self.timeout)
         except BaseException as err:
             self._tell(err, decided=True)
             raise

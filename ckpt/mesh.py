@@ -47,11 +47,17 @@ class Mesh:
         return cls(("ranks",), (len(ranks),), tuple(ranks))
 
     def axis(self, name: str) -> int:
+        """The number of a dimension, from 0.
+
+        Raises:
+            LayoutError: the mesh has none of this name.
+        """
         if name not in self.names:
             raise LayoutError(f"the mesh has no dimension {name!r}", hint=f"its dimensions are {', '.join(self.names)}")
         return self.names.index(name)
 
     def size(self, name: str) -> int:
+        """How many coordinates a dimension has."""
         return self.sizes[self.axis(name)]
 
     def array(self) -> npt.NDArray[np.int64]:

@@ -12,9 +12,11 @@ import os
 
 from .errors import UsageError
 
+DEFAULT_TIMEOUT = 600.0
+
 
 def timeout(given: float | None) -> float:
-    return _positive("timeout", given, "CKPT_TIMEOUT", 600.0)
+    return _positive("timeout", given, "CKPT_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 def threads(given: int | None) -> int:

@@ -157,7 +157,8 @@ def _tidy(value: Any) -> Any:
         return value
     tensors = value.get("")
     if isinstance(tensors, _Tensors):
-        return dict(tensors) | {k: _tidy(v) for k, v in value.items() if k != ""}
+        extra = {k: _tidy(v) for k, v in value.items() if k != ""}
+        return {n: t for n, t in tensors.items() if not any(n.startswith(f"{k}.") for k in extra)} | extra
     inner = value.get("state")
     groups = value.get("param_groups")
     if isinstance(groups, _ParamGroups) and isinstance(inner, dict) and isinstance(inner.get(""), _Tensors):
@@ -215,5 +216,6 @@ def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, verify="full", threads=threads(None), beat=lambda: None)
-    reader.run([Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)])
+    jobs = [Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)]
+    reader.run(reader.plan(jobs))
     return memory

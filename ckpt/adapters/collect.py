@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpt.errors import StateError, UsageError
+from ckpt.errors import CoverageError, StateError, UsageError
 from ckpt.rules import Layout
 from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, mapping_node, pairs_of, tag_of
 
@@ -19,6 +19,7 @@ from .modules import modules_in, tensors_of
 from .optimizers import check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import PerRank
 from .place import Placer
+from .tensors import LocalTensor
 
 
 @dataclass(eq=False)
@@ -37,19 +38,32 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         UsageError: it is not a dict.
         StateError: a value cannot be stored, or two have one name.
         LayoutError: a tensor's place is not clear.
+        CoverageError: the rank lacks a part of what it should have.
     """
     check_root(state)
     found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
     walk = _Walk(found, names_in(modules_in(state)))
     found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
     for tensor in found.placer.tensors.values():
-        if any(_without_memory(part.memory) for part in tensor.parts):
-            raise StateError(
-                "a tensor on the meta device, or one whose memory was freed, has no values to save",
-                where=f"tensor {tensor.said}",
-                hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
-            )
+        _check_complete(tensor, rank)
     return found
+
+
+def _check_complete(tensor: LocalTensor, rank: int) -> None:
+    """Raise unless a tensor has values for all that its layout gives this rank."""
+    if any(_without_memory(part.memory) for part in tensor.parts):
+        raise StateError(
+            "a tensor on the meta device, or one whose memory was freed, has no values to save",
+            where=f"tensor {tensor.said}",
+            hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+        )
+    held, due = (sum(p.box.numel for p in pieces) for pieces in (tensor.parts, tensor.info.layout.pieces(tensor.info.shape, rank)))
+    if held != due:
+        raise CoverageError(
+            f"rank {rank} has {held} of the {due} elements that the layout gives it",
+            where=f"tensor {tensor.info.name}",
+            hint="put all that the layout stacks into the state: every expert of the rank, with this tensor",
+        )
 
 
 def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node, list[str]]:

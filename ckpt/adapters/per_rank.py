@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
-"""``reshard(values, rank, world_size) -> value``: the value for a rank, made of the values that all ranks saved (read when indexed)."""
+"""``reshard(values, rank, world_size) -> value``: the value for a rank, made of the values that all ranks saved, in their order."""
 
 
 class PerRank:
     """Wraps a value of which each rank has its own: a random-number state, a data loader's position.
 
-    ``value`` is anything that a state may hold without sharding: JSON values, tensors, nested containers, or an object with
-    ``state_dict`` and ``load_state_dict``. Loading on as many ranks as saved gives each rank its own value back. Loading on
-    another number of ranks calls ``reshard``, and is an error without it.
+    ``value`` is anything that a state may hold without sharding: JSON values, tensors, nested containers, or objects with
+    ``state_dict`` and ``load_state_dict``, but no modules and optimizers. Loading on as many ranks as saved gives each rank its own value
+    back: objects take theirs, dicts and lists stay the same objects, tensors are new ones. Loading on another number of ranks calls
+    ``reshard``, and is an error without it.
 
     Example::
 

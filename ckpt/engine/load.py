@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt import tree
-from ckpt.adapters.bind import Binding, bind
+from ckpt.adapters.bind import bind
+from ckpt.adapters.binding import Binding
 from ckpt.catalog import Catalog
 from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.registry import open_catalog
@@ -84,6 +85,10 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
     )
 
 
+_TOUCHED = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
+_UNTOUCHED = "nothing in the state was changed on this rank"
+
+
 class _Load:
     def __init__(self, call: Call, options: LoadOptions) -> None:
         self.call = call
@@ -91,10 +96,15 @@ class _Load:
         self.catalog: Catalog | None = None
         self.binding: Binding | None = None
         self.reader: Reader | None = None
+        self.touched = False
 
     def run(self, state: object) -> Row:
         names = self.call.agree("match", lambda: self.match(state), self.judge)
-        self.call.agree("read", self.read, lambda rows: None)
+        try:
+            self.call.agree("read", self.read, lambda rows: None)
+        except CkptError as err:
+            err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
+            raise
         return names
 
     def match(self, state: object) -> Row:
@@ -170,13 +180,19 @@ class _Load:
         """Every rank: give memory to what has none, fill it, set the values."""
         assert self.binding is not None and self.catalog is not None
         self.reader = Reader(catalog=self.catalog, verify=self.options.verify, threads=self.options.threads, beat=self.call.beat)
+        self.touched = bool(self.binding.create)
+        run_each(self.binding.create)
+        plan = self.reader.plan([Job(target=local, entry=entry) for local, entry in self.binding.targets.values()])
+        self.touched = True
+        self.reader.run(plan)
         try:
-            run_each(self.binding.create)
-            self.reader.run([Job(target=local, entry=entry) for local, entry in self.binding.targets.values()])
             run_each(self.binding.apply)
-        except CkptError as err:
-            err.message += "; the state given to load is now partly overwritten: load another checkpoint into it before using it"
+        except CkptError:
             raise
+        except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
+            raise CkptError(
+                f"an object of the state did not take its loaded value: {type(err).__name__}: {err}", where=self.call.url
+            ) from err
         return {}
 
 

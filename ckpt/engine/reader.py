@@ -52,6 +52,17 @@ class _Step:
     extent: Extent
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadPlan:
+    """What to read and where to put it. ``padding`` is filled with zeros first; ``filled`` is all memory that is written."""
+
+    steps: Sequence[_Step]
+    parts: Sequence[Part]
+    reads: Sequence[Read]
+    padding: Sequence[torch.Tensor]
+    filled: Sequence[torch.Tensor]
+
+
 @dataclass(eq=False)
 class Reader:
     """Loads tensors from one catalog. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after :meth:`run`."""
@@ -67,26 +78,41 @@ class Reader:
     _scratch: threading.local = field(default_factory=threading.local)
     _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, plan: ReadPlan) -> None:
         """Fill every target.
 
         Raises:
             CorruptError: bytes are not what the digests say.
             StorageError: the storage failed.
         """
-        steps: list[_Step] = []
-        for job in jobs:
-            steps += self.steps(job)
-            self.beat()
-        parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
-        reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
+        for memory in plan.padding:
+            (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
         with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-read") as pool:
-            run_all(pool, [partial(self.read, read, parts, steps) for read in reads])
+            run_all(pool, [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads])
+        for memory in plan.filled:
+            if not memory.is_inference():
+                torch.autograd.graph.increment_version(memory)  # autograd did not see the bytes change
 
     # ---- the plan
 
-    def steps(self, job: Job) -> list[_Step]:
-        """What to copy for one tensor; padding beyond the stored tensor is filled with zeros here."""
+    def plan(self, jobs: Sequence[Job]) -> ReadPlan:
+        """What to read for these jobs. Changes nothing.
+
+        Raises:
+            CorruptError: a file is missing or truncated, or a header does not fit the index.
+        """
+        steps: list[_Step] = []
+        padding: list[torch.Tensor] = []
+        for job in jobs:
+            steps += self.steps(job, padding)
+            self.beat()
+        parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
+        reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
+        filled = [held.memory for job in jobs for held in job.target.parts]
+        return ReadPlan(steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
+
+    def steps(self, job: Job, padding: list[torch.Tensor]) -> list[_Step]:
+        """What to copy for one tensor; memory with padding beyond the stored tensor is added to ``padding``."""
         info, entry = job.target.info, job.entry
         self._check_tiling(entry)
         stored = common_box(info, entry)
@@ -94,7 +120,7 @@ class Reader:
         for held in job.target.parts:
             box: Box | None = held.box
             if not stored.contains(held.box):
-                (held.memory if reads_otherwise(held.memory) else raw_view(held.memory)).zero_()
+                padding.append(held.memory)
                 box = held.box.intersect(stored)
             if box is not None:
                 copies += join(entry.grid, box)

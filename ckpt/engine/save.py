@@ -117,7 +117,7 @@ class _Save:
         for rank, row in rows.items():
             if "own" in row:
                 self.own[rank] = Table.from_bytes(self.call.fetch(row["own"])), json.loads(self.call.fetch(row["values"]))
-        return {"id": new_id()}
+        return {"id": new_id(after=self.previous)}
 
     # ---- write
 
@@ -132,6 +132,7 @@ class _Save:
             id=id,
             threads=self.options.threads,
             beat=self.call.beat,
+            alive_while=self.call.alive_while,
             check_replicas=self.options.check_replicas and self.call.group.size > 1,
         )
 

@@ -21,6 +21,8 @@ from ckpt.plan.ownership import Global, Owned
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
+SLOWEST = 10e6
+"""Bytes a second: storage that makes a file durable more slowly than this counts as hanging."""
 BATCH = 8 << 20
 """Small chunks are written together up to this many bytes."""
 
@@ -54,6 +56,7 @@ class RankWriter:
     id: str
     threads: int
     beat: Callable[[], None]
+    alive_while: Callable[[Callable[[], None], float], None]
     check_replicas: bool = True
     _digests: dict[tuple[str, int], int] = field(default_factory=dict)
     _made: list[str] = field(default_factory=list)
@@ -87,7 +90,7 @@ class RankWriter:
             run_all(pool, [partial(self._batch, writer, plan, mine, b) for b in _batches(plan)])
             header = plan.encode_header([self._digests[c.name, c.number] for c in mine])
             writer.write(0, [header])
-            writer.commit()
+            self.alive_while(writer.commit, plan.size / SLOWEST)
         return plan.row(header)
 
     def _create(self, plan: DataFilePlan) -> Writer:

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NoReturn
@@ -81,9 +82,17 @@ class CommitRecord:
         return _record(members, where)
 
 
-def new_id() -> str:
-    """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36."""
-    return _base36(time.time_ns() // 1_000_000, 9) + _base36(secrets.randbelow(36**7), 7)
+def new_id(after: bytes | None = None) -> str:
+    """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36.
+
+    ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is behind. A record
+    that cannot be read is replaced all the same.
+    """
+    moment = time.time_ns() // 1_000_000
+    if after is not None:
+        with suppress(CorruptError, FormatError):
+            moment = max(moment, int(CommitRecord.from_bytes(after, COMMIT_PATH).id[:9], 36) + 1)
+    return _base36(moment, 9) + _base36(secrets.randbelow(36**7), 7)
 
 
 def now() -> str:

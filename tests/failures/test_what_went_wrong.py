@@ -59,7 +59,7 @@ class Wrong:
 
 def first_chunk(directory: Path) -> int:
     """Where the bytes of ``model.w`` are."""
-    entries, start = header(data_file(directory))
+    entries, start = header(data_file(directory).read_bytes())
     return start + int(entries["model.w"]["data_offsets"][0])
 
 

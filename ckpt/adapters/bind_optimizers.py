@@ -1,0 +1,158 @@
+"""Optimizers of a state and of a checkpoint: state by parameter, created where it is not there yet; options by parameter too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt import tree
+from ckpt.catalog import TensorEntry
+from ckpt.tree import MISSING, Node, join
+
+from .binding import Binder, Setter, inline_only, real_device, real_like
+from .collect import stored_param_name
+from .dtensor import DTensor
+from .optimizers import on_host, params_of, set_options, state_path
+from .tensors import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """A parameter of an optimizer: its name in the state and in the checkpoint; ``host``: its single numbers are in host memory;
+    ``whole``: all of its state is wanted."""
+
+    states: MutableMapping[Any, Any]
+    param: torch.Tensor
+    name: str
+    stored: str
+    prefix: str
+    host: bool
+    whole: bool
+
+    def said(self, key: str) -> str:
+        return f"{self.prefix}.{self.name}.{key}"
+
+    def stored_path(self, key: str) -> str:
+        return f"{self.prefix}.{self.stored}.{key}"
+
+
+class OptimizerBinder:
+    """Binds the optimizers of one state. ``names`` are those of the parameters of its modules, by ``id``."""
+
+    def __init__(self, binder: Binder, names: Mapping[int, str]) -> None:
+        self.binder = binder
+        self.names = names
+        self.placer = binder.placer
+        self.selection = binder.selection
+        self.found = binder.found
+        self._by_param: dict[str, dict[str, dict[str, TensorEntry]]] = {}
+
+    def bind(self, optimizer: Optimizer, node: Node, path: str) -> None:
+        prefix, groups_path = state_path(path), join(path, "param_groups")
+        states = self.binder.nodes.child(node, "state", prefix)
+        groups = self.binder.nodes.child(node, "param_groups", groups_path)
+        options = self.stored_options(groups)
+        if options:
+            self.found.values.append(groups_path)
+        for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
+            wanted = []
+            for name, param in named:
+                whole = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
+                if not whole and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
+                    continue
+                stored = stored_param_name(self.placer, name, param)
+                owner = _Param(optimizer.state, param, name, stored, prefix, on_host(group), whole)
+                self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
+                if whole:
+                    wanted.append(stored)
+            if wanted or not named:
+                self.group_options(group, wanted, options, groups_path)
+
+    def wants_state(self, optimizer: Optimizer, param: torch.Tensor, said: str, prefix: str) -> bool:
+        """Whether a glob may select some of the state of a parameter that is not wanted as a whole."""
+        keys = {key for state in self.states_below(prefix).values() for key in state} | set(optimizer.state.get(param, {}))
+        return any(self.selection.wants(f"{said}.{key}") for key in keys)
+
+    def stored_options(self, groups: Node) -> dict[str, Node]:
+        if not isinstance(groups, dict):
+            return {}
+        return {self.selection.renamed(name): group["options"] for group in groups.get("$param_groups", []) for name in group["params"]}
+
+    def group_options(self, group: dict[str, Any], names: Sequence[str], options: Mapping[str, Node], path: str) -> None:
+        absent = [n for n in names if n not in options]
+        self.found.missing += [f"{path} of {n}" for n in absent]
+        found = {tree.text(options[n]): options[n] for n in names if n in options}
+        if len(found) > 1:
+            self.found.misfits.append(
+                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(found.values()))}"
+            )
+        elif found and not absent:
+            (node,) = found.values()
+            self.found.apply.append(lambda: set_options(group, tree.decode(node, inline_only)))  # type: ignore[arg-type]
+
+    def param_state(self, owner: _Param, values: Node) -> None:
+        """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
+        now = owner.states.get(owner.param, {})
+        tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
+        there = self.states_below(owner.prefix).get(owner.stored, {})
+        stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
+        for key in dict.fromkeys([*now, *there, *stored]):
+            if not owner.whole and not self.selection.wants(owner.said(key)):
+                continue
+            if key in tensors and (key in there or key not in stored):
+                self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), now[key], owner.param, owner.name, owner.prefix))
+            elif key in there:
+                self.create_state(owner, key, there[key])
+            else:
+                self.binder.decoded(
+                    stored.get(key, MISSING), owner.stored_path(key), _state_setter(owner, key), device=real_device(owner.param)
+                )
+
+    def create_state(self, owner: _Param, key: str, entry: TensorEntry) -> None:
+        dtype = torch_dtype(entry.dtype)
+        if self.lies_like(owner, entry):
+            new = real_like(owner.param, dtype)
+        else:
+            shape = () if self.placer.layout is not None else entry.logical or entry.shape
+            host = owner.host and math.prod(shape) == 1
+            new = torch.empty(shape, dtype=dtype, device="cpu" if host else real_device(owner.param))
+        self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), new, owner.param, owner.name, owner.prefix))
+        put = _state_setter(owner, key)
+        self.found.apply.append(lambda: put(new))
+
+    def lies_like(self, owner: _Param, entry: TensorEntry) -> bool:
+        """Whether a stored tensor of a parameter's state has an element for each of the parameter, so that it lies as that does."""
+        placed = self.placer.param_shape(owner.name, owner.param)
+        if self.placer.layout is None and not isinstance(owner.param, DTensor):
+            return placed in (entry.shape, entry.logical)
+        return len(entry.shape) == len(placed) and (entry.numel != 1 or math.prod(placed) == 1)
+
+    def states_below(self, prefix: str) -> dict[str, dict[str, TensorEntry]]:
+        """Stored tensors of an optimizer's state, by parameter and key."""
+        if prefix not in self._by_param:
+            found: dict[str, dict[str, TensorEntry]] = {}
+            for name, entry in self.binder.entries.items():
+                if name.startswith(prefix + "."):
+                    owner, _, key = name[len(prefix) + 1 :].rpartition(".")
+                    found.setdefault(owner, {})[key] = entry
+            self._by_param[prefix] = found
+        return self._by_param[prefix]
+
+
+def _differences(mappings: Sequence[Node]) -> str:
+    """What differs between mapping nodes, for a message: ``lr (0.1 and 0.2)``."""
+    texts = [{tree.shorten(k): tree.shorten(v) for k, v in tree.pairs_of(node) or ()} for node in mappings]
+    told = {key: list(dict.fromkeys(t.get(key, "nothing") for t in texts)) for key in dict.fromkeys(k for t in texts for k in t)}
+    return ", ".join(f"{key.strip(chr(34))} ({' and '.join(values)})" for key, values in told.items() if len(values) > 1)
+
+
+def _state_setter(owner: _Param, key: str) -> Setter:
+    def put(value: object) -> None:
+        owner.states[owner.param][key] = value
+
+    return put

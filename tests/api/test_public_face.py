@@ -1,0 +1,196 @@
+"""The names of the package, what they say about themselves, and that the documents speak of the same ones."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt import errors
+from ckpt.errors import CkptError
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLABLES = [name for name in ckpt.__all__ if callable(getattr(ckpt, name))]
+ERRORS = {name: c for name, c in vars(errors).items() if isinstance(c, type) and issubclass(c, CkptError)}
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+def test_there_are_few_names_and_all_exist() -> None:
+    assert len(ckpt.__all__) == len(set(ckpt.__all__)) <= 25
+    assert all(getattr(ckpt, name) is not None for name in ckpt.__all__)
+    assert dir(ckpt) == sorted(ckpt.__all__)
+
+
+def test_import_of_everything() -> None:
+    space: dict[str, Any] = {}
+    exec("from ckpt import *", space)
+    assert set(space) - {"__builtins__"} == set(ckpt.__all__)
+    assert all(space[name] is getattr(ckpt, name) for name in ckpt.__all__)
+
+
+def test_names_that_do_not_exist() -> None:
+    with pytest.raises(AttributeError, match="'ckpt' has no attribute 'sav'"):
+        ckpt.sav  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from ckpt import nothing")
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports that only they run, and those that happen on first use."""
+    tree = ast.parse((ROOT / "ckpt" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {(a.asname or a.name): node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert set(seen) == set(ckpt.__all__) - {"__version__"}
+    assert {name: module for name, module in seen.items() if name != "errors"} == ckpt._WHERE
+
+
+@pytest.mark.parametrize(
+    "code", ["import ckpt", "import ckpt.errors", "from ckpt import errors, CkptError, Layout, Shard, pipeline", "dir(__import__('ckpt'))"]
+)
+def test_importing_imports_neither_torch_nor_anything_large(code: str) -> None:
+    heavy = "{'torch', 'pyarrow', 'fsspec', 'click', 'rich', 'safetensors'}"
+    script = f"{code}\nimport sys; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_is_that_of_the_writer(url: str) -> None:
+    ckpt.save(url, {})
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", ckpt.__version__)
+    assert ckpt.__version__ in Path(url, "checkpoint.json").read_text()
+
+
+# --------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("name", [n for n in ckpt.__all__ if n != "__version__"])
+def test_every_name_says_what_it_is(name: str) -> None:
+    thing = getattr(ckpt, name)
+    assert inspect.getdoc(thing), name
+    if isinstance(thing, type):
+        public = [m for m, member in vars(thing).items() if not m.startswith("_") and callable(member)]
+        silent = [m for m in public if not inspect.getdoc(getattr(thing, m))]
+        assert thing.__module__.startswith("ckpt.") and not silent
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_help_names_every_argument_and_error(name: str) -> None:
+    function = getattr(ckpt, name)
+    text = inspect.getdoc(function) or ""
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^\s*(\w+, )*{parameter}[:,]", text.partition("Args:")[2], re.MULTILINE), parameter
+    raised = set(re.findall(r"\b\w+Error\b", text.partition("Raises:")[2]))
+    assert raised <= set(ERRORS) and len(raised) >= 5
+
+
+def test_options_are_by_name_only() -> None:
+    for function in (ckpt.save, ckpt.load):
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+        assert kinds[:2] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2 and set(kinds[2:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_reports_list_their_fields_in_their_docstrings() -> None:
+    for report in (ckpt.LoadReport, ckpt.SaveReport):
+        fields = set(report.__dataclass_fields__) - {"url", "id", "tensors", "seconds"}
+        assert all(f"``{field}``" in (report.__doc__ or "") for field in fields)
+
+
+def _python_blocks() -> Iterator[tuple[str, str]]:
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for n, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)):
+            yield f"{path.name}-{n}", block.replace("…", "...")
+
+
+@pytest.mark.parametrize("block", [b for _, b in _python_blocks()], ids=[i for i, _ in _python_blocks()])
+def test_the_documents_call_what_exists(block: str) -> None:
+    """Every name of ckpt in them exists, and every call of one has arguments that it takes."""
+    tree = ast.parse(block)
+    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "ckpt" for a in node.names}
+    assert imported <= set(ckpt.__all__)
+    known = set(ckpt.__all__) - {"open"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ckpt":
+            assert hasattr(ckpt, node.attr) or (ROOT / "ckpt" / f"{node.attr}.py").exists(), node.attr
+        if isinstance(node, ast.Call) and (name := _called(node, known)) is not None:
+            keywords = {k.arg: None for k in node.keywords if k.arg}
+            inspect.signature(getattr(ckpt, name)).bind_partial(*node.args, **keywords)
+
+
+def _called(node: ast.Call, known: set[str]) -> str | None:
+    function = node.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "ckpt":
+        return function.attr if function.attr in ckpt.__all__ else None
+    return function.id if isinstance(function, ast.Name) and function.id in known else None
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def _drawn() -> dict[str, tuple[str, str | None, str]]:
+    """Class → parent, builtin in brackets and exit code, as the tree in the module's docstring draws them."""
+    found: dict[str, tuple[str, str | None, str]] = {}
+    open_at: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^( {4}[│ ]*(?:[├└]── )?)([A-Z]\w+)(?: \[(\w+)\])?\s+(\d+|--)(?:\s|$)", line)
+        if match is None:
+            continue
+        depth = len(match[1])
+        while open_at and open_at[-1][0] >= depth:
+            open_at.pop()
+        found[match[2]] = (open_at[-1][1] if open_at else "Exception", match[3], match[4])
+        open_at.append((depth, match[2]))
+    return found
+
+
+def test_the_drawn_tree_has_every_error() -> None:
+    assert set(_drawn()) == set(ERRORS)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_what_the_tree_says(name: str) -> None:
+    parent, builtin, code = _drawn()[name]
+    error = ERRORS[name]
+    assert error.__bases__[0].__name__ == parent
+    if builtin is not None:
+        assert issubclass(error, getattr(builtins, builtin))
+    else:
+        assert error.__bases__[1:] == ()
+    if code != "--":
+        assert error.exit_code == int(code)
+    assert inspect.getdoc(error)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_print_what_where_and_what_to_do(name: str) -> None:
+    full = ERRORS[name]("it broke", where="run/step-1", hint="mend it")
+    assert str(full) == "it broke (run/step-1)\n  try: mend it"
+    assert str(ERRORS[name]("it broke")) == "it broke"
+    assert (full.message, full.where, full.hint) == ("it broke", "run/step-1", "mend it")
+    copy = pickle.loads(pickle.dumps(full))
+    assert type(copy) is ERRORS[name] and str(copy) == str(full)
+
+
+def test_an_error_can_be_caught_as_the_builtin(url: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        ckpt.load(url, {})
+    with pytest.raises(TypeError):
+        ckpt.save(url, {"x": object()})
+    with pytest.raises(ValueError, match="URL"):
+        ckpt.open("")
+    ckpt.save(url, {"x": 1})
+    with pytest.raises(KeyError):
+        ckpt.load(url, {})
+    with pytest.raises(KeyError):
+        ckpt.open(url)["nope"]
