@@ -132,6 +132,10 @@ class Catalog(Protocol):
     def tensors(self) -> Mapping[str, TensorEntry]: ...
 
     @property
+    def world_size(self) -> int:
+        """How many ranks saved it; ``ranks`` and the entries' ``rank`` count them from 0."""
+
+    @property
     def state(self) -> Any:
         """The JSON node of what is not a tensor."""
 

@@ -325,6 +325,10 @@ def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local
             shape[dim] = sum(split.groups)
         else:
             shape[dim] *= layout.mesh.size(split.over)
+        if isinstance(split, Interleaved) and isinstance(split.groups, int) and shape[dim] % split.groups:
+            raise LayoutError(
+                f"dimension {dim} has {shape[dim]} elements, which are not {split.groups} equal groups", hint="give Interleaved their sizes"
+            )
     for p in placements:
         if isinstance(p, Uneven):
             shape[_dim(p.dim, len(local), p)] = p.size

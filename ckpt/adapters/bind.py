@@ -69,14 +69,27 @@ class _Walk(Binder):
             self.optimizers.bind(target, node, path)
         elif is_stateful(target):
             self.stateful(target, node, path)
-        elif isinstance(target, dict) and (not path or _has_live(target)):
-            for key in list(target):
-                at = join(path, key)
-                self.value(target[key], self.nodes.child(node, key, at), at, _item_setter(target, key))
+        elif isinstance(target, dict) and (not path or _has_live(target) or tree.pairs_of(node) is not None):
+            self.mapping(target, node, path)
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
             self.plain(node, path, lambda value: put(refill(target, value)))
+
+    def mapping(self, target: dict[Any, Any], node: Node, path: str) -> None:
+        """Bind each key of a dict. One that holds plain values only also takes the keys that just the checkpoint has."""
+        for key in list(target):
+            at = join(path, key)
+            self.value(target[key], self.nodes.child(node, key, at), at, _item_setter(target, key))
+        if not path or _has_live(target):
+            return
+        stored = tree.pairs_of(node) or []
+        if not stored and self.selection.wants(path):
+            self.found.values.append(path)
+        for key, child in ((tree.key_of(k), v) for k, v in stored):
+            at = join(path, key)
+            if key not in target and self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
+                self.plain(child, at, _item_setter(target, key))
 
     def sequence(self, target: Sequence[object], node: Node, path: str, put: Setter) -> None:
         loaded = list(target)
@@ -111,7 +124,8 @@ class _Walk(Binder):
                 self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
-        if self.selection.wants(path):
+        below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
+        if self.selection.wants(path) or any(map(self.selection.wants, below)):
             self.decoded(node, path, target.load_state_dict, template=target.state_dict())
 
     def per_rank(self, target: PerRank, path: str) -> None:
@@ -122,13 +136,14 @@ class _Walk(Binder):
         if not saved:
             self.found.missing.append(path)
             return
-        ranks = self.placer.ranks
-        if len(saved) == len(ranks):
-            source = saved[ranks.index(self.placer.rank)]
-            self.own(target, self.catalog.ranks[source][path], path)
+        world, position = len(self.placer.ranks), self.placer.position
+        if self.catalog.world_size == world and position in saved:
+            self.own(target, self.catalog.ranks[position][path], path)
+        elif self.catalog.world_size == world:
+            self.found.missing.append(path)
         elif target.reshard is None:
             self.found.misfits.append(
-                f"{path}: saved per rank by {len(saved)} ranks, loaded by {len(ranks)}; give PerRank(value, reshard=...) to say how"
+                f"{path}: saved per rank by {self.catalog.world_size} ranks, loaded by {world}; give PerRank(value, reshard=...) to say how"
             )
         else:
             self.reshard(target, path, saved)
@@ -151,7 +166,7 @@ class _Walk(Binder):
         entry = self.referred(stored)
         new = self._own[stored] = self.room_for(entry)
         local = self.placer.add_own(f"{stored}>", new)
-        self.found.targets[own_name(f"{stored}>", self.placer.rank)] = (local, entry)
+        self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
         return new
 
     def reshard(self, target: PerRank, path: str, saved: Sequence[int]) -> None:
@@ -161,7 +176,7 @@ class _Walk(Binder):
 
         def put() -> None:
             assert target.reshard is not None
-            value = target.reshard(values, self.placer.ranks.index(self.placer.rank), len(self.placer.ranks))
+            value = target.reshard(values, self.placer.position, len(self.placer.ranks))
             target.value = refill(target.value, value)
 
         self.found.apply.append(put)

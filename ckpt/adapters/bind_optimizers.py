@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -66,12 +66,12 @@ class OptimizerBinder:
                 if not whole and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue
                 stored = stored_param_name(self.placer, name, param)
-                owner = _Param(optimizer.state, param, name, stored, prefix, on_host(group), whole)
+                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), whole)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
                 if whole:
                     wanted.append(stored)
-            if wanted or not named:
-                self.group_options(group, wanted, options, groups_path)
+            if wanted:
+                self.group_options(optimizer, group, wanted, options, groups_path)
 
     def wants_state(self, optimizer: Optimizer, param: torch.Tensor, said: str, prefix: str) -> bool:
         """Whether a glob may select some of the state of a parameter that is not wanted as a whole."""
@@ -83,7 +83,9 @@ class OptimizerBinder:
             return {}
         return {self.selection.renamed(name): group["options"] for group in groups.get("$param_groups", []) for name in group["params"]}
 
-    def group_options(self, group: dict[str, Any], names: Sequence[str], options: Mapping[str, Node], path: str) -> None:
+    def group_options(
+        self, optimizer: Optimizer, group: dict[str, Any], names: Sequence[str], options: Mapping[str, Node], path: str
+    ) -> None:
         absent = [n for n in names if n not in options]
         self.found.missing += [f"{path} of {n}" for n in absent]
         found = {tree.text(options[n]): options[n] for n in names if n in options}
@@ -93,7 +95,7 @@ class OptimizerBinder:
             )
         elif found and not absent:
             (node,) = found.values()
-            self.found.apply.append(lambda: set_options(group, tree.decode(node, inline_only)))  # type: ignore[arg-type]
+            self.found.apply.append(lambda: set_options(optimizer, group, _options(node)))
 
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
@@ -142,6 +144,15 @@ class OptimizerBinder:
                     found.setdefault(owner, {})[key] = entry
             self._by_param[prefix] = found
         return self._by_param[prefix]
+
+
+def _options(node: Node) -> dict[str, Any]:
+    return cast(dict[str, Any], tree.decode(node, inline_only))
+
+
+def _on_host(group: Mapping[str, Any], loaded: Node | None) -> bool:
+    """Whether single numbers of a parameter's state belong in host memory once the options that the checkpoint has for it are set."""
+    return on_host(group if loaded is None else _options(loaded))
 
 
 def _differences(mappings: Sequence[Node]) -> str:

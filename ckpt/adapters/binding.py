@@ -59,6 +59,7 @@ class Binder:
         self.entries = selection.view({n: e for n, e in catalog.tensors.items() if e.rank is None})
         self.nodes = Nodes(catalog.state, selection)
         self._absent: list[tuple[str, LocalTensor]] = []
+        self._filled: dict[int, tuple[str, TensorEntry]] = {}  # id of a memory → the first name that it is filled under
         self._meta: list[tuple[LocalTensor, torch.Tensor]] = []
 
     def settle(self) -> None:
@@ -102,18 +103,18 @@ class Binder:
         _check_writable(name, local)
         if entry.dtype != local.info.dtype:
             self.found.cast.append(name)
-        first = self.found.targets.get(local.info.name)
-        if first is None or name == local.info.name:
+        first, other = self._filled.setdefault(id(local), (name, entry))
+        if other is entry:
             self.found.targets[name] = (local, entry)
-        elif (entry.alias or entry.name) != (first[1].alias or first[1].name):
-            self.compare(name, local, entry, first[1])
+        elif (entry.alias or entry.name) != (other.alias or other.name):
+            self.compare(name, local, entry, first, other)
 
-    def compare(self, name: str, local: LocalTensor, entry: TensorEntry, other: TensorEntry) -> None:
+    def compare(self, name: str, local: LocalTensor, entry: TensorEntry, first: str, other: TensorEntry) -> None:
         """Two names of one memory that are stored apart must be equal: by their digests, or the second is read beside the first."""
         same = self.same_bytes(local, entry, other)
         if same is not None:
             if not same:
-                self.found.misfits.append(f"{name}: the state ties it to {local.info.name}, the checkpoint has other values for it")
+                self.found.misfits.append(f"{name}: the state ties it to {first}, the checkpoint has other values for it")
             return
         beside = LocalTensor(local.info, [Held(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
         self.found.targets[name] = (beside, entry)
@@ -122,7 +123,7 @@ class Binder:
             if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
                 raise ShapeError(
                     "the state ties this tensor to another one, but the checkpoint has different values for the two",
-                    where=f"tensor {name} and {local.info.name}",
+                    where=f"tensor {name} and {first}",
                     hint="untie them in the model, or leave one out with only=",
                 )
 

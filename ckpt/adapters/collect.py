@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import CoverageError, StateError, UsageError
 from ckpt.rules import Layout
-from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, mapping_node, pairs_of, tag_of
+from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
 from .dtensor import DTensor
 from .meshes import meshes_in
@@ -46,7 +46,17 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
     for tensor in found.placer.tensors.values():
         _check_complete(tensor, rank)
+    _check_paths(found.state)
     return found
+
+
+def _check_paths(state: Node) -> None:
+    """Raise if two values have one path: a load could not tell them apart."""
+    seen: set[str] = set()
+    for path, _ in leaves(state):
+        if path in seen:
+            raise StateError("two values of the state have this path", where=path, hint="rename one of the keys on the way to it")
+        seen.add(path)
 
 
 def _check_complete(tensor: LocalTensor, rank: int) -> None:
@@ -144,10 +154,20 @@ class _Walk:
             return self.optimizer(value, path)
         if is_stateful(value):
             outside = dict(self.renumbered)
-            node = encode(value.state_dict(), path, self.leaf)  # type: ignore[attr-defined]
+            node = encode(value.state_dict(), path, self.inner_leaf)  # type: ignore[attr-defined]
             self.renumbered = outside
             return node
         return None
+
+    def inner_leaf(self, value: object, path: str) -> Node:
+        """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
+        if isinstance(value, (PerRank, torch.nn.Module, Optimizer)):
+            raise StateError(
+                f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
+                where=path,
+                hint="put it into the state itself, beside the object, or its state_dict() into the object's",
+            )
+        return self.leaf(value, path)
 
     def own_leaf(self, value: object, path: str) -> Node:
         if isinstance(value, torch.Tensor):
@@ -162,7 +182,7 @@ class _Walk:
             self.found.placer.add(join(path, name), tensor)
         node: Node = {"$tensors": path}
         if parts.extra:
-            extra = [(name, encode(value, join(path, name), self.leaf)) for name, value in parts.extra.items()]
+            extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]
             node = mapping_node([("", node), *extra])
         return node
 

@@ -93,7 +93,7 @@ def decode_inline(payload: Any) -> torch.Tensor:
     return (torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
-def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def set_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps.
 
     Raises:
@@ -111,6 +111,17 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
                 ) from err
         else:
             group[key] = value
+    _settle_numbers(optimizer, group)
+
+
+def _settle_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Move single numbers of the state to where the group's options want them: a fused step needs them on the device."""
+    for param in group["params"]:
+        state = optimizer.state.get(param, {})
+        device = torch.device("cpu") if on_host(group) else param.device
+        step = state.get("step")
+        if isinstance(step, torch.Tensor) and step.numel() == 1 and "cuda" in (step.device.type, device.type) and step.device != device:
+            state["step"] = step.to(device)
 
 
 def state_path(path: str) -> str:

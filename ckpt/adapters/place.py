@@ -36,6 +36,11 @@ class Placer:
     _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
     _keep: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def position(self) -> int:
+        """Place of this rank among those that take part: what a checkpoint knows it by."""
+        return self.ranks.index(self.rank)
+
     def add(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, or replicated."""
         if isinstance(tensor, DTensor):
@@ -57,7 +62,7 @@ class Placer:
         """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
         if isinstance(tensor, DTensor):
             raise StateError("a DTensor in a PerRank value", where=f"tensor {said}", hint="put it into the state itself, outside PerRank")
-        name = own_name(said, self.rank)
+        name = own_name(said, self.position)
         local = replace_said(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), said)
         self.own.add(name)
         return self._register(local, tensor)
@@ -136,9 +141,9 @@ def replace_said(local: LocalTensor, said: str) -> LocalTensor:
     return LocalTensor(local.info, local.parts, said)
 
 
-def own_name(said: str, rank: int) -> str:
+def own_name(said: str, position: int) -> str:
     """The stored name of one rank's own tensor."""
-    return f"{said}@rank{rank}"
+    return f"{said}@rank{position}"
 
 
 def _one_number(placed: Placed, name: str, tensor: torch.Tensor) -> Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
-from ckpt.geometry import Box
+from ckpt.geometry import Box, ceil_cuts
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global
@@ -161,7 +162,8 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
         if product == factor:
             order.insert(at if factor > 1 else 0, (Shard(dim, names[axis]), sizes[axis]))
         else:
-            order.insert(0, (Interleaved(dim, names[axis], factor), sizes[axis]))
+            groups = tuple(b - a for a, b in itertools.pairwise(ceil_cuts(tensor.shape[dim], factor)))
+            order.insert(0, (Interleaved(dim, names[axis], groups), sizes[axis]))
     return [split for split, _ in order]
 
 

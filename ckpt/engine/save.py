@@ -116,7 +116,10 @@ class _Save:
         self.state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         for rank, row in rows.items():
             if "own" in row:
-                self.own[rank] = Table.from_bytes(self.call.fetch(row["own"])), json.loads(self.call.fetch(row["values"]))
+                self.own[self.call.group.ranks.index(rank)] = (
+                    Table.from_bytes(self.call.fetch(row["own"])),
+                    json.loads(self.call.fetch(row["values"])),
+                )
         return {"id": new_id(after=self.previous)}
 
     # ---- write
@@ -129,6 +132,7 @@ class _Save:
             tensors=self.collected.placer.tensors,
             owned=assign(shared.tensors) | assign(own.tensors),
             rank=self.rank,
+            position=self.call.group.ranks.index(self.rank),
             id=id,
             threads=self.options.threads,
             beat=self.call.beat,
@@ -146,7 +150,8 @@ class _Save:
         """Leader: compare replicas, check what is there, write the index and the commit record."""
         assert self.backend is not None
         self.compare_replicas(rows)
-        files = [DataFile(path=p, size=s, header=h, digest=d, rank=r) for r, row in rows.items() for p, s, h, d in row["files"]]
+        positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
+        files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
         check_files(self.backend, files, id)
         contents = self.contents(files, id)
         self.call.beat()
@@ -180,7 +185,7 @@ class _Save:
             for t in table.tensors:
                 tensors[t.name], rank_of[t.name] = t, rank
             owned |= assign(table.tensors)
-        grids = _Grids(files, owned, tensors, id)
+        grids = _Grids(files, owned, tensors, id, self.call.group.ranks)
         entries = {
             name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
             for name, t in tensors.items()
@@ -220,15 +225,19 @@ class _Save:
 class _Grids:
     """Stored grids with files in place of ranks; tensors cut alike share one."""
 
-    def __init__(self, files: Sequence[DataFile], owned: Mapping[str, Owned], tensors: Mapping[str, Global], id: str) -> None:
+    def __init__(
+        self, files: Sequence[DataFile], owned: Mapping[str, Owned], tensors: Mapping[str, Global], id: str, ranks: Sequence[int]
+    ) -> None:
         self.owned = owned
         self.tensors = tensors
         self.id = id
         self.first: dict[int, int] = {}
         self.many: dict[int, int] = {}
+        self.positions = {rank: i for i, rank in enumerate(ranks)}
         for row, f in enumerate(files):
-            self.first.setdefault(f.rank, row)
-            self.many[f.rank] = self.many.get(f.rank, 0) + 1
+            rank = ranks[f.rank]
+            self.first.setdefault(rank, row)
+            self.many[rank] = self.many.get(rank, 0) + 1
         self.by_rank = np.full(max(self.first, default=0) + 1, -1, dtype=np.int32)
         for rank, row in self.first.items():
             self.by_rank[rank] = row
@@ -254,7 +263,7 @@ class _Grids:
     def _split(self, rank: int) -> dict[tuple[str, int], int]:
         """For a rank with several files: in which of them each of its chunks is. It is the rank's own plan, made again."""
         chunks = chunks_of(self.owned, rank)
-        plans = plan_data_files(specs_of(chunks, self.tensors), id=self.id, rank=rank)
+        plans = plan_data_files(specs_of(chunks, self.tensors), id=self.id, rank=self.positions[rank])
         return {(c.name, c.number): n for n, plan in enumerate(plans) for c in chunks[plan.first : plan.first + len(plan)]}
 
 

@@ -53,6 +53,8 @@ class RankWriter:
     tensors: Mapping[str, LocalTensor]
     owned: Mapping[str, Owned]
     rank: int
+    position: int
+    """Place of the rank among those that take part: what the checkpoint knows it by."""
     id: str
     threads: int
     beat: Callable[[], None]
@@ -68,7 +70,7 @@ class RankWriter:
             StorageError: the storage failed.
         """
         chunks = chunks_of(self.owned, self.rank)
-        plans = plan_data_files(specs_of(chunks, {n: t.info for n, t in self.tensors.items()}), id=self.id, rank=self.rank)
+        plans = plan_data_files(specs_of(chunks, {n: t.info for n, t in self.tensors.items()}), id=self.id, rank=self.position)
         try:
             with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-write") as pool:
                 files = tuple(self._file(plan, chunks, pool) for plan in plans)

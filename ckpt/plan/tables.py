@@ -87,7 +87,10 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
                 claim.owned = owned[t.name]
     aliases = _join_aliases(tables, claims, problems)
     if problems:
-        raise ConsistencyError(_told("the ranks do not agree", problems), hint="pass the same state on every rank")
+        raise ConsistencyError(
+            _told("the ranks do not agree", problems),
+            hint="pass the same state on every rank; tied DTensors are told apart best if the module itself is in the state",
+        )
     _check_present(claims, tables)
     return Joined(tensors={n: c.tensor for n, c in claims.items()}, owned={n: c.owned for n, c in claims.items()}, aliases=aliases)
 

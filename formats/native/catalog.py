@@ -69,6 +69,10 @@ class NativeCatalog:
         return self._contents.files
 
     @property
+    def world_size(self) -> int:
+        return self._record.world_size
+
+    @property
     def state(self) -> Any:
         return self._contents.state
 

@@ -85,8 +85,8 @@ class CommitRecord:
 def new_id(after: bytes | None = None) -> str:
     """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36.
 
-    ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is behind. A record
-    that cannot be read is replaced all the same.
+    ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is
+    behind. A record that cannot be read is replaced all the same.
     """
     moment = time.time_ns() // 1_000_000
     if after is not None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from ckpt.plan import ownership
-
-SHM = "/dev/shm"
+from tests.api.checked import empty_directory
 
 
 @pytest.fixture
 def root() -> Iterator[str]:
-    """An empty directory, in memory where there is one."""
-    with TemporaryDirectory(prefix="ckpt-api-", dir=SHM if os.path.isdir(SHM) else None) as path:
+    """An empty directory."""
+    with empty_directory() as path:
         yield path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from ckpt.errors import CkptError, CorruptError, NamesError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.plan import ownership
-from tests.api.checked import data_files, described, pattern, raw, same
+from tests.api.checked import data_files, described, empty_directory, pattern, raw, same
 
 # ------------------------------------------------------------------------------------------------------------ slicing
 
@@ -34,7 +33,7 @@ def cut_small() -> Iterator[tuple[ckpt.View, list[torch.Tensor]]]:
     ownership._owned.cache_clear()
     ownership.MAX_CHUNK = 24
     tensors = [pattern(torch.int32, *shape, seed=i) for i, shape in enumerate(SHAPES)]
-    with TemporaryDirectory() as root:
+    with empty_directory() as root:
         ckpt.save(root, {"t": tensors})
         ownership.MAX_CHUNK = limit
         ownership._owned.cache_clear()

@@ -9,21 +9,20 @@ import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import ckpt
-from ckpt import PerRank
+from ckpt import PerRank, tree
 from ckpt.errors import MismatchError, NamesError, NotFoundError, StateError
-from tests.api.checked import described, pattern, same, save
+from tests.api.checked import described, empty_directory, pattern, same, save
 from tests.golden import generate as golden
 
 GOLDEN = str(Path(golden.__file__).parent / "v1")
@@ -42,7 +41,7 @@ VALUES: dict[str, Any] = {
     "tuples": ((), (1,), (1, (2, [3, (4,)]))),
     "sets": [set(), {1, 2.5, "x", None, (1, 2)}, frozenset({frozenset(), b"x"})],
     "dicts": [{}, {"a": {}}, {"$tensor": "a.w", "$": 1}, {"": 0}],
-    "keys": {1: "int", "1": "str", (1, 2): "tuple", None: "none", 1.5: "float", b"b": "bytes", False: "bool", "a.b": 1, "a": {"b": 2}},
+    "keys": {1: "int", "2": "str", (1, 2): "tuple", None: "none", 1.5: "float", b"b": "bytes", False: "bool", "a.b": 1, "a": {"c": 2}},
     "numpy": [np.float32(1.5), np.int8(-3), np.bool_(True), np.arange(6, dtype=np.uint16).reshape(2, 3), np.zeros((0, 3)), np.array(2j)],
     "strided numpy": [np.arange(10)[::-2], np.arange(6).reshape(2, 3).T],
     "torch": [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3), torch.Size([2, 3]), torch.Size([])],
@@ -71,7 +70,9 @@ _values = st.recursive(
 @settings(max_examples=60)
 @given(st.dictionaries(_keys, _values, max_size=4))
 def test_any_nested_values_come_back(state: dict[Any, Any]) -> None:
-    with TemporaryDirectory() as root:
+    paths = [path for path, _ in tree.leaves(tree.encode(state, "", lambda value, path: None))]
+    assume(len(set(paths)) == len(paths))
+    with empty_directory() as root:
         ckpt.save(root, state)
         target = dict.fromkeys(state, "old")
         ckpt.load(root, target)
@@ -160,7 +161,7 @@ def test_names_are_the_keys_joined_by_dots(shape: Any) -> None:
     state = {"x": made(shape, "x"), **(made(shape, "") if isinstance(shape, dict) else {})}
     # a key "x" of the shape replaces the first: then its names are gone
     kept = _paths(state)
-    with TemporaryDirectory() as root:
+    with empty_directory() as root:
         if len(set(kept)) < len(kept) or "" in kept:
             with pytest.raises(StateError):
                 ckpt.save(root, state)
@@ -201,14 +202,11 @@ def test_two_things_of_one_name_are_an_error(url: str, kind: str) -> None:
     assert not Path(url).exists()
 
 
-def test_values_of_one_path_are_none(url: str) -> None:
-    """They lie in the JSON, where keys are apart."""
-    state: dict[Any, Any] = {"a.b": 1, "a": {"b": 2}, 0: 3, "0": 4}
-    ckpt.save(url, state)
-    target = dict.fromkeys(state)
-    target["a"] = {"b": None}  # type: ignore[assignment]
-    ckpt.load(url, target)
-    assert same(target, state)
+@pytest.mark.parametrize("state", [{"a.b": 1, "a": {"b": 2}}, {0: 3, "0": 4}], ids=["dots", "kinds of keys"])
+def test_two_values_of_one_path_are_refused(url: str, state: dict[Any, Any]) -> None:
+    """A load names values by path: one of the two could be lost without a word."""
+    with pytest.raises(StateError, match="two values of the state have this path"):
+        ckpt.save(url, state)
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 4097, "ü" * 2049], ids=["empty", "NUL", "too long", "too long in UTF-8"])
@@ -245,12 +243,43 @@ def test_plain_containers_take_whatever_the_checkpoint_has(url: str) -> None:
     """They stay the same objects."""
     saved = {"d": {"a": 1, "b": {"c": [1, 2, 3]}}, "l": [1, {"x": 2}], "s": {1, 2}, "n": {"deep": {"er": ()}}}
     save(url, saved)
-    state: dict[str, Any] = {"d": {"z": 0, "b": {"c": [9]}}, "l": [0, {"y": 0}, 0, 0], "s": {5}, "n": {}}
+    state: dict[str, Any] = {"d": {"b": {"c": [9]}}, "l": [0, {"y": 0}, 0, 0], "s": {5}, "n": {}}
     held = [state["d"], state["d"]["b"], state["d"]["b"]["c"], state["l"], state["l"][1], state["s"], state["n"]]
     ckpt.load(url, state)
     assert same(state, saved)
     now = [state["d"], state["d"]["b"], state["d"]["b"]["c"], state["l"], state["l"][1], state["s"], state["n"]]
     assert all(a is b for a, b in zip(now, held, strict=True))
+
+
+def test_a_key_of_a_plain_dict_that_the_checkpoint_lacks_is_missing(url: str) -> None:
+    ckpt.save(url, {"cfg": {"a": 1, "more": 2}})
+    state = {"cfg": {"a": 0, "new": {"deep": 3}}}
+    with pytest.raises(NamesError, match=r"missing in the checkpoint \(1\):\s+cfg.new"):
+        ckpt.load(url, state)
+    assert state == {"cfg": {"a": 0, "new": {"deep": 3}}}
+    report = ckpt.load(url, state, strict=False)
+    assert state == {"cfg": {"a": 1, "new": {"deep": 3}, "more": 2}}
+    assert report.missing == ("cfg.new",) and report.unexpected == ()
+
+
+def test_a_stateful_object_can_be_picked_by_what_lies_in_it(url: str) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), 3)
+    ckpt.save(url, {"sch": scheduler.state_dict(), "n": {"x": 1, "y": 2}})
+    scheduler.gamma = 9.0
+    state = {"sch": scheduler, "n": {"x": 0, "y": 0}}
+    ckpt.load(url, state, only=["sch.*", "n.x"])
+    assert scheduler.gamma == 0.1 and state["n"] == {"x": 1, "y": 0}
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(url: str) -> None:
+    class Holder:
+        def state_dict(self) -> dict[str, object]:
+            return {"rng": ckpt.PerRank(1)}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    with pytest.raises(StateError, match="inside of an object's state_dict"):
+        ckpt.save(url, {"h": Holder()})
 
 
 def test_dicts_of_other_types_keep_their_type(url: str) -> None:
@@ -259,7 +288,7 @@ def test_dicts_of_other_types_keep_their_type(url: str) -> None:
     state: dict[str, Any] = {
         "o": OrderedDict(),
         "d": defaultdict(list),
-        "c": Counter("zz"),
+        "c": Counter("b"),
     }
     ckpt.load(url, state)
     assert same(state, saved)

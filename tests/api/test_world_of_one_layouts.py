@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 import ckpt
 from ckpt import Flat, GlobalShape, Interleaved, Layout, Mesh, OnMesh, Padded, Replicate, Shard, Stage, Uneven, experts, pipeline
 from ckpt.errors import CkptError, CoverageError, LayoutError, NamesError, ShapeError
-from tests.api.checked import described, pattern, same, save, save_exactly
+from tests.api.checked import described, empty_directory, pattern, same, save, save_exactly
 
 WHOLE: dict[str, tuple[Any, ...]] = {
     "replicated": (Replicate(),),
@@ -95,7 +94,7 @@ def test_another_padding_takes_what_is_real_and_zeros(real: int, before: int, af
 
     tensor = pattern(dtype, *shape(real + before), seed=1)
     target = pattern(dtype, *shape(real + after), seed=2)
-    with TemporaryDirectory() as root:
+    with empty_directory() as root:
         ckpt.save(root, {"w": tensor}, layout=padded(real, dim))
         ckpt.load(root, {"w": target}, layout=padded(real, dim))
         bare = pattern(dtype, *shape(real), seed=3)

@@ -122,12 +122,12 @@ class Copy:
         types = {field.name: field.type for field in self.arrow(name).schema}
         self.set_index(name, arrow_file({c: _column(values, types[c]) for c, values in columns.items()}))
 
-    def set_row(self, name: str, row: int, **values: Any) -> None:
+    def set_row(self, table: str, number: int, /, **values: Any) -> None:
         """Change cells of one row."""
-        columns = self.table(name)
+        columns = self.table(table)
         for column, value in values.items():
-            columns[column][row] = value
-        self.set_table(name, columns)
+            columns[column][number] = value
+        self.set_table(table, columns)
 
     def row(self, tensor: str) -> int:
         """The row of a tensor."""

@@ -32,8 +32,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
     """What one rank does. ``at``: ``"call"`` before it calls, ``"hook"`` in an object of its state, or a pattern for the beginning of an
-    operation on the storage, as a ``FaultyProcess`` writes it down. ``how``: ``raise``, ``exit``, ``kill``, ``kill soon`` (0.3 s later), ``hang``, or
-    ``slow`` (``seconds`` at each such operation)."""
+    operation on the storage, as a ``FaultyProcess`` writes it down. ``how``: ``raise``, ``exit``, ``kill``, ``kill soon`` (0.3 s later),
+    ``hang``, or ``slow`` (``seconds`` at each such operation)."""
 
     rank: int
     at: str

@@ -113,9 +113,7 @@ def play(ranks: Ranks, case: Case) -> Ended:
         done.mkdir()
         url = f"{root}/run"
         ckpt.save(url, whole(state(BEFORE), Hook(), case.big))
-        outcomes = ranks.run(
-            case.size, attempt, case, url, str(done), timeout=60, allow_death=True, store_on_rank0=case.store_on_rank0
-        )
+        outcomes = ranks.run(case.size, attempt, case, url, str(done), timeout=60, allow_death=True, store_on_rank0=case.store_on_rank0)
         return Ended(outcomes, stored(url, strict=False))
 
 

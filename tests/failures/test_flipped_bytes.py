@@ -66,7 +66,8 @@ def test_every_byte_of_the_commit_record_counts(copy: Copy) -> None:
 def test_every_byte_of_an_index_file_counts(copy: Copy) -> None:
     index = {path: data for path, data in copy.files.items() if path.startswith("index-")}
     assert len(index) == 4
-    assert {path: undetected(copy, path, range(0, len(data), STEP), load) for path, data in index.items()} == dict.fromkeys(index, [])
+    for path, data in index.items():
+        assert undetected(copy, path, range(0, len(data), STEP), load) == [], path
 
 
 def test_every_byte_of_a_header_and_of_the_chunks_counts(copy: Copy) -> None:

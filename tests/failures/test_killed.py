@@ -1,4 +1,4 @@
-"""A process that saves again and again is killed at any moment: what can be loaded then is one whole state, no older than the last save that returned."""
+"""A process that saves again and again is killed at any moment: what can be loaded then is one whole state, at least the last one saved."""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: 
             assert (mine, other, stored(url)) == (None, None, NEW), where
         else:
             assert type(mine) is ERRORS[kind] and mine.hint, f"{where}: {mine!r}"
-            assert type(other) is ERRORS[kind] or (type(other) is RankFailedError and f"rank {rank} raised" in str(other)), f"{where}: {other!r}"
+            assert type(other) is ERRORS[kind] or (type(other) is RankFailedError and f"rank {rank} raised" in str(other)), (
+                f"{where}: {other!r}"
+            )
             assert other.hint == mine.hint, where
             assert stored(url) == BEFORE and files(url) == was_there, where
         assert save(url, LATER).raised == [None, None] and stored(url) == LATER, where

@@ -27,9 +27,11 @@ from ckpt.errors import (
     CkptError,
     CorruptError,
     FormatError,
+    MismatchError,
     NoSpaceError,
     NotCommittedError,
     NotFoundError,
+    ShapeError,
     StateError,
     StorageError,
     UsageError,
@@ -221,7 +223,13 @@ def test_a_storage_that_refuses_to_be_read(checkpoint: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(errno.EACCES, AccessError), (errno.EROFS, AccessError), (errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, StorageError)],
+    [
+        (errno.EACCES, AccessError),
+        (errno.EROFS, AccessError),
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+        (errno.EIO, StorageError),
+    ],
 )
 @pytest.mark.parametrize("name", ["open", "mkdir", "link", "rename"])
 def test_a_storage_that_refuses_to_be_written(
@@ -371,6 +379,20 @@ def test_a_value_that_cannot_be_stored(name: str, checkpoint: Path) -> None:
     assert sorted(checkpoint.rglob("*")) == before and stored(str(checkpoint)) == 1
 
 
+def test_an_option_of_an_optimizer_that_is_no_tensor_any_more(tmp_path: Path) -> None:
+    saved = optimizer(lr=0.5)
+    saved.param_groups[0]["lr"] = "fast"
+    ckpt.save(str(tmp_path / "c"), {"optimizer": saved})
+    with pytest.raises(ShapeError, match="'lr'.*'fast'") as caught:
+        ckpt.load(str(tmp_path / "c"), {"optimizer": optimizer(lr=torch.tensor(0.1))})
+    assert caught.value.hint
+
+
+def test_a_dict_that_only_looks_like_an_optimizer_can_be_viewed(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path / "c"), {"state": {"": torch.nn.Linear(2, 3)}, "param_groups": 3})
+    assert ckpt.open(str(tmp_path / "c")).state()["param_groups"] == 3
+
+
 def test_two_tensors_of_one_name(checkpoint: Path) -> None:
     with pytest.raises(StateError, match=r"a\.b") as caught:
         ckpt.save(str(checkpoint), {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
@@ -388,3 +410,55 @@ def test_a_state_is_a_dict(checkpoint: Path) -> None:
             call(str(checkpoint), [1])  # type: ignore[operator]
         assert caught.value.exit_code == 2 and caught.value.hint
     assert stored(str(checkpoint)) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- other things
+
+
+class Simple:
+    """An object with a state that can be stored."""
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": torch.ones(2), "n": 1}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.loaded = values
+
+
+def optimizer(**options: Any) -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.ones(2))
+    return torch.optim.SGD([("weight", weight)], **options)
+
+
+THINGS: dict[str, Callable[[], Any]] = {
+    "module": lambda: torch.nn.Linear(2, 3),
+    "optimizer": optimizer,
+    "object": Simple,
+    "per rank": lambda: ckpt.PerRank(3),
+    "tensor": lambda: torch.zeros(3),
+    "value": lambda: 7,
+    "list": lambda: [1, torch.zeros(3)],
+    "dict": lambda: {"a": 1, "b": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("stored_as", THINGS)
+@pytest.mark.parametrize("loaded_as", THINGS)
+def test_a_checkpoint_of_one_thing_and_a_state_of_another(tmp_path: Path, stored_as: str, loaded_as: str) -> None:
+    ckpt.save(str(tmp_path / "c"), {"thing": THINGS[stored_as](), "other": torch.ones(2)})
+    target = {"thing": THINGS[loaded_as](), "other": torch.zeros(2)}
+    if stored_as == loaded_as:
+        ckpt.load(str(tmp_path / "c"), target)
+        assert torch.equal(target["other"], torch.ones(2))
+        return
+    if loaded_as == "object" and stored_as in ("tensor", "value", "list", "dict"):  # it is for the object to say what it takes
+        ckpt.load(str(tmp_path / "c"), target)
+        assert target["thing"].loaded is not None
+        return
+    with pytest.raises(MismatchError, match="thing") as caught:
+        ckpt.load(str(tmp_path / "c"), target)
+    assert caught.value.exit_code in (21, 22) and caught.value.hint and "nothing in the state was changed" in str(caught.value)
+    assert torch.equal(target["other"], torch.zeros(2))
