@@ -14,7 +14,7 @@ BALANCE = 1.05
 INDEX_BYTES_PER_TENSOR = 250
 """An index of 4,000 tensors must stay under a megabyte."""
 DISTURBED = 0.15
-"""With more than this part of the machine's CPU time spent by others, wall times say little."""
+"""With more than this part of the machine's CPU time spent by others, wall times say little, and CPU times are too high."""
 
 Row = dict[str, Any]
 
@@ -69,10 +69,15 @@ def checks_of(rows: Sequence[Row], planning: Row | None) -> list[Check]:
         where = f"{row['scenario']}, ranks {row['ranks']}, {row['place']}"
         if row["cpu_over_dcp"] is not None:
             name = f"{row['operation']} CPU seconds below DCP's: {where}"
-            found.append(Check(name=name, ok=row["cpu_over_dcp"] < 1, detail=f"{row['cpu']:.3f} s, {row['cpu_over_dcp']:.2f} of DCP's"))
+            detail = f"{row['cpu']:.3f} s, {row['cpu_over_dcp']:.2f} of DCP's" + _disturbed(row)
+            found.append(Check(name=name, ok=row["cpu_over_dcp"] < 1, detail=detail))
         if row["scenario"] == "replicated" and row["operation"] == "save":
             found.append(_balance(row, where))
     return found if planning is None else [*found, _index(planning)]
+
+
+def _disturbed(row: Row) -> str:
+    return f"; other processes had {row['elsewhere']:.0%} of the machine" if row["elsewhere"] > DISTURBED else ""
 
 
 def _balance(row: Row, where: str) -> Check:

@@ -80,8 +80,8 @@ def load(
     """Load a checkpoint into a state, in place, whatever layout and number of ranks it was saved with. Collective like :func:`save`.
 
     Tensors are filled where they are; meta tensors that the checkpoint has get memory; an optimizer's state is created where it has
-    none yet. Dicts, lists and sets stay the same objects, other values are replaced in them; a container without tensors or objects
-    takes whatever the checkpoint has for it. Nothing changes before every rank has found that everything fits.
+    none yet. Dicts, lists and sets stay the same objects, other values are replaced in them; a dict of plain values also takes the keys
+    that only the checkpoint has. Nothing changes before every rank has found that everything fits.
 
     Args:
         url: the checkpoint.

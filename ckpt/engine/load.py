@@ -191,7 +191,9 @@ class _Load:
             raise
         except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
             raise CkptError(
-                f"an object of the state did not take its loaded value: {type(err).__name__}: {err}", where=self.call.url
+                f"an object of the state did not take its loaded value: {type(err).__name__}: {err}",
+                where=self.call.url,
+                hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
             ) from err
         return {}
 

@@ -12,6 +12,8 @@ from tests.failures.states import state, stored
 
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError, "crash": SimulatedCrash}
+FILES = 6
+"""Of one checkpoint of one rank: what killed saves left is gone after the next one."""
 SAVES = ["replacing", "at a new URL"]
 
 
@@ -79,7 +81,7 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose
         committed = n > publish or (n == publish and after)
         assert found(url) == (NEW if committed else before), f"crash {'after' if after else 'before'} operation {n}, {what}"
         ckpt.save(url, state(LATER))
-        assert stored(url) == LATER, what
+        assert stored(url) == LATER and len(files(url)) == FILES, f"{what}: {sorted(files(url))}"
 
 
 @pytest.mark.parametrize("kind", SAVES)
@@ -105,7 +107,7 @@ def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, kind: st
             assert found(url) == before, where
             assert files(url) == was_there, f"{where}: debris"
         ckpt.save(url, state(LATER))
-        assert stored(url) == LATER, where
+        assert stored(url) == LATER and len(files(url)) == FILES, f"{where}: {sorted(files(url))}"
     assert raised >= 5
 
 
