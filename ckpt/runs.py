@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.paths import has_debris
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 
@@ -18,7 +19,6 @@ from .errors import CorruptError, FormatError, NotFoundError
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 
 _NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
-_DATA_FILE = re.compile(r"[0-9a-z]{16}-\d{5,}(-\d+)?\.safetensors")
 _LISTING_THREADS = 8
 
 
@@ -71,7 +71,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     try:
         record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
     except NotFoundError:
-        return Step(number=number, url=url, committed=False, reason=UNFINISHED) if _has_debris(backend, prefix) else None
+        return Step(number=number, url=url, committed=False, reason=UNFINISHED) if has_debris(backend, prefix) else None
     except (CorruptError, FormatError) as err:
         return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
     return Step(
@@ -82,10 +82,3 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         tensor_bytes=record.tensor_bytes,
         world_size=record.world_size,
     )
-
-
-def _has_debris(backend: Backend, prefix: str) -> bool:
-    names = backend.children(prefix.rstrip("/"))
-    if any(name.startswith("index-") and name.endswith("/") for name in names):
-        return True
-    return "data/" in names and any(_DATA_FILE.fullmatch(name) for name in backend.children(prefix + "data"))

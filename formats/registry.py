@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt.errors import FormatError, NotCommittedError, NotFoundError
+from ckpt.errors import FormatError, NotFoundError
 
 from .protocol import Format
 
@@ -45,10 +45,11 @@ def open_catalog(url: str) -> Catalog:
     """
     from ckpt.io_backends.registry import open_backend
 
+    from .native.catalog import not_committed
     from .native.paths import has_debris
 
     backend = open_backend(url)
-    names = backend.children()
+    names = [name for name in backend.children() if not name.startswith(".")]  # what a killed writer may leave
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     known = []
@@ -56,10 +57,8 @@ def open_catalog(url: str) -> Catalog:
         if candidate.recognises(backend, names):
             return candidate.open(backend)
         known.append(candidate.name)
-    if has_debris(names):
-        raise NotCommittedError(
-            "a save began here and did not finish", where=url, hint="load an earlier step, or remove it if no save is running"
-        )
+    if has_debris(backend):
+        raise not_committed(url)
     raise FormatError(
         f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )

@@ -152,7 +152,7 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
     return max(range(len(widest)), key=lambda d: widest[d])
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2048)
 def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: int) -> Owned:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:

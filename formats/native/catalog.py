@@ -214,13 +214,17 @@ def _present_record(backend: Backend) -> bytes:
     data = read_record(backend)
     if data is not None:
         return data
-    if has_debris(backend.children()):
-        raise NotCommittedError(
-            f"there are files of a save, but no {COMMIT_PATH}: the save did not finish",
-            where=backend.url,
-            hint="load an earlier step; what is here cannot be trusted, and can be removed if no save is running",
-        )
+    if has_debris(backend):
+        raise not_committed(backend.url)
     raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL")
+
+
+def not_committed(url: str) -> NotCommittedError:
+    return NotCommittedError(
+        f"there are files of a save, but no {COMMIT_PATH}: the save did not finish",
+        where=url,
+        hint="load an earlier step; what is here cannot be trusted, and the next save to this URL removes it",
+    )
 
 
 FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=NativeCatalog)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
 
 TENSORS = "tensors.arrow"
 GRIDS = "grids.arrow"
@@ -36,9 +39,12 @@ def id_of(path: str) -> str | None:
     return found.group(1) if found else None
 
 
-def has_debris(names: Sequence[str]) -> bool:
-    """Whether the names directly below a root look like a save that did not finish: an index or data directory."""
-    return any(n == "data/" or (n.startswith("index-") and n.endswith("/")) for n in names)
+def has_debris(backend: Backend, prefix: str = "") -> bool:
+    """Whether files of a save lie below ``prefix`` (empty, or ending in a slash), which has no commit record: it did not finish."""
+    names = backend.children(prefix.rstrip("/"))
+    if any(id_of(f"{name}x") for name in names if name.startswith("index-") and name.endswith("/")):
+        return True
+    return "data/" in names and any(id_of(f"data/{name}") for name in backend.children(f"{prefix}data"))
 
 
 def path_problem(path: str) -> str | None:
