@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh as Mesh
     from .rules import GlobalShape as GlobalShape
     from .rules import Layout as Layout
+    from .rules import Numbered as Numbered
     from .rules import OnMesh as OnMesh
     from .rules import Padded as Padded
     from .rules import Stage as Stage
@@ -56,6 +57,7 @@ _WHERE = {
     "GlobalShape": "rules",
     "Stage": "rules",
     "OnMesh": "rules",
+    "Numbered": "rules",
     "pipeline": "rules",
     "experts": "rules",
     "SaveReport": "engine.save",

@@ -57,6 +57,7 @@ def save(
 
     group = current_group(process_group)
     with _told(group, "save", url):
+        _check_layout(layout, group)
         options = SaveOptions(
             layout=layout, timeout=settings.timeout(timeout), check_replicas=check_replicas, threads=settings.threads(threads)
         )
@@ -109,6 +110,7 @@ def load(
 
     group = current_group(process_group)
     with _told(group, "load", url):
+        _check_layout(layout, group)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
         selection = Selection(only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()))
@@ -133,6 +135,14 @@ def open(url: str) -> View:
     from .formats.registry import open_catalog
 
     return View(open_catalog(url))
+
+
+def _check_layout(layout: Layout | None, group: Group) -> None:
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise UsageError(f"layout must be a ckpt.Layout, not {type(layout).__name__}", hint="see docs/layouts.md")
+    layout.check_ranks(group.ranks)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class CkptError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where is not None:
-            text += f" ({self.where})"
+            text += f"\n  where: {self.where}" if "\n" in text else f" ({self.where})"
         if self.hint is not None:
             text += f"\n  try: {self.hint}"
         return text

@@ -84,10 +84,12 @@ class Numbered:
     """True for a pipeline: tensors without a number then live on the stages that have them."""
 
     def regex(self) -> re.Pattern[str]:
+        """Finds the pattern in a name, between dots, with the numbers as groups ``n`` and ``chunk``."""
         text = re.escape(self.pattern).replace(r"\{n\}", r"(?P<n>\d+)").replace(r"\{chunk\}", r"(?P<chunk>\d+)")
         return re.compile(r"(?<![^.])" + text + r"(?![^.])")
 
     def count(self) -> int:
+        """How many numbered things there are in all."""
         return sum(len(chunk) for coordinate in self.ids for chunk in coordinate)
 
 
@@ -165,6 +167,9 @@ class Layout:
         numbered: Sequence[Numbered] = (),
         meshes: Mapping[str, Mapping[str, int] | Mesh] | None = None,
     ) -> None:
+        if isinstance(rules, Mapping):
+            rules = list(rules.items())
+        _check_rules(rules)
         self.mesh = Mesh.of(mesh)
         self.meshes = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
         self.rules = [(rule[0], tuple(rule[1:])) for rule in rules]
@@ -181,6 +186,18 @@ class Layout:
                 raise LayoutError(
                     f"{n.pattern!r} has numbers for {len(n.ids)} coordinates, {n.over!r} has {self._mesh(n.mesh).size(n.over)}"
                 )
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Raise LayoutError unless the layout is for exactly these ranks."""
+        if set(self.mesh.ranks) != set(ranks):
+            raise LayoutError(
+                f"the layout's mesh {self.mesh} is for {len(self.mesh.ranks)} ranks ({_few(self.mesh.ranks)}), the call is made by "
+                f"{len(ranks)} ({_few(ranks)})",
+                hint="give the sizes of this job's parallel dimensions; ranks of another numbering go into ckpt.Mesh(names, sizes, ranks)",
+            )
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh}, {len(self.rules)} rules)"
 
     def _mesh(self, name: str | None) -> Mesh:
         if name is None:
@@ -306,6 +323,16 @@ def _shifted(split: Split, dim: int, ndim: int) -> Split:
     old = split.dim % (ndim - 1)
     new = old + 1 if old >= dim else old
     return Shard(new, split.over, split.sizes) if isinstance(split, Shard) else Interleaved(new, split.over, split.groups)
+
+
+def _check_rules(rules: Sequence[Any]) -> None:
+    for rule in rules:
+        if not isinstance(rule, (tuple, list)) or not rule or not isinstance(rule[0], str):
+            raise LayoutError(f"not a rule: {rule!r}", hint='a rule is a tuple of a glob and placements: ("*.wq.weight", Shard(0, "tp"))')
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local: tuple[int, ...]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     \b
     Example:
       ckpt ls runs/a
-      ckpt ls -q s3://bucket/runs/a | tail -1     # the newest that can be loaded
+      ckpt ls -q runs/a | tail -1     # the newest that can be loaded
     """
     from ckpt.runs import list_steps
 

@@ -28,7 +28,7 @@ def command(url: str, *, threads: int | None, as_json: bool, quiet: bool) -> Non
     \b
     Example:
       ckpt verify runs/a/step-00001000
-      ckpt verify --json s3://bucket/runs/a/step-00001000 | jq '.problems[].file'
+      ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
     from ckpt.engine.verify import verify
 

@@ -19,7 +19,7 @@ from .protocol import Backend
 
 _GROUP = "ckpt.io_backends"
 _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
-_EXTRAS = f"s3:// needs `pip install 'ckpt-toolkit[s3]'`; other schemes need a package with an entry point in the group {_GROUP}"
+_EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
 

@@ -95,6 +95,10 @@ class OptimizerBinder:
             )
         elif found and not absent:
             (node,) = found.values()
+            other = _other_kind(group, _options(node))
+            if other is not None:
+                self.found.misfits.append(f"{path}: {other}")
+                return
             self.found.apply.append(lambda: set_options(optimizer, group, _options(node)))
 
     def param_state(self, owner: _Param, values: Node) -> None:
@@ -148,6 +152,18 @@ class OptimizerBinder:
 
 def _options(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], tree.decode(node, inline_only))
+
+
+_TELLING = frozenset({"betas", "momentum", "alpha", "rho", "etas", "lambd", "beta2_decay", "max_iter", "lr_decay"})
+"""Options that one kind of optimizer has and another has not."""
+
+
+def _other_kind(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> str | None:
+    """Why options are those of another kind of optimizer, whose state would be of no use; None if they are not."""
+    here, there = _TELLING & group.keys(), _TELLING & loaded.keys()
+    if here == there:
+        return None
+    return f"options of another kind of optimizer in the checkpoint: {sorted(there) or 'none'}, in the state {sorted(here) or 'none'}"
 
 
 def _on_host(group: Mapping[str, Any], loaded: Node | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt import tree
@@ -145,8 +145,9 @@ class _Load:
             used.update(found["used"])
             values.update(found["values"])
         unexpected = self.unexpected(used, values)
-        if misfits or (self.options.strict and (missing or unexpected)):
-            raise self.mismatch(missing, unexpected, misfits)
+        idle = self.options.selection.idle(self.paths(), missing) if self.options.strict else []
+        if misfits or idle or (self.options.strict and (missing or unexpected)):
+            raise self.mismatch(missing, unexpected, misfits, idle)
         return {"missing": sorted(missing), "unexpected": unexpected}
 
     def _once(self, digest: str) -> Row:
@@ -164,12 +165,26 @@ class _Load:
                 names.append(path)
         return sorted(names)
 
-    def mismatch(self, missing: Mapping[str, list[int]], unexpected: Iterable[str], misfits: Mapping[str, list[int]]) -> MismatchError:
+    def paths(self) -> list[str]:
+        """Everything that ``only`` and ``rename`` may mean: names of tensors, paths of values, and all that contains them."""
+        assert self.catalog is not None
+        select = self.options.selection
+        if not select.only and not select.rename:
+            return []
+        names = [n for n, e in self.catalog.tensors.items() if e.rank is None]
+        names += [path for path, _ in tree.leaves(self.catalog.state)]
+        names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
+        return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
+
+    def mismatch(
+        self, missing: Mapping[str, list[int]], unexpected: Iterable[str], misfits: Mapping[str, list[int]], idle: Sequence[str]
+    ) -> MismatchError:
         everywhere = self.call.group.size
         lines = report_names("missing in the checkpoint", (_on(n, r, everywhere) for n, r in missing.items()))
         lines += report_names("unexpected in the checkpoint", unexpected)
         lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
-        kind = ShapeError if not missing and not unexpected else NamesError if not misfits else MismatchError
+        lines += report_names("fit no name", idle)
+        kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
         return kind(
             "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
             where=self.call.url,

@@ -171,8 +171,8 @@ class _Save:
             raise ReplicaError(
                 "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
                 where=self.call.url,
-                hint="find out why the ranks drifted apart (unsynchronised gradients or buffers, bad memory); "
-                "values that are meant to differ go into ckpt.PerRank; check_replicas=False stores one replica unseen",
+                hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
+                "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
             )
 
     # ---- the index

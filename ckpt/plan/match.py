@@ -3,6 +3,7 @@ the first."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,16 +32,22 @@ class Selection:
             if old.count("*") != new.count("*") or old.count("*") > 1:
                 raise UsageError(f"rename {old!r} → {new!r}: each side needs one *, or none")
 
+    def idle(self, stored: Sequence[str], wanted: Iterable[str]) -> list[str]:
+        """Patterns that no name fits, with the names nearest to each: ``stored`` are the checkpoint's names and paths, ``wanted`` names of
+        the state."""
+        here = {*wanted, *map(self.renamed, stored)}
+        found = [(glob, "only", here) for glob in self.only if not any(fnmatchcase(name, glob) for name in here)]
+        found += [(old, "rename", set(stored)) for old, _ in self.rename if not any(fits(old, name) for name in stored)]
+        return [f"{what}: {pattern!r}{_near(pattern, names)}" for pattern, what, names in found]
+
     def wants(self, name: str) -> bool:
         return not self.only or any(fnmatchcase(name, glob) for glob in self.only)
 
     def renamed(self, stored: str) -> str:
         """The name in the state of what the checkpoint calls ``stored``."""
         for old, new in self.rename:
-            head, star, tail = old.partition("*")
-            if not star and stored == old:
-                return new
-            if star and len(stored) >= len(head) + len(tail) and stored.startswith(head) and stored.endswith(tail):
+            if fits(old, stored):
+                head, _, tail = old.partition("*")
                 return new.replace("*", stored[len(head) : len(stored) - len(tail)])
         return stored
 
@@ -57,6 +64,17 @@ class Selection:
                 raise UsageError(f"the renames make {found[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
             found[name] = entry
         return found
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(pattern, list(names), 2, 0.5)
+    return f" (near it: {', '.join(near)})" if near else ""
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a name is what a side of a rename means: itself, or with one ``*`` for any text."""
+    head, star, tail = pattern.partition("*")
+    return name == pattern if not star else len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)
 
 
 def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:

@@ -89,7 +89,8 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
     if problems:
         raise ConsistencyError(
             _told("the ranks do not agree", problems),
-            hint="pass the same state on every rank; tied DTensors are told apart best if the module itself is in the state",
+            hint="pass the same state on every rank; a layout's Shard that does not divide needs Uneven(dim, size) or Shard(sizes=...); "
+            "tied DTensors are known best by the module itself",
         )
     _check_present(claims, tables)
     return Joined(tensors={n: c.tensor for n, c in claims.items()}, owned={n: c.owned for n, c in claims.items()}, aliases=aliases)

@@ -131,8 +131,10 @@ class Factored(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
-                state["rows"] = param.detach().float().flatten(1).mean(1) if param.ndim > 1 else param.detach().clone().float()
-                state["columns"] = torch.arange(param.shape[-1], dtype=torch.float64)
+                state["rows"] = (
+                    param.detach().float().flatten(1).mean(1, keepdim=True) if param.ndim > 1 else param.detach().clone().float()
+                )
+                state["columns"] = torch.arange(param.shape[-1] + 2, dtype=torch.float64)
                 state["history"] = [torch.ones(2), (3, torch.zeros(1, dtype=torch.int8))]
                 state["named"] = {"a": torch.tensor(1.5), 7: "seven", "b": {"c": None}}
                 state["count"] = 3

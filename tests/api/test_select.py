@@ -70,7 +70,6 @@ ONLY: dict[str, tuple[Any, set[str]]] = {
     "one character": ("?", {"b"}),
     "a class": ("[ab]*", {"a.x", "a.y", "b"}),
     "all": ("*", {"a.x", "a.y", "b", "deep.a.x", "value", "nested.k"}),
-    "nothing": ("nope", set()),
     "no globs": ([], {"a.x", "a.y", "b", "deep.a.x", "value", "nested.k"}),
 }
 
@@ -171,7 +170,6 @@ RENAME: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "a prefix for all": ({"*": "x.*"}, {"a": "x.a", "b": "x.b", "m.0.w": "x.m.0.w", "m.0.b": "x.m.0.b", "m.1.w": "x.m.1.w"}),
     "the first rule decides": ({"m.0.*": "first.*", "m.*": "rest.*"}, {"m.0.w": "first.w", "m.0.b": "first.b", "m.1.w": "rest.1.w"}),
     "an exchange": ({"a": "b", "b": "a"}, {"a": "b", "b": "a"}),
-    "of nothing": ({"nope": "neither"}, {}),
     "to itself": ({"a": "a"}, {}),
 }
 
@@ -225,7 +223,7 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
 def test_a_renamed_value_is_no_longer_there_under_its_old_name(url: str) -> None:
     ckpt.save(url, {"a": 1, "t": torch.ones(1)})
     state: dict[str, Any] = {"a": 5, "b": 6, "t": torch.zeros(1)}
-    with pytest.raises(NamesError, match=r"missing in the checkpoint \(1\):\n    a "):
+    with pytest.raises(NamesError, match=r"missing in the checkpoint \(1\):\n    a\n"):
         ckpt.load(url, state, rename={"a": "b"})
     assert (state["a"], state["b"]) == (5, 6)
     ckpt.load(url, state, rename={"a": "b"}, strict=False)

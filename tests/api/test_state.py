@@ -361,7 +361,7 @@ def test_objects_in_lists_and_under_only(url: str) -> None:
 
 def test_a_missing_object_is_reported(url: str) -> None:
     save(url, {})
-    with pytest.raises(NamesError, match="\n    o "):
+    with pytest.raises(NamesError, match="\n    o\n"):
         ckpt.load(url, {"o": Holder(1)})
 
 

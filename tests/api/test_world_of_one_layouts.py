@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
-from ckpt import Flat, GlobalShape, Interleaved, Layout, Mesh, OnMesh, Padded, Replicate, Shard, Stage, Uneven, experts, pipeline
+from ckpt import Flat, GlobalShape, Interleaved, Layout, OnMesh, Padded, Replicate, Shard, Stage, Uneven, experts, pipeline
 from ckpt.errors import CkptError, CoverageError, LayoutError, NamesError, ShapeError
 from tests.api.checked import described, empty_directory, pattern, same, save, save_exactly
 
@@ -262,8 +262,6 @@ REFUSED: dict[str, tuple[Layout, str]] = {
     "flat without a shape": (around(Flat("dp")), "GlobalShape"),
     "more real than there is": (around(Padded(0, 7)), "fewer than the 7 real"),
     "sizes of another sum": (around(Shard(0, "tp", sizes=(5,))), "shape"),
-    "another rank's": (Layout(Mesh(("tp",), (1,), (3,)), rules=[("*", Replicate())]), "not in the layout's mesh"),
-    "other ranks too": (Layout({"tp": 2}, rules=[("*", Shard(0, "tp"))]), "rank 1"),
 }
 
 

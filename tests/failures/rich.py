@@ -137,6 +137,7 @@ USES: dict[str, Callable[[str], object]] = {
     "open and read": _read,
     "verify": lambda url: verify(url, threads=1),
     "ckpt verify": _command("verify", "--threads", "1"),
+    "ckpt ls": _command("ls"),
     "ckpt inspect": _command("inspect"),
     "ckpt inspect --files": _command("inspect", "--files", "--json"),
     "ckpt inspect --state": _command("inspect", "--state"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 
 import ckpt
@@ -9,6 +12,8 @@ from ckpt.errors import NoSpaceError, NotCommittedError, NotFoundError, StorageE
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.failures.states import state, stored
+
+T = TypeVar("T")
 
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError, "crash": SimulatedCrash}
@@ -139,3 +144,42 @@ def test_a_load_that_fails_raises_and_the_next_one_works(root: str, kind: str) -
         if what.startswith("read_into"):
             assert "partly overwritten" in str(caught.value) or kind == "crash"
         assert stored(url) == NEW
+
+
+class Interrupted(FaultyProcess):
+    """Before operation number ``at`` something else happens, once."""
+
+    def __init__(self, at: int, other: Callable[[], object]) -> None:
+        super().__init__()
+        self.at = at
+        self.other = other
+        self.inside = False
+
+    def operate(self, what: str, effect: Callable[[], T], half: Callable[[], None] | None = None) -> T:
+        if self.inside:
+            return effect()
+        if self.operations == self.at:
+            self.inside = True
+            self.other()
+            self.inside = False
+        return super().operate(what, effect, half)
+
+
+def test_two_saves_at_once_never_make_one_checkpoint(root: str) -> None:
+    """Another whole save runs before each operation of a save: one of the two is there then, whole, and the other knows that it is not."""
+    log = operations(root, "replacing")
+    publish, read = log.index("publish checkpoint.json"), log.index("read checkpoint.json")
+    for n, what in enumerate(log):
+        url, _, _ = prepared(root, "replacing", n)
+        process = Interrupted(n, lambda url=url: ckpt.save(url, state(LATER)))  # type: ignore[misc]
+        with wrap_backends(process.wrap):
+            try:
+                ckpt.save(url, state(NEW), threads=1)
+                error = None
+            except StorageError as err:
+                error = err
+        where = f"another save before operation {n}, {what}"
+        assert (error is None) == (n <= read or n > publish), f"{where}: {error!r}"
+        assert error is None or error.hint, where
+        assert stored(url) == (NEW if n <= read else LATER), where
+        assert len(files(url)) == FILES, f"{where}: {sorted(files(url))}"

@@ -124,6 +124,25 @@ def test_paths_of_index_files_stay_inside(copy: Copy, right: dict[str, bytes], p
         refuses(copy, right)
 
 
+MEMBERS: list[tuple[str, Any]] = [
+    *[("features", value) for value in ([{}], [[1]], {"a": 1}, "x", None, [None])],
+    *[("version", value) for value in (True, 1.0, "1", None, [1], 1 << 70)],
+    *[("index", value) for value in (None, [], {}, {"tensors.arrow": 1}, "x")],
+    *[("id", value) for value in (1, None, [])],
+    *[("created", value) for value in (1, None)],
+    *[("world_size", value) for value in ("2", True, None, 2.0)],
+    *[("tensor_bytes", value) for value in ("2", None)],
+    *[("format", value) for value in (None, {}, "ckpt2")],
+]
+
+
+@pytest.mark.parametrize(("member", "value"), MEMBERS)
+def test_members_of_the_commit_record_that_cannot_be(copy: Copy, right: dict[str, bytes], member: str, value: Any) -> None:
+    with tampering(copy):
+        copy.commit({**copy.members, member: value})
+        refuses(copy, right, FormatError if member in ("features", "version", "format") else CorruptError)
+
+
 # ------------------------------------------------------------------------------------------------------------ absurd sizes
 
 
@@ -422,6 +441,15 @@ def changed(data: st.DataObject, document: Any) -> Any:
         else:
             parent[data.draw(TAGS | TEXTS)] = data.draw(VALUES)
     return document
+
+
+@pytest.mark.parametrize(
+    "members", [{"created": "yesterday"}, {"created": "0001-01-01T00:00:00"}, {"tensor_bytes": -(1 << 70)}, {"world_size": -1}]
+)
+def test_members_that_are_only_shown(copy: Copy, right: dict[str, bytes], members: dict[str, Any]) -> None:
+    with tampering(copy):
+        copy.commit({**copy.members, **members})
+        assert survives(copy, right)["ckpt ls"] is None
 
 
 @given(data=st.data())

@@ -315,11 +315,18 @@ def circular_list() -> list[Any]:
     return found
 
 
-def deep() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for _ in range(5000):
-        found = {"k": found}
-    return found
+def deep(levels: int = 5000, inside: Any = 1) -> Any:
+    for _ in range(levels):
+        inside = {"k": inside}
+    return inside
+
+
+class Deep(Careless):
+    """An object with a state that is nested as deep as it may be."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = deep(98)
+        return found
 
 
 def fake() -> torch.Tensor:
@@ -348,6 +355,7 @@ VALUES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "circle": (circle, ("'bad.value.again'", "contains itself")),
     "circular list": (circular_list, ("'bad.value.1.0'", "contains itself")),
     "deep": (deep, ("bad.value.k.k", "containers deep")),
+    "deep in an object": (lambda: deep(95, Deep()), ("nested more than 150 deep",)),
     "sparse": (lambda: torch.eye(3).to_sparse(), ("tensor bad.value", "sparse_coo")),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), ("tensor bad.value", "sparse_csr")),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), ("tensor bad.value", "qint8")),

@@ -71,7 +71,7 @@ def test_unknown_scheme_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) ->
             open_backend(url)
         assert url.partition("://")[0] in error.value.message
         assert error.value.hint is not None
-        assert "ckpt-toolkit[s3]" in error.value.hint
+        assert "ckpt.io_backends" in error.value.hint
 
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,104 @@
+"""Mistakes that are easily made: each is told, none loads or saves something else in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import LayoutError, NamesError, ShapeError, UsageError
+
+
+def test_a_layout_for_another_number_of_ranks(url: str) -> None:
+    ckpt.save(url, {"w": torch.arange(8)})
+    layout = ckpt.Layout({"tp": 2}, [("*", ckpt.Shard(0, "tp"))])
+    for call in (ckpt.save, ckpt.load):
+        with pytest.raises(LayoutError, match=r"is for 2 ranks \(0, 1\), the call is made by 1"):
+            call(url, {"w": torch.zeros(4, dtype=torch.int64)}, layout=layout)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 1}, "tp"])
+def test_what_is_no_layout(url: str, layout: Any) -> None:
+    with pytest.raises(UsageError, match="must be a ckpt.Layout"):
+        ckpt.save(url, {"w": torch.zeros(4)}, layout=layout)
+
+
+def test_rules_may_be_a_dict_and_must_be_rules() -> None:
+    layout = ckpt.Layout({"tp": 2}, {"*": ckpt.Shard(0, "tp")})  # type: ignore[arg-type]
+    assert layout.place("w", (2,), 0).shape == (4,)
+    assert repr(layout) == "Layout({tp: 2}, 1 rules)"
+    with pytest.raises(LayoutError, match="not a rule"):
+        ckpt.Layout({"tp": 2}, [ckpt.Replicate()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("given", [{"only": "modle.*"}, {"only": ["model.w", "model.bais"]}, {"rename": {"modle.*": "net.*"}}])
+def test_a_pattern_that_no_name_fits(url: str, given: dict[str, Any]) -> None:
+    ckpt.save(url, {"model": {"w": torch.ones(2), "bias": torch.ones(2)}, "n": 1})
+    state = {"model": {"w": torch.zeros(2), "bias": torch.zeros(2)}, "n": 0}
+    with pytest.raises(NamesError, match=r"fit no name \(1\)"):
+        ckpt.load(url, state, **given)
+    assert state["model"]["w"].sum() == 0  # type: ignore[index]
+    ckpt.load(url, state, strict=False, **given)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        "model.*",
+        "model",
+        "n",
+        "optimizer.*",
+        "optimizer.state.*",
+        "optimizer.model.weight*",
+        "*",
+        "cfg.*",
+        "cfg.a",
+        "optimizer.param_groups",
+    ],
+)
+def test_patterns_that_fit(url: str, only: str) -> None:
+    def state() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "n": 1, "cfg": {"a": 1, "b": 2}}
+
+    ckpt.save(url, state())
+    ckpt.load(url, state(), only=only)
+
+
+def test_another_kind_of_optimizer(url: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ckpt.save(url, {"model": model, "optimizer": optimizer})
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ShapeError, match="another kind of optimizer"):
+        ckpt.load(url, {"model": model, "optimizer": other})
+    assert not other.state and "momentum" not in other.param_groups[0]
+
+
+def test_interleaved_groups_must_be_equal() -> None:
+    layout = ckpt.Layout({"tp": 1}, [("*", ckpt.Interleaved(0, "tp", 2))])
+    with pytest.raises(LayoutError, match="not 2 equal groups"):
+        layout.place("w", (5,), 0)
+
+
+def test_three_tied_names_of_which_the_first_is_not_stored(url: str) -> None:
+    ckpt.save(url, {"b": torch.ones(2), "c": torch.full((2,), 2.0)})
+    w = torch.zeros(2)
+    with pytest.raises(ShapeError, match="the state ties it to b"):
+        ckpt.load(url, {"a": w, "b": w, "c": w})
+    assert w.tolist() == [0, 0]
+
+
+def test_autograd_notices_a_load(url: str) -> None:
+    ckpt.save(url, {"w": torch.ones(2)})
+    w = torch.zeros(2)
+    before = w._version
+    ckpt.load(url, {"w": w})
+    assert w._version > before
