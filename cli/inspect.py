@@ -32,7 +32,7 @@ def command(url: str, glob: str | None, show: str | None, *, as_json: bool, quie
     \b
     Example:
       ckpt inspect runs/a/step-00001000 'model.layers.0.*'
-      ckpt inspect runs/a/step-00001000 --state 'optimizer.*.lr'
+      ckpt inspect runs/a/step-00001000 --state 'scheduler.*'
       ckpt inspect --json runs/a/step-00001000 | jq .totals
     """
     from ckpt.formats.registry import open_catalog
