@@ -161,7 +161,7 @@ _TELLING = frozenset({"betas", "momentum", "alpha", "rho", "etas", "lambd", "bet
 def _other_kind(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> str | None:
     """Why options are those of another kind of optimizer, whose state would be of no use; None if they are not."""
     here, there = _TELLING & group.keys(), _TELLING & loaded.keys()
-    if here == there:
+    if there <= here:
         return None
     return f"options of another kind of optimizer in the checkpoint: {sorted(there) or 'none'}, in the state {sorted(here) or 'none'}"
 

@@ -280,6 +280,7 @@ def _call(where: _Where, rank: int, job: bytes) -> Any:
 
     timeout = datetime.timedelta(seconds=where.timeout)
     dist.init_process_group("gloo", store=_store(where, rank), rank=rank, world_size=where.world_size, timeout=timeout)
+    dist.barrier()  # a rank that ends at once would break the connections that others are still making
     found = function(*args)
     dist.destroy_process_group()
     return found

@@ -10,6 +10,9 @@ import pytest
 
 from ckpt.io_backends.memory import MemoryBackend
 from tests.distributed.ranks import Ranks
+from tests.failures import rich
+from tests.failures.damage import Copy
+from tests.failures.hostile import loaded
 
 SHM = "/dev/shm"
 
@@ -36,3 +39,19 @@ def root(request: pytest.FixtureRequest) -> Iterator[str]:
     MemoryBackend.reset()
     yield "memory://failures"
     MemoryBackend.reset()
+
+
+@pytest.fixture(scope="module")
+def copy() -> Iterator[Copy]:
+    """A checkpoint with one of everything, to be spoiled."""
+    MemoryBackend.reset()
+    rich.save("memory://hostile")
+    yield Copy("memory://hostile")
+    MemoryBackend.reset()
+
+
+@pytest.fixture(scope="module")
+def right(copy: Copy) -> dict[str, bytes]:
+    """The bytes of every tensor that a load fills."""
+    copy.restore()
+    return loaded(copy.url)

@@ -178,9 +178,9 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     for attempt in (lambda: pa.array(values, kind), lambda: pa.array(values)):
         try:
             return attempt()
-        except (pa.ArrowException, OverflowError):
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
             continue
-    return pa.array([str(v) for v in values])
+    return pa.array([ascii(v) for v in values])
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
