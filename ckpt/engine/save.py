@@ -72,6 +72,7 @@ class _Save:
         self.rank = call.group.rank
         self.rank_bytes = 0
         self.collected: Collected | None = None
+        self.tables: tuple[Table, Table] | None = None
         self.backend: Backend | None = None
         self.previous: bytes | None = None
         self.joined: Joined | None = None
@@ -99,7 +100,7 @@ class _Save:
         group = self.call.group
         self.backend = open_backend(self.call.url)
         self.collected = collect(state, rank=group.rank, ranks=group.ranks, layout=self.options.layout)
-        shared, own = split_own(self.collected)
+        self.tables = shared, own = split_own(self.collected)
         row = {"table": self.call.share(shared.to_bytes()), "state": self.call.share(tree.text(self.collected.state).encode())}
         if self.collected.own:
             row["own"] = self.call.share(own.to_bytes())
@@ -125,8 +126,8 @@ class _Save:
     # ---- write
 
     def writer(self, id: str) -> RankWriter:
-        assert self.collected is not None and self.backend is not None
-        shared, own = split_own(self.collected)
+        assert self.collected is not None and self.backend is not None and self.tables is not None
+        shared, own = self.tables
         return RankWriter(
             backend=self.backend,
             tensors=self.collected.placer.tensors,
