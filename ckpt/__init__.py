@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .api import load as load
     from .api import open as open
     from .api import save as save
+    from .api import save_async as save_async
+    from .engine.background import SaveHandle as SaveHandle
+    from .engine.background import fence as fence
     from .engine.load import LoadReport as LoadReport
     from .engine.save import SaveReport as SaveReport
     from .errors import CkptError as CkptError
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "save": "api",
+    "save_async": "api",
+    "fence": "engine.background",
     "load": "api",
     "open": "api",
     "list_steps": "runs",
@@ -62,6 +67,7 @@ _WHERE = {
     "experts": "rules",
     "SaveReport": "engine.save",
     "LoadReport": "engine.load",
+    "SaveHandle": "engine.background",
     "View": "view",
     "CkptError": "errors",
 }

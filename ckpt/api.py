@@ -1,4 +1,4 @@
-"""save, load and open: wiring only."""
+"""save, save_async, load and open: wiring only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import settings
-from .errors import UsageError
+from .errors import CkptError, UsageError
 from .group import Group, current_group
 from .rules import Layout
 from .view import View
@@ -15,8 +15,11 @@ from .view import View
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .engine.background import SaveHandle
     from .engine.load import LoadReport
-    from .engine.save import SaveReport
+    from .engine.save import SaveOptions, SaveReport
+
+Codec = Literal["zstd", "planes-zstd"]
 
 
 def save(
@@ -25,6 +28,8 @@ def save(
     *,
     layout: Layout | None = None,
     check_replicas: bool = True,
+    merge: bool = True,
+    codec: Codec | None = None,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -41,6 +46,9 @@ def save(
             must be equal on all ranks that have it.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         check_replicas: compare the bytes of replicated tensors between ranks before committing.
+        merge: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other less than a row at
+            each boundary. Without it each shard is stored as the boxes that it is made of, and nothing is sent.
+        codec: ``"planes-zstd"`` (byte planes of floating-point numbers) or ``"zstd"``; chunks that do not shrink are stored as they are.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
         threads: threads that this rank writes with (``CKPT_THREADS``, 4).
         process_group: the ranks that take part, if not all.
@@ -53,15 +61,80 @@ def save(
         StorageError: the storage failed; NoSpaceError, AccessError, ConflictError tell how.
         RankFailedError, DeadlineError: another rank raised, died or hangs.
     """
-    from .engine.save import SaveOptions, save_state
+    from .engine.background import settle
+    from .engine.save import save_state
 
     group = current_group(process_group)
     with _told(group, "save", url):
+        settle(group)
         _check_layout(layout, group)
-        options = SaveOptions(
-            layout=layout, timeout=settings.timeout(timeout), check_replicas=check_replicas, threads=settings.threads(threads)
-        )
+        options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec)
     return save_state(url, state, group, options)
+
+
+def save_async(
+    url: str,
+    state: Mapping[str, Any],
+    *,
+    capture: Literal["lazy", "eager"] = "lazy",
+    when_busy: Literal["wait", "refuse"] = "wait",
+    staging_bytes: int | None = None,
+    layout: Layout | None = None,
+    check_replicas: bool = True,
+    merge: bool = True,
+    codec: Codec | None = None,
+    timeout: float | None = None,
+    threads: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> SaveHandle:
+    """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
+
+    The state's tensors are copied into host memory that is kept for the next save. With ``capture="lazy"`` that happens during the next
+    forward and backward pass: every ``torch.optim`` optimizer waits in ``step()`` until it is done. Code that changes parameters or other
+    tensors of the state by hand calls ``handle.fence()`` before. What changes before it was captured fails the save. Values that are not
+    tensors, buffers of modules and small tensors outside of modules and optimizers are captured before the call returns.
+
+    An error is raised by the handle's methods and futures; if nobody asks, the next call of :func:`save`, :func:`save_async` or
+    :func:`load` of the same job raises it, on every rank. A program that ends waits for the save.
+
+    Args:
+        capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
+        when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
+        staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
+        url, state, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`save`.
+
+    Raises:
+        BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
+        StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
+    """
+    from .engine.background import settle, start_save
+
+    group = current_group(process_group)
+    with _told(group, "save", url):
+        if capture not in ("lazy", "eager") or when_busy not in ("wait", "refuse"):
+            raise UsageError(f"capture is 'lazy' or 'eager', when_busy 'wait' or 'refuse', not {capture!r} and {when_busy!r}")
+        if staging_bytes is not None and staging_bytes <= 0:
+            raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")
+        settle(group, when_busy)
+        _check_layout(layout, group)
+        options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec, staging=staging_bytes)
+    return start_save(url, state, group, options, capture)
+
+
+def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:
+    from .engine.save import SaveOptions
+    from .formats.native.codecs import CODECS
+
+    if codec is not None and codec not in CODECS:
+        raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+    return SaveOptions(
+        layout=layout,
+        timeout=settings.timeout(timeout),
+        threads=settings.threads(threads),
+        codec=codec,
+        spans=settings.spans(),
+        **others,
+    )
 
 
 def load(
@@ -105,11 +178,13 @@ def load(
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
         StorageError, RankFailedError, DeadlineError: as for :func:`save`.
     """
+    from .engine.background import settle
     from .engine.load import LoadOptions, load_state
     from .plan.match import Selection
 
     group = current_group(process_group)
     with _told(group, "load", url):
+        settle(group)
         _check_layout(layout, group)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
@@ -147,10 +222,11 @@ def _check_layout(layout: Layout | None, group: Group) -> None:
 
 @contextmanager
 def _told(group: Group, kind: str, url: str) -> Iterator[None]:
-    """A mistake in one rank's arguments ends the call on all ranks; each has made one call then, and the next one finds them in step."""
+    """What keeps one rank from its call (a mistake in its arguments, an earlier save that failed) ends the call on all ranks; each has made
+    one call then, and the next one finds them in step."""
     try:
         yield
-    except UsageError as err:
+    except CkptError as err:
         mistake = err
 
         def fail() -> dict[str, Any]:

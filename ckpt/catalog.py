@@ -3,9 +3,11 @@ elsewhere."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,12 @@ class Grid:
         if self.cuts is None:
             assert self.boxes is not None
             return len(self.boxes[0])
-        return int(np.prod([len(c) - 1 for c in self.cuts], dtype=np.int64))
+        return math.prod(len(c) - 1 for c in self.cuts)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether the whole tensor is one chunk."""
+        return len(self) == 1
 
     def all_boxes(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes ``[n, d]`` of all chunks."""
@@ -94,14 +101,18 @@ class DataFile:
     rank: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
-    """Contiguous bytes that hold one chunk: ``digest`` is the XXH3-64 of these bytes in hex, or None where the format has none."""
+class Extent(NamedTuple):
+    """Contiguous bytes that hold one chunk: ``digest`` is the XXH3-64 of these bytes in hex, or None where the format has none.
+
+    ``codec`` names what the bytes are coded with (docs/format.md), None if they are the chunk's own. A checkpoint has very many of these:
+    hence a tuple.
+    """
 
     path: str
     offset: int
     length: int
     digest: str | None
+    codec: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +159,11 @@ class Catalog(Protocol):
 
         Raises:
             CorruptError: a file is missing, too short, or its header does not fit the index.
+        """
+
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
+        """The same for one chunk each of many tensors: pairs of a tensor and a chunk's number.
+
+        Raises:
+            CorruptError: as above.
         """

@@ -20,6 +20,8 @@ The tree (the builtin that each class also is stands in brackets; the number is 
     │   ├── NoSpaceError                       30    it is full
     │   ├── AccessError [PermissionError]      30    it refuses us
     │   └── ConflictError [FileExistsError]    30    somebody else published there first
+    ├── BusyError                              32    a save is going on already
+    ├── CancelledError                        130    the caller cancelled it
     └── GroupError                             31    another rank
         ├── RankFailedError                    31    raised
         └── DeadlineError [TimeoutError]       31    died or hangs
@@ -144,6 +146,18 @@ class AccessError(StorageError, PermissionError):
 
 class ConflictError(StorageError, FileExistsError):
     """Somebody else published there first."""
+
+
+class BusyError(CkptError):
+    """A save of the same job is going on in the background, and the caller did not want to wait for it."""
+
+    exit_code = 32
+
+
+class CancelledError(CkptError):
+    """The caller cancelled a save in the background. Nothing was committed."""
+
+    exit_code = 130
 
 
 class GroupError(CkptError):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -22,6 +22,7 @@ import xxhash
 from . import errors
 from .errors import CkptError, ConsistencyError, DeadlineError, GroupError, RankFailedError, UsageError
 from .plan.tables import ranks_text
+from .workers import Pending
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +68,8 @@ class Group:
     def call(self, kind: str, url: str, timeout: float) -> Call:
         """Begin a collective call; every rank makes the same calls in the same order."""
         self.calls += 1
-        self._forget()
+        if self.store is not None:
+            self._forget()
         return Call(self, f"{self.calls}", kind, url, timeout)
 
     def settled(self) -> None:
@@ -76,10 +78,10 @@ class Group:
 
     def _forget(self) -> None:
         """Delete what this rank wrote in calls that all ranks have left."""
-        if self.store is not None:
-            with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
-                for key in (key for keys in self._written[: self._past] for key in keys):
-                    self.store.delete_key(key)
+        assert self.store is not None
+        with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
+            for key in (key for keys in self._written[: self._past] for key in keys):
+                self.store.delete_key(key)
         del self._written[: self._past]
         self._past = 0
         self._written.append([])
@@ -91,12 +93,19 @@ class Group:
 _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
 
 
+_alone = threading.local()
+"""The group of a thread that saves and loads without torch.distributed: threads do so independently of each other."""
+
+
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return Group(0, (0,))
+        if not hasattr(_alone, "group"):
+            _alone.group = Group(0, (0,))
+        alone: Group = _alone.group
+        return alone
     pg = process_group if process_group is not None else dist.group.WORLD
     assert pg is not None
     ranks = tuple(dist.get_process_group_ranks(pg))
@@ -109,9 +118,17 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
         # The name is the same on all ranks; several groups may have the same ranks. A store may outlive its group (torchrun's does),
         # and the next group may have the same name: it must not read what the last one left.
         life = base.add(f"ckpt/{pg.group_name}/life/{rank}", 1)
-        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}/{life}", base))
+        # A connection of its own: whoever waits for a key in the job's store does not hold up a save in the background.
+        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}/{life}", _cloned(base)))
         known = _groups[pg] = Group(rank, ranks, store)
     return known
+
+
+def _cloned(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
+        return store
 
 
 # ------------------------------------------------------------------------------------------------------------- one call
@@ -172,12 +189,14 @@ class Call:
         if self.group.store is None:
             return work()
         end = time.monotonic() + seconds
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-wait") as pool:  # leaving the block waits for the work, whatever happened
-            future = pool.submit(work)
-            while not wait([future], min(self.timeout / 8, 1.0)).done:
+        pending = Pending(work, "ckpt-wait")
+        try:
+            while not pending.wait(min(self.timeout / 8, 1.0)):
                 if time.monotonic() < end:
                     self.beat()
-            return future.result()
+        finally:
+            pending.wait()  # whatever happened
+        return pending.result()
 
     def share(self, data: bytes) -> str:
         """Leave bytes for the leader under their digest; equal bytes of several ranks are sent once."""

@@ -1,18 +1,24 @@
 """The environment variables that ckpt reads, all of them. Arguments win over them.
 
-=====================  =======  ====================================================================
+=====================  =======  ==============================================================================
 ``CKPT_TIMEOUT``       600      seconds without a sign of life after which a rank counts as dead
 ``CKPT_THREADS``       4        threads that each rank reads or writes with
-=====================  =======  ====================================================================
+``CKPT_DIRECT``        auto     ``on``, ``off``: files are written past the page cache where the file
+                                system can, or never; ``auto``: large files, where trying shows that it pays
+``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
+=====================  =======  ==============================================================================
 """
 
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from .errors import UsageError
 
 DEFAULT_TIMEOUT = 600.0
+
+Direct = Literal["auto", "on", "off"]
 
 
 def timeout(given: float | None) -> float:
@@ -21,6 +27,21 @@ def timeout(given: float | None) -> float:
 
 def threads(given: int | None) -> int:
     return max(1, int(_positive("threads", given, "CKPT_THREADS", 4.0)))
+
+
+def direct() -> Direct:
+    text = os.environ.get("CKPT_DIRECT", "auto")
+    for known in ("auto", "on", "off"):
+        if text == known:
+            return known
+    raise UsageError(f"direct writes are auto, on or off, not {text!r}", where="CKPT_DIRECT")
+
+
+def spans() -> bool:
+    text = os.environ.get("CKPT_SPANS", "on")
+    if text not in ("on", "off"):
+        raise UsageError(f"spans are on or off, not {text!r}", where="CKPT_SPANS")
+    return text == "on"
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from .dtypes import DTYPES
@@ -401,7 +401,11 @@ def tag_of(node: Node) -> str | None:
     """The kind of a typed node, with its ``$``."""
     if not isinstance(node, dict):
         return None
-    return next((k for k in node if k.startswith("$")), None)
+    key: str
+    for key in node:  # a mapping may have many thousand
+        if key[:1] == "$":
+            return key
+    return None
 
 
 def pairs_of(node: Node) -> list[tuple[Node, Node]] | None:
@@ -451,16 +455,16 @@ def find(node: Node, path_keys: Sequence[object]) -> Node | Missing:
     return node
 
 
-def leaves(node: Node) -> Iterator[tuple[str, Node]]:
-    """Path and node of every leaf, in order.
+def leaves(node: Node, *, but: Set[str] = frozenset()) -> Iterator[tuple[str, Node]]:
+    """Path and node of every leaf, in order, but for nodes of some kinds that lie in containers.
 
     Mappings are walked, unless they are empty. A list or tuple is walked if a node of a kind in ``REFERENCES`` lies below it; if not, it
     is a leaf. Everything else is a leaf.
     """
-    return _leaves("", node)
+    return _leaves("", node, but)
 
 
-def _leaves(path: str, node: Node) -> Iterator[tuple[str, Node]]:
+def _leaves(path: str, node: Node, but: Set[str]) -> Iterator[tuple[str, Node]]:
     children = pairs_of(node)
     items = items_of(node)
     if items is not None and refers(node):
@@ -468,7 +472,8 @@ def _leaves(path: str, node: Node) -> Iterator[tuple[str, Node]]:
     if not children:
         yield path, node
     for key, child in children or ():
-        yield from _leaves(child_path(path, key), child)
+        if not (but and type(child) is dict and len(child) == 1 and next(iter(child)) in but):
+            yield from _leaves(child_path(path, key), child, but)
 
 
 def refers(node: Node) -> bool:

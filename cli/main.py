@@ -24,6 +24,7 @@ COMMANDS = {
     "ls": "List the checkpoints of a run.",
     "inspect": "Show what a checkpoint holds.",
     "verify": "Read a checkpoint whole and compare it with its digests.",
+    "stats": "Show where the time of a save went.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""
 

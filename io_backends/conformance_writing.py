@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from functools import partial
@@ -13,7 +14,13 @@ import pytest
 from ckpt.errors import ConflictError, StorageError, UsageError
 
 from .conformance_reading import BYTES, everything, put, together
-from .protocol import Backend, Entry
+from .protocol import Backend, Entry, Writer
+
+
+def _write_in_parts(writer: Writer, data: memoryview, start: int, stop: int) -> None:
+    """Write one range of the object: most of it as one part, between small ones."""
+    with data[start : start + 10] as head, data[start + 10 : stop - 3] as body, data[stop - 3 : stop] as tail:
+        writer.write(start, [head, body, tail])
 
 
 class WritingRows:
@@ -54,6 +61,21 @@ class WritingRows:
             results = together(*[partial(writer.write, lo, parts) for lo, parts in zip(cuts, halves, strict=False)])
             writer.commit()
         assert results == [None] * 7
+        assert backend.read("a") == data
+
+    @pytest.mark.parametrize("skew", [0, 512, 64, 1])
+    @pytest.mark.parametrize("edge", [0, 100])
+    def test_large_writes_from_pages_of_memory(self, backend: Backend, skew: int, edge: int) -> None:
+        """Parts of one MiB and more: those are where backends take short cuts that depend on addresses and offsets."""
+        size = (6 << 20) + 77
+        data = random.Random(skew + edge).randbytes(size)
+        with mmap.mmap(-1, size + 4096) as memory:  # begins at a page
+            memory[skew : skew + size] = data
+            with memoryview(memory) as whole, whole[skew : skew + size] as view, backend.create("a", size) as writer:
+                cuts = [0, *(edge + (mib << 20) for mib in (1, 2, 4, 5)), size]
+                results = together(*[partial(_write_in_parts, writer, view, lo, hi) for lo, hi in pairwise(cuts)])
+                writer.commit()
+        assert results == [None] * 5
         assert backend.read("a") == data
 
     def test_empty_object(self, backend: Backend) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from urllib.parse import unquote
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.settings import direct
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
 from .posix_files import (
@@ -125,6 +126,7 @@ class PosixBackend(Backend):
         """See ``Backend.create``. Two callers at once: one gets ConflictError, on every file system that has ``O_EXCL``."""
         file = self._file(path)
         check_size(size, file)
+        mode = direct()
         with storage_errors(file, "create the file"):
             try:
                 fd, made = create_file(file)
@@ -133,7 +135,7 @@ class PosixBackend(Backend):
             except OSError:
                 prune_empty(os.path.dirname(file), self._root)
                 raise
-        return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made)
+        return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made, direct=mode)
 
     def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
         """See ``Backend.publish``."""

@@ -1,6 +1,6 @@
-"""Writing one new file: ``pwritev`` from any thread, ``fsync`` of file and directories on commit.
+"""Writing one new file from any thread, past the page cache where that pays; ``fsync`` of file and directories on commit.
 
-Invariant: the descriptor is closed only when no write uses it. A closed number is given to the next file that is opened, by anybody in the
+Invariant: a descriptor is closed only when no write uses it. A closed number is given to the next file that is opened, by anybody in the
 process, and a late write would go there.
 """
 
@@ -14,27 +14,35 @@ from contextlib import contextmanager
 from typing import Literal
 
 from ckpt.errors import StorageError, UsageError
+from ckpt.settings import Direct
 
 from .checks import byte_views, check_write
-from .posix_files import remove_file, storage_errors, sync_directories, write_all
+from .posix_direct import DirectFile
+from .posix_files import remove_file, start_writeback, storage_errors, sync_directories, write_all
 from .protocol import Writer
 from .written import Written
+
+_PIECE = 1 << 20
+"""The page cache takes large writes in pieces of about this many bytes for the least processor time. Each is then sent on its way to the
+device at once."""
 
 
 class PosixWriter(Writer):
     """A file below ``root`` that was just created: ``fd`` is its descriptor, ``made`` the directories that were made for it."""
 
-    def __init__(self, *, file: str, root: str, size: int, fd: int, made: list[str]) -> None:
+    def __init__(self, *, file: str, root: str, size: int, fd: int, made: list[str], direct: Direct = "auto") -> None:
         self._file = file
         self._root = root
         self._size = size
         self._fd = fd
         self._made = made
+        self._close_fd = weakref.finalize(self, os.close, fd)  # closes once, also for a Writer that was dropped
         self._written = Written(size)
+        self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._busy = 0
         self._state: Literal["open", "failed", "committed", "aborted"] = "open"
-        self._close = weakref.finalize(self, os.close, fd)  # closes once, also for a Writer that was dropped
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         """See ``Writer.write``."""
@@ -42,8 +50,28 @@ class PosixWriter(Writer):
         length = sum(view.nbytes for view in views)
         check_write(offset, length, self._size, self._file)
         with self._using(), storage_errors(self._file, f"write {length} bytes at {offset}"):
-            write_all(self._fd, views, offset)
+            for run in self._direct.runs(offset, views):
+                if not run.direct:
+                    self._write_buffered(run.views, run.offset)
+                    continue
+                view = run.views[0]
+                done = self._direct.write(view, run.offset)
+                if done < view.nbytes:
+                    self._write_buffered([view[done:]], run.offset + done)
         self._written.add(offset, offset + length)
+
+    def _write_buffered(self, views: list[memoryview], offset: int) -> None:
+        for piece in _pieces(views):
+            length = sum(view.nbytes for view in piece)
+            with self._turn:  # file systems let one in at a time anyway, and burn the processor of those that wait
+                write_all(self._fd, piece, offset)
+            if length >= _PIECE:
+                start_writeback(self._fd, offset, length)
+            offset += length
+
+    def _close(self) -> None:
+        self._direct.close()
+        self._close_fd()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -96,3 +124,21 @@ class PosixWriter(Writer):
                 self._close()
         with storage_errors(self._file, "remove the unfinished file"):
             remove_file(self._file, self._root)
+
+
+def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut views that go one after another into groups of at least ``_PIECE`` and less than twice as many bytes; the last may be smaller."""
+    if sum(view.nbytes for view in views) < 2 * _PIECE:
+        yield views
+        return
+    group: list[memoryview] = []
+    size = 0
+    for view in views:
+        for at in range(0, view.nbytes, _PIECE):
+            group.append(view[at : at + _PIECE])
+            size += group[-1].nbytes
+            if size >= _PIECE:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group

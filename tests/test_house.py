@@ -18,7 +18,11 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 PURE = tuple(
-    f"ckpt.{name}" for name in ("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan")
+    f"ckpt.{name}"
+    for name in (
+        *("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan"),
+        *("settings", "spans", "policies"),
+    )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""
 

@@ -27,21 +27,33 @@ from .modules import copies_of, modules_in, tensors_of
 from .optimizers import names_in
 from .per_rank import PerRank
 from .place import Placer, own_name
+from .placements import Placements
 from .refill import refill
 
 
 def bind(
-    state: object, catalog: Catalog, *, rank: int, ranks: tuple[int, ...], layout: Layout | None, selection: Selection, cast: bool
+    state: object,
+    catalog: Catalog,
+    *,
+    rank: int,
+    ranks: tuple[int, ...],
+    layout: Layout | None,
+    selection: Selection,
+    cast: bool,
+    placements: Placements | None = None,
 ) -> Binding:
-    """Walk a state and match it with a checkpoint. Changes nothing.
+    """Walk a state and match it with a checkpoint. Changes nothing. ``placements`` is what an earlier walk found, if there was one.
 
     Raises:
         UsageError, StateError, LayoutError: as for a save.
     """
     check_root(state)
-    walk = _Walk(catalog, Placer(rank, ranks, layout, meshes_in(state)), selection, names_in(modules_in(state)), cast=cast)
-    walk.value(state, catalog.state, "", _no_setter)
-    walk.settle()
+    with torch.no_grad():
+        placer = Placer(rank, ranks, layout, meshes_in(state), placements=placements or Placements())
+        walk = _Walk(catalog, placer, selection, names_in(modules_in(state)), cast=cast)
+        walk.value(state, catalog.state, "", _no_setter)
+        walk.settle()
+    del walk.optimizers  # a circle: all that the walk knows would wait for the collector
     return walk.found
 
 
@@ -78,9 +90,13 @@ class _Walk(Binder):
 
     def mapping(self, target: dict[Any, Any], node: Node, path: str) -> None:
         """Bind each key of a dict. One that holds plain values only also takes the keys that just the checkpoint has."""
-        for key in list(target):
-            at = join(path, key)
-            self.value(target[key], self.nodes.child(node, key, at), at, _item_setter(target, key))
+        start = f"{path}." if path else ""
+        for key, value in list(target.items()):
+            at = start + key if type(key) is str and key.isascii() else join(path, key)
+            if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
+                self.tensor(at, value)
+            else:
+                self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
         if not path or _has_live(target):
             return
         stored = tree.pairs_of(node) or []

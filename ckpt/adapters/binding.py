@@ -56,6 +56,7 @@ class Binder:
         self.selection = selection
         self.cast = cast
         self.found = Binding()
+        self._used = self.found.used.add
         self.entries = selection.view({n: e for n, e in catalog.tensors.items() if e.rank is None})
         self.nodes = Nodes(catalog.state, selection)
         self._absent: list[tuple[str, LocalTensor]] = []
@@ -65,6 +66,8 @@ class Binder:
     def settle(self) -> None:
         """A tied name that the checkpoint lacks is not missing if the memory is filled under another name. What is missing gets no
         memory."""
+        if not self._absent and not self._meta:
+            return
         filled = {id(local) for local, _ in self.found.targets.values()}
         self.found.missing += [name for name, local in self._absent if id(local) not in filled]
         self.found.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
@@ -81,11 +84,11 @@ class Binder:
 
     def tensor(self, said: str, tensor: torch.Tensor) -> None:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
-        if not self.selection.wants(said):
+        if self.selection.only and not self.selection.wants(said):
             return
         local = self.placer.add(said, tensor)
         self.target(said, local)
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             self._meta.append((local, tensor))
 
     def target(self, said: str, local: LocalTensor) -> None:
@@ -95,14 +98,16 @@ class Binder:
         if entry is None:
             self._absent.append((name, local))
             return
-        self.found.used.add(entry.name)
-        problem = misfit(local.info, entry, cast=self.cast)
-        if problem is not None:
-            self.found.misfits.append(f"{name}: {problem}")
-            return
+        self._used(entry.name)
+        info = local.info
+        if entry.dtype is not info.dtype or entry.shape != info.shape or entry.logical is not None:  # if not, nothing can be wrong
+            problem = misfit(info, entry, cast=self.cast)
+            if problem is not None:
+                self.found.misfits.append(f"{name}: {problem}")
+                return
+            if entry.dtype != info.dtype:
+                self.found.cast.append(name)
         _check_writable(name, local)
-        if entry.dtype != local.info.dtype:
-            self.found.cast.append(name)
         first, other = self._filled.setdefault(id(local), (name, entry))
         if other is entry:
             self.found.targets[name] = (local, entry)
@@ -211,7 +216,8 @@ _OWN_WALKS = frozenset(_OF_KIND)
 
 def _check_writable(name: str, local: LocalTensor) -> None:
     for held in local.parts:
-        if any(stride == 0 and size > 1 for size, stride in zip(held.box.shape, held.memory.stride(), strict=True)):
+        memory = held.memory
+        if not memory.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
             text = "its elements share memory (it was expanded), so it cannot be loaded into"
             raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 

@@ -15,10 +15,11 @@ from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, leaves, mapping
 
 from .dtensor import DTensor
 from .meshes import meshes_in
-from .modules import modules_in, tensors_of
+from .modules import ModuleTensors, modules_in, tensors_of
 from .optimizers import check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import PerRank
 from .place import Placer
+from .placements import Placements
 from .tensors import LocalTensor
 
 
@@ -31,8 +32,8 @@ class Collected:
     own: dict[str, Node] = field(default_factory=dict)
 
 
-def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None) -> Collected:
-    """Walk a state. No tensor is copied.
+def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None, placements: Placements | None = None) -> Collected:
+    """Walk a state. No tensor is copied. ``placements`` is what the last walk found, if there was one.
 
     Raises:
         UsageError: it is not a dict.
@@ -41,17 +42,29 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         CoverageError: the rank lacks a part of what it should have.
     """
     check_root(state)
-    found = Collected(Placer(rank, ranks, layout, meshes_in(state)))
-    walk = _Walk(found, names_in(modules_in(state)))
-    found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
+    with torch.no_grad():
+        found = Collected(Placer(rank, ranks, layout, meshes_in(state), placements=placements or Placements()))
+        parts: dict[int, ModuleTensors] = {}
+        walk = _Walk(found, names_in(modules_in(state), parts), parts)
+        found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
     for tensor in found.placer.tensors.values():
         _check_complete(tensor, rank)
-    _check_paths(found.state)
+    if _may_repeat(found.state):
+        _check_paths(found.state)
     return found
 
 
+def _may_repeat(node: Node) -> bool:
+    """Whether two values can have one path: only where a key is more than a plain word."""
+    if isinstance(node, list):
+        return any(map(_may_repeat, node))
+    if not isinstance(node, dict) or "$tensor" in node:
+        return False
+    return any("." in key or key[:1] == "$" or not key for key in node) or any(map(_may_repeat, node.values()))
+
+
 def _check_paths(state: Node) -> None:
-    """Raise if two values have one path: a load could not tell them apart."""
+    """Raise if two values of the state have one path: a load could not tell them apart."""
     seen: set[str] = set()
     for path, _ in leaves(state):
         if path in seen:
@@ -67,6 +80,8 @@ def _check_complete(tensor: LocalTensor, rank: int) -> None:
             where=f"tensor {tensor.said}",
             hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
         )
+    if len(tensor.parts) == 1 and tensor.parts[0].box.shape == tensor.info.shape:
+        return
     held, due = (sum(p.box.numel for p in pieces) for pieces in (tensor.parts, tensor.info.layout.pieces(tensor.info.shape, rank)))
     if held != due:
         raise CoverageError(
@@ -130,9 +145,11 @@ def is_stateful(value: object) -> bool:
 class _Walk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, found: Collected, names: dict[int, str]) -> None:
+    def __init__(self, found: Collected, names: dict[int, str], parts: dict[int, ModuleTensors]) -> None:
         self.found = found
         self.names = names
+        self.parts = parts
+        """Tensors of the state's modules, by id."""
         self.renumbered: dict[str, str] = {}
         """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
@@ -177,9 +194,11 @@ class _Walk:
         return None
 
     def module(self, module: torch.nn.Module, path: str) -> Node:
-        parts = tensors_of(module)
+        parts = self.parts.get(id(module)) or tensors_of(module)
+        placer = self.found.placer
         for name, tensor in parts.tensors.items():
-            self.found.placer.add(join(path, name), tensor)
+            stored = placer.add(join(path, name), tensor).info.name
+            (placer.stepped if isinstance(tensor, torch.nn.Parameter) else placer.forwarded).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
             extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]
@@ -207,7 +226,7 @@ class _Walk:
         for key, value in state.items():
             said = f"{prefix}.{name}.{key}"
             if isinstance(value, torch.Tensor):
-                self.found.placer.add_state(said, value, param, name, prefix)
+                self.found.placer.stepped.add(self.found.placer.add_state(said, value, param, name, prefix).info.name)
             else:
                 rest[key] = encode(value, said, self.leaf)
         return rest

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ckpt.tree import join
+
 from .tensors import local_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -37,6 +39,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def clean_name(name: str) -> str:
     """A name without the segments that wrappers add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
@@ -73,13 +77,9 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def modules_in(state: object, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """All modules of a nested state, with the path of each."""
-    from ckpt.tree import join
-
     if isinstance(state, nn.Module):
         yield path, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from modules_in(value, join(path, key))
-    elif isinstance(state, (list, tuple)):
-        for i, value in enumerate(state):
-            yield from modules_in(value, join(path, i))
+    elif isinstance(state, (dict, list, tuple)):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            if isinstance(value, (nn.Module, dict, list, tuple)):
+                yield from modules_in(value, join(path, key))

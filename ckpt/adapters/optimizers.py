@@ -11,17 +11,21 @@ from torch.optim import Optimizer
 from ckpt.errors import ShapeError, StateError
 from ckpt.tree import Node, encode, join
 
-from .modules import tensors_of, unwrap
+from .modules import ModuleTensors, tensors_of
 
 ParamNames = Mapping[int, str]
 """``id(parameter)`` → name in the state."""
 
 
-def names_in(modules: Iterator[tuple[str, torch.nn.Module]]) -> dict[int, str]:
-    """Names of all parameters of a state's modules. A tied parameter has its first name."""
+def names_in(modules: Iterator[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> dict[int, str]:
+    """Names of all parameters of a state's modules; their tensors are left in ``parts`` by id of the module. A tied parameter has its
+    first name."""
     names: dict[int, str] = {}
     for path, module in modules:
-        for name, tensor in tensors_of(unwrap(module)).tensors.items():
+        found = tensors_of(module)
+        if parts is not None:
+            parts[id(module)] = found
+        for name, tensor in found.tensors.items():
             names.setdefault(id(tensor), f"{path}.{name}" if path else name)
     return names
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -14,7 +16,8 @@ from ckpt.splits import Shard
 
 from .dtensor import DTensor
 from .meshes import widened
-from .tensors import LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
+from .placements import Placement, Placements, key_of
+from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 
 @dataclass(eq=False)
@@ -32,9 +35,18 @@ class Placer:
     """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
     own: set[str] = field(default_factory=set)
     """Stored names of what belongs to this rank alone, tied names too."""
+    stepped: set[str] = field(default_factory=set)
+    """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
+    forwarded: set[str] = field(default_factory=set)
+    """Stored names of modules' buffers, which a forward pass may change."""
+    placements: Placements = field(default_factory=Placements)
+    """What earlier walks of the same context found."""
     _replicated: TensorLayout | None = None
-    _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _keep: list[torch.Tensor] = field(default_factory=list)
+    _seen: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """Address → stored name, tensor and its memory, of all that begin there. The tensors live as long as this: their ids stay unique."""
+
+    def __post_init__(self) -> None:
+        self.placements.settle(self.rank, self.ranks, self.layout, self.meshes)
 
     @property
     def position(self) -> int:
@@ -43,14 +55,31 @@ class Placer:
 
     def add(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, or replicated."""
+        return self._recall(said, tensor, key_of(tensor), partial(self._place, said, tensor))
+
+    def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, DTensor):
-            local = from_dtensor(said, tensor, self.rank, self.meshes)
-        elif self.layout is not None:
-            dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
-            local = from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
+            return from_dtensor(said, tensor, self.rank, self.meshes)
+        if self.layout is None:
+            return from_plain(said, tensor, self.replicated(), self.rank)
+        dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
+        return from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
+
+    def _recall(
+        self, said: str, tensor: torch.Tensor, key: tuple[Hashable, object] | None, place: Callable[[], LocalTensor]
+    ) -> LocalTensor:
+        """Place a tensor as the last walk did if nothing that decides it has changed; else by ``place``."""
+        known = self.placements.known.get(said)
+        memory = None
+        if known is not None and key is not None and known.key == key[0]:
+            memory = local_of(tensor)
+            local = LocalTensor(known.info, [Held(known.box, memory)], said)
         else:
-            local = from_plain(said, tensor, self.replicated(), self.rank)
-        return self._register(local, tensor)
+            local = place()
+            memory = local_of(tensor)
+            if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
+                self.placements.known[said] = Placement(key[0], local.info, local.parts[0].box, key[1])
+        return self._register(local, tensor, memory)
 
     def replicated(self) -> TensorLayout:
         """The layout of tensors that all ranks have."""
@@ -65,7 +94,7 @@ class Placer:
         name = own_name(said, self.position)
         local = replace_said(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), said)
         self.own.add(name)
-        return self._register(local, tensor)
+        return self._register(local, tensor, local_of(tensor))
 
     def refresh(self, local: LocalTensor, tensor: torch.Tensor) -> None:
         """Point to the memory that a tensor of the meta device has got."""
@@ -79,20 +108,24 @@ class Placer:
 
         The stored name is ``prefix``, the parameter's stored name, and the last segment of ``said``.
         """
-        key = said.rpartition(".")[2]
+        keys = key_of(tensor), key_of(param)
+        key = None if keys[0] is None or keys[1] is None else ((keys[0][0], keys[1][0], param_name, prefix), (keys[0][1], keys[1][1]))
+        return self._recall(said, tensor, key, partial(self._place_state, said, tensor, param, param_name, prefix))
+
+    def _place_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if isinstance(tensor, DTensor):
-            return self._register(from_dtensor(said, tensor, self.rank, self.meshes), tensor)
+            return from_dtensor(said, tensor, self.rank, self.meshes)
         if isinstance(param, DTensor):
-            return self._register(self._beside_dtensor(said, tensor, param, param_name), tensor)
+            return self._beside_dtensor(said, tensor, param, param_name)
         if self.layout is None:
-            return self._register(from_plain(said, tensor, self.replicated(), self.rank), tensor)
+            return from_plain(said, tensor, self.replicated(), self.rank)
         placed = self.layout.place(param_name, tuple(param.shape), self.rank)
-        name = f"{prefix}.{placed.name}.{key}"
+        name = f"{prefix}.{placed.name}.{said.rpartition('.')[2]}"
         if tensor.shape == param.shape:
-            return self._register(from_placed(said, replace(placed, name=name), tensor, self.rank), tensor)
+            return from_placed(said, replace(placed, name=name), tensor, self.rank)
         if tensor.numel() != 1:
             raise _ambiguous(said, tensor, param)
-        return self._register(from_placed(said, _one_number(placed, name, tensor), tensor, self.rank), tensor)
+        return from_placed(said, _one_number(placed, name, tensor), tensor, self.rank)
 
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
@@ -109,21 +142,34 @@ class Placer:
             raise _ambiguous(said, tensor, param)
         return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)
 
-    def _register(self, local: LocalTensor, tensor: torch.Tensor) -> LocalTensor:
+    def _register(self, local: LocalTensor, tensor: torch.Tensor, memory: torch.Tensor) -> LocalTensor:
         name = self.names[local.said] = local.info.name
         known = self.tensors.get(name)
         if known is not None:
             return self._join(known, local)
         if name in self.aliases:
             raise StateError("two tensors of the state have this name", where=f"tensor {name}", hint="rename one of them")
-        key = (*identity(tensor), local.info.layout, local.info.shape, name in self.own)
-        first = self._seen.setdefault(key, name)
-        self._keep.append(tensor)  # an id stays unique only as long as its object lives
+        first = self._first(local, name, tensor, memory)
         if first != name:
             self.aliases[name] = first
             return self.tensors[first]
         self.tensors[name] = local
         return local
+
+    def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
+        """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
+        address = 0 if memory.device.type == "meta" else memory.data_ptr()
+        begins_here = self._seen.setdefault(address or id(tensor), [])
+        if begins_here:
+            info, key, own = local.info, identity(tensor, memory), name in self.own
+            for first, other, its_memory in begins_here:
+                same_place = self.tensors[first].info
+                if (same_place.layout, same_place.shape, first in self.own) == (info.layout, info.shape, own) and key == identity(
+                    other, its_memory
+                ):
+                    return first
+        begins_here.append((name, tensor, memory))
+        return name
 
     def _join(self, known: LocalTensor, more: LocalTensor) -> LocalTensor:
         """Several local tensors make up one stored tensor: experts that a rule stacks."""

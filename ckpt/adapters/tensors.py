@@ -118,14 +118,18 @@ def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] =
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor, without autograd."""
+    local = tensor
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # with autograd, to_local records a node
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # with autograd, to_local records a node
+                local = tensor.to_local()
+        else:
             local = tensor.to_local()
-    else:
-        local = tensor
-    if type(local).__name__ == "AsyncCollectiveTensor":
-        local = local.wait()  # type: ignore[attr-defined]
-    return local.detach()
+        if type(local).__name__ == "AsyncCollectiveTensor":
+            local = local.wait()  # type: ignore[attr-defined]
+    elif type(tensor).__name__ == "AsyncCollectiveTensor":
+        local = tensor.wait()  # type: ignore[attr-defined]
+    return local.detach() if local.requires_grad else local
 
 
 def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
@@ -208,9 +212,9 @@ def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[Held]:
     return parts
 
 
-def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two names of the same memory (tied tensors). A part without memory is known by the tensor object alone."""
-    local = local_of(tensor)
+def identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two names of the same memory (tied tensors), ``local`` of ``tensor``. A part without memory is known by the tensor
+    object alone."""
     if local.numel() == 0 or local.device.type == "meta" or local.untyped_storage().nbytes() == 0:
         return (id(tensor),)
     return (local.data_ptr(), local.device, local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg())

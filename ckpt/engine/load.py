@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from ckpt import tree
 from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
+from ckpt.adapters.placements import Placements
 from ckpt.catalog import Catalog
 from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.registry import open_catalog
@@ -24,6 +27,8 @@ from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
 from ckpt.rules import Layout
 
+from .fetch import Spans
+from .garbage import uncollected
 from .reader import Job, Reader, Verify
 
 log = logging.getLogger("ckpt")
@@ -60,10 +65,16 @@ class LoadOptions:
     verify: Verify
     timeout: float
     threads: int
+    spans: Spans | None = None
 
 
 def load_state(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     """Load in place; collective over ``group``."""
+    with uncollected():  # until what the load needed is gone: else it would all be looked through once at the end
+        return _load(url, state, group, options)
+
+
+def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     began = time.perf_counter()
     load = _Load(group.call("load", url, options.timeout), options)
     names = load.run(state)
@@ -76,7 +87,7 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
         tensors=len(load.binding.targets),
         missing=tuple(names["missing"]),
         unexpected=tuple(names["unexpected"]),
-        renamed={e.name: n for n, (t, e) in load.binding.targets.items() if e.rank is None and options.selection.renamed(e.name) != e.name},
+        renamed=renamed(load.binding, options.selection),
         cast=tuple(load.binding.cast),
         bytes_needed=load.reader.bytes_needed,
         bytes_read=load.reader.bytes_read,
@@ -84,6 +95,12 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
         seconds=seconds,
     )
 
+
+_OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
+"""Kinds of nodes that stand for tensors: these count by their names."""
+
+_placements: WeakKeyDictionary[Group, Placements] = WeakKeyDictionary()
+"""What earlier loads of a job found out about where its tensors lie."""
 
 _TOUCHED = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
 _UNTOUCHED = "nothing in the state was changed on this rank"
@@ -97,6 +114,7 @@ class _Load:
         self.binding: Binding | None = None
         self.reader: Reader | None = None
         self.touched = False
+        self._names: Set[str] | None = None
 
     def run(self, state: object) -> Row:
         names = self.call.agree("match", lambda: self.match(state), self.judge)
@@ -107,21 +125,31 @@ class _Load:
             raise
         return names
 
+    def span(self, phase: str) -> AbstractContextManager[object]:
+        return nullcontext() if self.options.spans is None else self.options.spans.span(phase)
+
     def match(self, state: object) -> Row:
         """Every rank: bind, and say what does not fit."""
         group = self.call.group
-        self.catalog = open_catalog(self.call.url)
-        self.binding = bind(
-            state,
-            self.catalog,
-            rank=group.rank,
-            ranks=group.ranks,
-            layout=self.options.layout,
-            selection=self.options.selection,
-            cast=self.options.cast,
-        )
+        placements = _placements.setdefault(group, Placements())
+        with self.span("open"):
+            self.catalog = open_catalog(self.call.url)
+        with self.span("match"):
+            self.binding = bind(
+                state,
+                self.catalog,
+                rank=group.rank,
+                ranks=group.ranks,
+                layout=self.options.layout,
+                selection=self.options.selection,
+                cast=self.options.cast,
+                placements=placements,
+            )
+        if len(placements.known) > 4 * len(self.binding.targets) + 1000:
+            placements.known.clear()  # of states that are not loaded any more
         said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
-        used = {"used": sorted(self.binding.used), "values": sorted(self.binding.values)}
+        everything = self.binding.used >= self.names()
+        used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
         return {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
 
     def judge(self, rows: dict[int, Row]) -> Row:
@@ -142,7 +170,7 @@ class _Load:
                 misfits.setdefault(text, []).append(rank)
         for digest in {row["used"] for row in rows.values()}:
             found = self._once(digest)
-            used.update(found["used"])
+            used.update(self.names() if found["used"] is None else found["used"])
             values.update(found["values"])
         unexpected = self.unexpected(used, values)
         idle = self.options.selection.idle(self.paths(), missing) if self.options.strict else []
@@ -154,12 +182,19 @@ class _Load:
         found: Row = json.loads(self.call.fetch(digest))
         return found
 
+    def names(self) -> Set[str]:
+        """Names of the stored tensors that do not belong to one rank."""
+        assert self.catalog is not None
+        if self._names is None:
+            self._names = {n for n, e in self.catalog.tensors.items() if e.rank is None}
+        return self._names
+
     def unexpected(self, used: set[str], values: set[str]) -> list[str]:
         """Names of the checkpoint that no rank took."""
         assert self.catalog is not None
         select = self.options.selection
-        names = [n for n, e in self.catalog.tensors.items() if e.rank is None and n not in used and select.wants(select.renamed(n))]
-        for path, node in tree.leaves(self.catalog.state):
+        names = [n for n in self.names() - used if select.wants(select.renamed(n))]
+        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
             counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
             if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
                 names.append(path)
@@ -194,10 +229,11 @@ class _Load:
     def read(self) -> Row:
         """Every rank: give memory to what has none, fill it, set the values."""
         assert self.binding is not None and self.catalog is not None
-        self.reader = Reader(catalog=self.catalog, verify=self.options.verify, threads=self.options.threads, beat=self.call.beat)
+        options = self.options
+        self.reader = Reader(catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.beat, spans=options.spans)
         self.touched = bool(self.binding.create)
         run_each(self.binding.create)
-        plan = self.reader.plan([Job(target=local, entry=entry) for local, entry in self.binding.targets.values()])
+        plan = self.reader.plan(map(Job._make, self.binding.targets.values()))
         self.touched = True
         self.reader.run(plan)
         try:
@@ -211,6 +247,14 @@ class _Load:
                 hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
             ) from err
         return {}
+
+
+def renamed(binding: Binding, selection: Selection) -> dict[str, str]:
+    """Stored names of loaded tensors that have another name in the state."""
+    if not selection.rename:
+        return {}
+    entries = {n: e for n, (_, e) in binding.targets.items() if e.rank is None}
+    return {e.name: n for n, e in entries.items() if selection.renamed(e.name) != e.name}
 
 
 def run_each(actions: Iterable[Callable[[], None]]) -> None:

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import os
+import resource
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import xxhash
 
-from ckpt.adapters.memory import RAW, raw_view, reads_otherwise, writable_bytes
-from ckpt.adapters.tensors import LocalTensor, torch_dtype
+from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.geometry import Box, find_fault, row_major_strides
+from ckpt.geometry import Box, find_fault
 from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
+from ckpt.plan.pieces import pieces
+from ckpt.workers import run_tasks
 
-from .writer import run_all
+from .copying import Stored, copy_box
+from .exact import Exact, Job, find_exact, tasks_of
+from .fetch import PAGE, PIECE, Check, Chunk, Fetch, Spans, Verify
 
-Verify = Literal["full", "partial", "off"]
-"""``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
-are checked. ``off``: nothing is checked."""
+__all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
 
 MAX_READ = 4 << 20
 """Small neighbouring ranges are read together up to this many bytes: so few that they are still in the cache when they are hashed and
-copied. Larger ranges are read on their own, straight into the tensor where they are contiguous there."""
+copied."""
 MAX_GAP = 32 << 10
-"""Bytes between two ranges that are read rather than skipped."""
-ALIGN = 4096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """Load ``entry`` into ``target``."""
-
-    target: LocalTensor
-    entry: TensorEntry
+"""Bytes between two ranges that are read rather than skipped: one more call of the storage takes as long."""
+MAX_PART = 64 << 20
+"""Longer ranges of one chunk are read by several threads, if no digest asks for one after another."""
+PROBE = 4 << 20
+"""Bytes that are read to see whether the storage makes a thread wait."""
+MAX_SCRATCH = 448 << 20
+"""Bytes that all threads together have for coded chunks, while each has room for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,34 @@ class _Step:
     copy: Copy
     extent: Extent
 
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.job.entry.name, self.copy.chunk_box, self.extent)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk's elements."""
+        return self.copy.chunk_box.numel * self.job.entry.dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadPlan:
-    """What to read and where to put it. ``padding`` is filled with zeros first; ``filled`` is all memory that is written."""
+    """What to read and where to put it. ``exact`` are chunks that fill their targets; the others go by ``steps``, ``parts`` and ``reads``.
 
+    ``padding`` is filled with zeros first; ``filled`` is all memory that is written.
+    """
+
+    exact: Exact
     steps: Sequence[_Step]
     parts: Sequence[Part]
     reads: Sequence[Read]
     padding: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
+
+    @property
+    def coded(self) -> int:
+        """The most scratch memory that one coded chunk takes, in bytes."""
+        return max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
 
 
 @dataclass(eq=False)
@@ -71,12 +88,20 @@ class Reader:
     verify: Verify
     threads: int
     beat: Callable[[], None]
+    spans: Spans | None = None
     bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_unverified: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _scratch: threading.local = field(default_factory=threading.local)
     _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
+
+    @property
+    def bytes_read(self) -> int:
+        return self.fetch.read
+
+    @property
+    def bytes_unverified(self) -> int:
+        return self.fetch.read - self.fetch.verified
 
     def run(self, plan: ReadPlan) -> None:
         """Fill every target.
@@ -87,29 +112,47 @@ class Reader:
         """
         for memory in plan.padding:
             (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-read") as pool:
-            run_all(pool, [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads])
-        for memory in plan.filled:
-            if not memory.is_inference():
-                torch.autograd.graph.increment_version(memory)  # autograd did not see the bytes change
+        tasks = list(tasks_of(plan.exact, self.fetch))
+        tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
+        threads = min(self.threads, max(1, MAX_SCRATCH // plan.coded)) if plan.coded else self._threads(tasks)
+        run_tasks(tasks, threads, "ckpt-read")
+        # Autograd did not see the bytes change.
+        torch.autograd.graph.increment_version([memory for memory in plan.filled if not memory.is_inference()])
+
+    def _threads(self, tasks: list[Callable[[], None]]) -> int:
+        """How many threads pay, after the first few of ``tasks``, which are taken out and run here.
+
+        What comes from the page cache is a copy in memory: a few cores do that as fast as many, and the other ranks of the machine need
+        cores too. Storage that makes a thread wait can serve many at once.
+        """
+        cores = os.cpu_count() or 1
+        if self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
+            return self.threads
+        waits = _waits()
+        while tasks and self.fetch.read < PROBE:
+            tasks.pop(0)()
+        return self.threads if _waits() - waits > 1 else max(1, cores // 2)
 
     # ---- the plan
 
-    def plan(self, jobs: Sequence[Job]) -> ReadPlan:
+    def plan(self, jobs: Iterable[Job]) -> ReadPlan:
         """What to read for these jobs. Changes nothing.
 
         Raises:
             CorruptError: a file is missing or truncated, or a header does not fit the index.
         """
+        jobs = list(jobs)
+        exact, rest = find_exact(jobs, self.catalog, self.beat)
+        self.bytes_needed += exact.nbytes
         steps: list[_Step] = []
         padding: list[torch.Tensor] = []
-        for job in jobs:
+        for job in rest:
             steps += self.steps(job, padding)
             self.beat()
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
         reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
-        filled = [held.memory for job in jobs for held in job.target.parts]
-        return ReadPlan(steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
+        filled = [held.memory for target, _ in jobs for held in target.parts]
+        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
 
     def steps(self, job: Job, padding: list[torch.Tensor]) -> list[_Step]:
         """What to copy for one tensor; memory with padding beyond the stored tensor is added to ``padding``."""
@@ -141,79 +184,101 @@ class Reader:
         self._tiled.add(key)
 
     def parts(self, number: int, step: _Step) -> list[Part]:
-        itemsize = step.job.entry.dtype.itemsize
-        self.bytes_needed += step.copy.box.numel * itemsize
-        return parts_of(number, step.copy, step.extent, itemsize, whole_chunks=self.verify == "full", max_gap=MAX_GAP)
+        itemsize, copy = step.job.entry.dtype.itemsize, step.copy
+        self.bytes_needed += copy.box.numel * itemsize
+        if self.fetch.whole(step.extent):
+            return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
+        blocks = [copy]
+        if step.nbytes > MAX_PART:
+            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, MAX_PART // itemsize)]
+        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=MAX_GAP)]
 
     # ---- one read
 
     def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
         mine = [parts[i] for i in read.parts]
-        target = self._straight(mine, read, steps)
-        if target is not None:
-            self.catalog.backend.read_into(read.path, read.offset, target)
-            self._check(steps[mine[0].copy], target)
+        if read.length <= MAX_READ and len(mine) > 1:
+            self._together(read, mine, steps)
         else:
-            self._scatter(read, mine, steps)
-        with self._lock:
-            self.bytes_read += read.length
-        self.beat()
+            for _, group in groupby(mine, lambda p: (p.offset, p.length)):  # what lies in a longer part comes after it
+                self._alone(list(group), steps)
 
-    def _straight(self, mine: Sequence[Part], read: Read, steps: Sequence[_Step]) -> memoryview | None:
-        """The target's own memory, where the range can be read into it as it is."""
-        if len(mine) > 1:
-            return None
+    def _together(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""
+        shift = read.offset % PAGE
+        buffer = self.fetch.scratch(shift + read.length)
+        self.fetch.fill(read.path, read.offset, buffer.data[shift : shift + read.length])
+        for (offset, length), group in groupby(mine, lambda p: (p.offset, p.length)):
+            members = list(group)
+            step = steps[members[0].copy]
+            at = shift + offset - read.offset
+            data = buffer[at : at + length]
+            self.fetch.check(step.chunk, data.data)
+            if step.extent.codec is None:
+                self._place(data, offset - step.extent.offset, members, steps)
+            else:
+                self._decoded(data.data, members, steps)
+
+    def _alone(self, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Parts that are the same bytes, piece by piece: straight into the target where they are contiguous there."""
         step = steps[mine[0].copy]
-        if step.job.entry.dtype != step.job.target.info.dtype or read.length != mine[0].box.numel * step.job.entry.dtype.itemsize:
+        if step.extent.codec is not None:
+            blob = self.fetch.scratch(step.extent.length, "blob")[: step.extent.length]
+            self.fetch.chunk(step.chunk, blob.data)
+            self._decoded(blob.data, mine, steps)
+        elif (target := self._straight(mine, step)) is not None:
+            self._pour(mine[0], step, target)
+        else:
+            self._strew(mine, step, steps)
+
+    def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
+        check = Check(self.fetch, step.chunk)
+        for at in range(0, part.length, PIECE):
+            piece = target[at : at + PIECE]
+            self.fetch.fill(part.path, part.offset + at, piece)
+            check.update(piece)
+        check.end()
+
+    def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
+        size, copy = step.job.entry.dtype.itemsize, step.copy
+        buffer, check = self.fetch.scratch(PIECE), Check(self.fetch, step.chunk)
+        whole = mine[0].length == step.extent.length
+        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, PIECE // size):
+            data = buffer[: piece.length * size]
+            self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data)
+            check.update(data.data)
+            inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
+            self._place(data, piece.start * size, inside, steps)
+        check.end()
+
+    def _straight(self, mine: Sequence[Part], step: _Step) -> memoryview | None:
+        """The target's own memory, where the elements of the only part can be put into it as they are."""
+        entry, target = step.job.entry, step.job.target
+        if len(mine) > 1 or entry.dtype != target.info.dtype:
             return None
-        return writable_bytes(step.job.target.view(mine[0].box))
+        needed = mine[0].box.numel * entry.dtype.itemsize
+        if (step.nbytes if step.extent.codec is not None else mine[0].length) != needed:
+            return None
+        return writable_bytes(target.view(mine[0].box))
 
-    def _scatter(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
-        # Offsets keep their alignment in the file, so that every chunk is aligned to its item size in the buffer too.
-        shift = read.offset % ALIGN
-        buffer = self._buffer(shift + read.length)
-        self.catalog.backend.read_into(read.path, read.offset, buffer.numpy().data[shift : shift + read.length])
-        checked: set[int] = set()
-        for part in mine:
-            step = steps[part.copy]
-            at = shift + part.offset - read.offset
-            if part.offset not in checked:
-                checked.add(part.offset)
-                self._check(step, buffer.numpy().data[at : at + part.length])
-            copy_out(buffer, at, part, step)
-
-    def _check(self, step: _Step, data: memoryview) -> None:
-        extent = step.extent
-        if self.verify == "off" or extent.digest is None or len(data) != extent.length:
-            with self._lock:
-                self.bytes_unverified += len(data)
+    def _decoded(self, blob: memoryview, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        step = steps[mine[0].copy]
+        target = self._straight(mine, step)
+        if target is not None:
+            self.fetch.decode(step.chunk, blob, target, step.job.entry.dtype.itemsize)
             return
-        found = xxhash.xxh3_64_hexdigest(data)
-        if found != extent.digest:
-            raise CorruptError(
-                f"chunk {step.copy.chunk_box} of tensor {step.job.entry.name} is damaged: digest {found}, should be {extent.digest}",
-                where=f"{self.catalog.url}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
-                hint="run `ckpt verify` to see what else is damaged, and load another step",
-            )
+        out = self.fetch.scratch(step.nbytes, "decoded")[: step.nbytes]
+        self.fetch.decode(step.chunk, blob, out.data, step.job.entry.dtype.itemsize)
+        self._place(out, 0, mine, steps)
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        """This thread's scratch memory, reused."""
-        buffer: torch.Tensor | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._scratch.buffer = torch.empty(max(size, 1 << 20), dtype=torch.uint8)
-        return buffer
+    def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Copy the boxes of parts out of bytes that begin ``start`` bytes into their chunk."""
+        with self.fetch.span("copy", len(data)):
+            for part in mine:
+                step = steps[part.copy]
+                copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
 
 
-def copy_out(buffer: torch.Tensor, at: int, part: Part, step: _Step) -> None:
-    """Copy the box of ``part`` from the bytes at ``at`` to the target, converting the dtype if it differs."""
-    entry, target = step.job.entry, step.job.target
-    size = entry.dtype.itemsize
-    strides = row_major_strides(step.copy.chunk_box.shape)
-    inside = part.box.relative_to(step.copy.chunk_box.offset)
-    element = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) - (part.offset - step.extent.offset) // size
-    whole = buffer[at : at + part.length]
-    memory = target.view(Box(part.box.offset, part.box.shape))
-    same = entry.dtype == target.info.dtype and not reads_otherwise(memory)
-    typed = whole.view(RAW[size] if same else torch_dtype(entry.dtype))
-    source = torch.as_strided(typed, part.box.shape, strides, typed.storage_offset() + element)
-    (raw_view(memory) if same else memory).copy_(source)
+def _waits() -> int:
+    """How often this thread has given up its core of its own accord."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

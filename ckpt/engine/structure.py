@@ -17,8 +17,9 @@ import xxhash
 from ckpt.catalog import Catalog, DataFile
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.keys import chunk_key
+from ckpt.formats.native.codecs import CODECS
+from ckpt.formats.native.commit import CODED, COMMIT_PATH, CommitRecord
+from ckpt.formats.native.keys import chunk_key, coded_key
 from ckpt.geometry import Box, find_fault
 from ckpt.io_backends.protocol import Backend
 
@@ -173,13 +174,18 @@ def _chunks_per_file(catalog: NativeCatalog) -> Counter[int]:
 def _unknown_chunks(catalog: NativeCatalog, rows: set[int]) -> list[Problem]:
     """Chunks in the headers of these files that the index does not place there. (The reverse is found when chunks are looked up.)"""
     known: dict[int, set[str]] = {row: set() for row in rows}
+    coded = CODED in catalog.record.features
     for entry in catalog.tensors.values():
         if entry.alias is not None:
             continue
         for n in range(len(entry.grid)):
             row = entry.grid.file(n)
             if row in known:
-                known[row].add(chunk_key(entry.name, entry.grid.box(n), entry.shape, entry.dtype))
+                box, chunks = entry.grid.box(n), catalog.header(row).chunks
+                keys = [chunk_key(entry.name, box, entry.shape, entry.dtype)]
+                if coded and keys[0] not in chunks:
+                    keys += [coded_key(entry.name, box, entry.shape, codec) for codec in CODECS]
+                known[row].add(next((key for key in keys if key in chunks), keys[0]))
     return [
         Problem(kind="unknown-chunk", file=catalog.files[row].path, message=f"the header has {key!r}, which the index does not have")
         for row in sorted(rows)

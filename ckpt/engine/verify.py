@@ -19,6 +19,7 @@ import xxhash
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.codecs import decode
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
@@ -28,7 +29,8 @@ from .structure import FAILURES, Problem, check_index, check_native_files, check
 __all__ = ["BUFFER", "Problem", "Progress", "VerifyReport", "verify"]
 
 BUFFER = 16 << 20
-"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
+"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together. A coded chunk is
+held whole, stored and decoded: two chunks of at most 64 MiB per thread."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all, always from the thread that called ``verify``."""
@@ -60,6 +62,11 @@ class _Chunk:
     @property
     def end(self) -> int:
         return self.extent.offset + self.extent.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements: more than those that are stored if it is coded."""
+        return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
 
     def problem(self, kind: str, message: str) -> Problem:
         return Problem(kind=kind, file=self.extent.path, tensor=self.entry.name, box=self.entry.grid.box(self.number), message=message)
@@ -163,12 +170,12 @@ def _completed(
 
 
 def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Chunks that lie one after another in one file and fit the buffer together; a longer chunk is alone."""
+    """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
     job: list[_Chunk] = []
     for chunk in sorted(chunks, key=lambda c: (c.extent.path, c.extent.offset, c.extent.length)):
         last = job[-1] if job else chunk
         fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
-        if job and not fits:
+        if job and (not fits or chunk.extent.codec is not None or last.extent.codec is not None):
             yield job
             job = []
         job.append(chunk)
@@ -185,6 +192,8 @@ class _Reader:
 
     def check(self, job: list[_Chunk]) -> _Result:
         start, end = job[0].extent.offset, job[-1].end
+        if job[0].extent.codec is not None:
+            return self._check_coded(job[0])
         if end - start > BUFFER:
             return self._check_long(job[0])
         buffer = self._buffer(end - start)
@@ -215,10 +224,27 @@ class _Reader:
         wrong = _wrong(chunk, digest.hexdigest()) if chunk.extent.digest else None
         return _Result(chunk.extent.length, [wrong] if wrong else [])
 
-    def _buffer(self, size: int) -> memoryview:
-        held: memoryview | None = getattr(self._local, "buffer", None)
+    def _check_coded(self, chunk: _Chunk) -> _Result:
+        """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
+        blob = self._buffer(chunk.extent.length)
+        try:
+            self._backend.read_into(chunk.extent.path, chunk.extent.offset, blob)
+        except FAILURES as err:
+            return _Result(0, [chunk.problem("read", err.message)])
+        wrong = _wrong(chunk, xxhash.xxh3_64_hexdigest(blob)) if chunk.extent.digest else None
+        if wrong is None:
+            assert chunk.extent.codec is not None
+            try:
+                decode(chunk.extent.codec, blob, self._buffer(chunk.nbytes, "decoded"), chunk.entry.dtype.itemsize)
+            except FAILURES as err:
+                wrong = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
+        return _Result(chunk.extent.length, [wrong] if wrong else [])
+
+    def _buffer(self, size: int, use: str = "stored") -> memoryview:
+        held: memoryview | None = getattr(self._local, use, None)
         if held is None or len(held) < size:
-            held = self._local.buffer = np.empty(size, dtype=np.uint8).data
+            held = np.empty(size, dtype=np.uint8).data
+            setattr(self._local, use, held)
         return held[:size]
 
 

@@ -1,84 +1,105 @@
-"""Writes one rank's chunks: hashed and written block by block from the tensors' own memory, by a few threads."""
+"""Writes one rank's data files: chunks are hashed and written block by block, by a few threads, from the state's own memory or from the
+stage that holds a copy of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 import xxhash
 
-from ckpt.adapters.memory import as_bytes
-from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import DataFile
 from ckpt.errors import CkptError, ConflictError
-from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, plan_data_files
-from ckpt.geometry import Box
+from ckpt.formats.native.datafile import DataFilePlan
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.plan.ownership import Global, Owned
+from ckpt.spans import Spans
+from ckpt.workers import Pending, run_tasks
+
+from .merge import Merge
+from .plan import BATCH, Batch, RankPlan
+from .sources import Source
+from .staging import Stage
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
 SLOWEST = 10e6
 """Bytes a second: storage that makes a file durable more slowly than this counts as hanging."""
-BATCH = 8 << 20
-"""Small chunks are written together up to this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """What a rank wrote: ``files``, and for each set of replicas the digests of the replicated tensors that it holds.
+class Alive:
+    """Signs of life: ``beat`` gives one, ``during`` gives them while something runs that cannot, for at most some seconds."""
 
-    A set of replicas goes by the digest of its ranks: the ranks themselves would be as many as the job's, on each of them.
-    """
-
-    files: tuple[DataFile, ...]
-    replicas: Mapping[str, Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    name: str
-    number: int
-    box: Box
-
-
-@dataclass(eq=False)
-class RankWriter:
-    """Writes the chunks of one rank of one save."""
-
-    backend: Backend
-    tensors: Mapping[str, LocalTensor]
-    owned: Mapping[str, Owned]
-    rank: int
-    position: int
-    """Place of the rank among those that take part: what the checkpoint knows it by."""
-    id: str
-    threads: int
     beat: Callable[[], None]
-    alive_while: Callable[[Callable[[], None], float], None]
-    check_replicas: bool = True
-    _digests: dict[tuple[str, int], int] = field(default_factory=dict)
-    _made: list[str] = field(default_factory=list)
+    during: Callable[[Callable[[], None], float], None]
 
-    def run(self) -> Written:
+
+class RankWriter:
+    """Writes the chunks of one rank of one save. ``stage`` is None if the state keeps still until the save is over."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        plan: RankPlan,
+        source: Source,
+        id: str,
+        position: int,
+        threads: int,
+        alive: Alive,
+        spans: Spans,
+        stage: Stage | None = None,
+        merge: Merge | None = None,
+    ) -> None:
+        self.backend = backend
+        self.plan = plan
+        self.source = source
+        self.stage = stage
+        self.merge = merge
+        self.id = id
+        self.position = position
+        """Place of the rank among those that take part: what the checkpoint knows it by."""
+        self.threads = threads
+        self.alive = alive
+        self.spans = spans
+        self.digests: list[int] = [0] * len(plan.chunks)
+        """XXH3-64 of each chunk, by its number in the plan."""
+        self.written = 0
+        self._made: list[str] = []
+        self._mixed = frozenset(merge.mixed.values()) if merge is not None else frozenset()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def run(self) -> tuple[DataFile, ...]:
         """Write and make durable. On failure every file that was made is removed.
 
         Raises:
             StorageError: the storage failed.
         """
-        chunks = chunks_of(self.owned, self.rank)
-        plans = plan_data_files(specs_of(chunks, {n: t.info for n, t in self.tensors.items()}), id=self.id, rank=self.position)
+        commits: list[tuple[Writer, Pending[None]]] = []
+        files = []
         try:
-            with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-write") as pool:
-                files = tuple(self._file(plan, chunks, pool) for plan in plans)
-                replicas = self._replicas(pool) if self.check_replicas else {}
+            try:
+                for number in range(len(self.plan.batches)):
+                    writer, plan, header = self._file(number)
+                    commits.append((writer, Pending(partial(self._commit, writer, plan.size), "ckpt-sync")))
+                    files.append(plan.row(header))
+            finally:
+                for _, commit in commits:
+                    commit.wait()
+            for _, commit in commits:
+                commit.result()
         except BaseException:
+            for writer, _ in commits:
+                with suppress(CkptError):
+                    writer.abort()
             self.discard()
             raise
-        return Written(files=files, replicas=replicas)
+        return tuple(files)
 
     def discard(self) -> None:
         """Remove what was written; what cannot be removed stays as debris that nothing refers to."""
@@ -86,105 +107,99 @@ class RankWriter:
             with suppress(CkptError):
                 self.backend.delete(path)
 
-    def _file(self, plan: DataFilePlan, chunks: Sequence[_Chunk], pool: ThreadPoolExecutor) -> DataFile:
-        mine = chunks[plan.first : plan.first + len(plan)]
-        with self._create(plan) as writer:
-            run_all(pool, [partial(self._batch, writer, plan, mine, b) for b in _batches(plan)])
-            header = plan.encode_header([self._digests[c.name, c.number] for c in mine])
+    def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
+        """Write one file, all but making it durable."""
+        plan = self.plan.files[number].labelled(self.id)
+        with self.open(plan) as writer:
+            run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
+            header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)])
             writer.write(0, [header])
-            self.alive_while(writer.commit, plan.size / SLOWEST)
-        return plan.row(header)
+        return writer, plan, header
 
-    def _create(self, plan: DataFilePlan) -> Writer:
-        self._made.append(plan.path)  # before it is made: an error may come after the effect
+    @contextmanager
+    def open(self, plan: DataFilePlan) -> Iterator[Writer]:
+        """A new file, which is forgotten if the block fails."""
+        writer = self._create(plan.path, plan.size)
         try:
-            return self.backend.create(plan.path, plan.size)
-        except ConflictError:
-            self._made.remove(plan.path)  # somebody else's
+            yield writer
+        except BaseException:
+            with suppress(CkptError):
+                writer.abort()
             raise
 
-    def _batch(self, writer: Writer, plan: DataFilePlan, chunks: Sequence[_Chunk], batch: Sequence[int]) -> None:
-        if len(batch) == 1:
-            self._large(writer, int(plan.offsets[batch[0]]), chunks[batch[0]])
-        else:
-            parts = []
-            for i in batch:
-                data = self._bytes(chunks[i])
-                self._digests[chunks[i].name, chunks[i].number] = xxhash.xxh3_64_intdigest(data)
-                parts.append(data)
-            writer.write(int(plan.offsets[batch[0]]), parts)
-            self.beat()
+    def _commit(self, writer: Writer, size: int) -> None:
+        with self.spans.span("sync", size):
+            self.alive.during(writer.commit, size / SLOWEST)
 
-    def _large(self, writer: Writer, offset: int, chunk: _Chunk) -> None:
-        data = self._bytes(chunk)
+    def _create(self, path: str, size: int) -> Writer:
+        self._made.append(path)  # before it is made: an error may come after the effect
+        try:
+            return self.backend.create(path, size)
+        except ConflictError:
+            self._made.remove(path)  # somebody else's
+            raise
+
+    # ---- one batch
+
+    def _batch(self, writer: Writer, batch: Batch) -> None:
+        staged = self.staged(batch)
+        self.alive.beat()
+        with self.spans.span("write", batch.length):
+            if len(batch.numbers) > 1:
+                self._small(writer, batch, self._scratch(batch) if staged is None else staged)
+            else:
+                number = batch.numbers[0]
+                self._large(writer, batch.start, number, self.source.view(number) if staged is None else staged)
+        if self.stage is not None:
+            self.stage.release(batch)
+
+    def staged(self, batch: Batch) -> memoryview | None:
+        """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""
+        mixed = [n for n in batch.numbers if n in self._mixed] if self._mixed else []
+        if mixed and self.merge is not None:
+            self.merge.wait()
+        if self.stage is None:
+            return None
+        self.stage.wait(batch)
+        at = self.stage.place(batch)
+        for number in mixed:
+            begin = at + sum(batch.lengths[: batch.numbers.index(number)])
+            self.source.patch(number, self.stage.memory[begin : begin + self.source.nbytes(number)])
+        return self.stage.memory.numpy().data[at : at + batch.length]
+
+    def _scratch(self, batch: Batch) -> memoryview:
+        """The bytes of small chunks, copied next to each other."""
+        scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = torch.empty(BATCH, dtype=torch.uint8)
+        self.source.fill_batch(batch, scratch, 0)
+        for number in batch.numbers:
+            if number in self._mixed:
+                begin = sum(batch.lengths[: batch.numbers.index(number)])
+                self.source.patch(number, scratch[begin : begin + self.source.nbytes(number)])
+        return scratch.numpy().data[: batch.length]
+
+    def _small(self, writer: Writer, batch: Batch, data: memoryview) -> None:
+        at = 0
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            self.digests[number] = xxhash.xxh3_64_intdigest(data[at : at + length])
+            at += length
+        writer.write(batch.start, [data])
+        self.count(batch.length)
+
+    def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         digest = xxhash.xxh3_64()
-        for at in range(0, len(data), BLOCK):
-            block = data[at : at + BLOCK]
+        at, end = 0, BLOCK - offset % BLOCK  # blocks end where pages end, for direct I/O
+        while at < len(data):
+            block = data[at:end]
             digest.update(block)
             writer.write(offset + at, [block])
-            self.beat()
-        self._digests[chunk.name, chunk.number] = digest.intdigest()
+            self.count(len(block))
+            at, end = end, end + BLOCK
+        self.digests[number] = digest.intdigest()
 
-    def _bytes(self, chunk: _Chunk) -> memoryview:
-        return as_bytes(self.tensors[chunk.name].gather(chunk.box)) if chunk.box.numel else memoryview(b"")
-
-    def _replicas(self, pool: ThreadPoolExecutor) -> dict[str, dict[str, str]]:
-        """Hash the replicated chunks that other ranks write, so that replicas can be compared."""
-        found: dict[str, dict[str, str]] = {}
-        todo: list[tuple[str, list[int]]] = []
-        for name, owned in self.owned.items():
-            if owned.replicas > 1:
-                held = owned.held_by(self.rank)
-                if held:
-                    todo.append((name, held))
-        run_all(pool, [partial(self._hash_replicas, todo[i : i + 64]) for i in range(0, len(todo), 64)])
-        for name, held in todo:
-            digests = b"".join(self._digests[name, i].to_bytes(8, "big") for i in held)
-            owned = self.owned[name]
-            ranks = owned.cell_holders[owned.cell[held[0]]]
-            found.setdefault(xxhash.xxh3_64_hexdigest(ranks.tobytes()), {})[name] = xxhash.xxh3_64_hexdigest(digests)
-        return found
-
-    def _hash_replicas(self, group: Sequence[tuple[str, list[int]]]) -> None:
-        for name, held in group:
-            owned = self.owned[name]
-            for i in held:
-                if (name, i) not in self._digests:
-                    self._digests[name, i] = xxhash.xxh3_64_intdigest(self._bytes(_Chunk(name, i, owned.box(i))))
-                    self.beat()
-
-
-def chunks_of(owned: Mapping[str, Owned], rank: int) -> list[_Chunk]:
-    """The chunks that a rank writes, in the order in which every rank lists them."""
-    return [_Chunk(name, i, owned[name].box(i)) for name in sorted(owned) for i in owned[name].written_by(rank)]
-
-
-def specs_of(chunks: Sequence[_Chunk], tensors: Mapping[str, Global]) -> list[ChunkSpec]:
-    return [ChunkSpec(name=c.name, box=c.box, shape=tensors[c.name].shape, dtype=tensors[c.name].dtype) for c in chunks]
-
-
-def _batches(plan: DataFilePlan) -> list[list[int]]:
-    """Chunks in the order of the file, small neighbours together."""
-    batches: list[list[int]] = []
-    size = 0
-    for i in plan.offsets.argsort(kind="stable").tolist():
-        length = int(plan.lengths[i])
-        if not batches or size + length > BATCH:
-            batches.append([])
-            size = 0
-        batches[-1].append(i)
-        size += length
-    return batches
-
-
-def run_all(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -> None:
-    """Run all tasks; the first error is raised when none runs any more."""
-    futures = [pool.submit(task) for task in tasks]
-    error: BaseException | None = None
-    for future in futures:
-        if error is not None:
-            future.cancel()
-        if not future.cancelled() and (raised := future.exception()) is not None:
-            error = error or raised
-    if error is not None:
-        raise error
+    def count(self, nbytes: int) -> None:
+        """So many bytes more are written."""
+        with self._lock:
+            self.written += nbytes
+        self.alive.beat()

@@ -57,6 +57,8 @@ class Selection:
         Raises:
             UsageError: two stored names become one.
         """
+        if not self.rename:
+            return dict(entries)
         found: dict[str, TensorEntry] = {}
         for stored, entry in entries.items():
             name = self.renamed(stored)
@@ -79,10 +81,11 @@ def fits(pattern: str, name: str) -> bool:
 
 def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
     """Why a stored tensor cannot be loaded into a wanted one, or None if it can."""
-    if entry.dtype != wanted.dtype and not cast:
-        return f"dtype {entry.dtype.name} in the checkpoint, {wanted.dtype.name} in the state (cast=True converts)"
-    if entry.dtype != wanted.dtype and not castable(entry.dtype, wanted.dtype):
-        return f"dtype {entry.dtype.name} in the checkpoint cannot be converted to {wanted.dtype.name}"
+    if entry.dtype is not wanted.dtype and entry.dtype != wanted.dtype:
+        if not cast:
+            return f"dtype {entry.dtype.name} in the checkpoint, {wanted.dtype.name} in the state (cast=True converts)"
+        if not castable(entry.dtype, wanted.dtype):
+            return f"dtype {entry.dtype.name} in the checkpoint cannot be converted to {wanted.dtype.name}"
     if entry.shape == wanted.shape and (wanted.logical is None or entry.logical is None):
         return None
     mine = wanted.logical or wanted.shape

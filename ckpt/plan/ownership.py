@@ -2,14 +2,16 @@
 
 Replicas of a cell split it by rows, so bytes are balanced by construction; a cell under ``SMALL`` bytes goes whole to one replica,
 the least loaded of those that hold the same tensors. Cells are cut further so that no chunk exceeds ``MAX_CHUNK`` bytes.
+
+Flat ranges are stored as the boxes that they are made of, or *merged*: then the grid is regular, its chunks are whole rows, and ranks
+send each other the edges of their ranges (``merge.py``).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,10 +21,13 @@ from ckpt.dtypes import DType
 from ckpt.geometry import Box, IntArray, cell_box, cells, even_cuts
 from ckpt.layout import TensorLayout, Tiling
 
+from .flat import FlatGrid, flat_tiling, is_whole, row_grid, whole_grid
+from .parts import caps, refine
+
 MAX_CHUNK = 64 << 20
 """Largest chunk, in bytes, unless one element is larger."""
 SMALL = 64 << 10
-"""A replicated cell of fewer bytes is written whole by one replica."""
+"""A replicated cell of fewer bytes is written whole by one replica, and a merged block by one of the ranks that hold parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,10 @@ class Owned:
 
     ``owners`` is ``[chunks]``. Chunk i is cut from cell ``cell[i]`` of the tensor's tiling, and the ranks
     ``cell_holders[cell[i]]`` have its bytes.
+
+    Of a merged tensor, cells are flat ranges and may be empty, ``cell[i]`` is the one whose holders write chunk i, and they may lack
+    bytes of the chunk or have more than it: ``holders`` and ``held_by`` are about the cell. Each chunk is a contiguous range of the
+    row-major flattening.
     """
 
     cuts: tuple[tuple[int, ...], ...] | None
@@ -54,6 +63,15 @@ class Owned:
     owners: IntArray
     cell: IntArray
     cell_holders: IntArray
+    flat: FlatGrid | None = None
+    """What a merged tensor's grid was made from."""
+    turn: int = 0
+    """Part p of a cell is written by holder ``(p + turn) % replicas``."""
+
+    @property
+    def merged(self) -> bool:
+        """Whether chunks may have bytes of several cells, which their owners get from other ranks before they write them."""
+        return self.flat is not None
 
     @property
     def replicas(self) -> int:
@@ -82,20 +100,62 @@ class Owned:
         return found
 
 
-def assign(tensors: Iterable[Global]) -> dict[str, Owned]:
-    """Decide the stored grid and the writers of every tensor.
+def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned]:
+    """Decide the stored grid and the writers of every tensor; with ``merge``, flat ranges become whole rows where that moves little.
 
     The result for one tensor depends only on the tensors that are replicated over the same mesh dimensions, so ranks that hold different
     pipeline stages need not know each other's tensors.
     """
     groups: dict[object, list[Global]] = defaultdict(list)
+    merged: dict[object, list[Global]] = defaultdict(list)
     for t in tensors:
-        groups[_replica_group(t.layout)].append(t)
+        if merge and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
+            merged[_replica_group(t.layout), t.layout.splits[-1].over].append(t)
+        else:
+            groups[_replica_group(t.layout)].append(t)
     owned: dict[str, Owned] = {}
     for members in groups.values():
         for t, turn in _turns(members):
             owned[t.name] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
+    for members in merged.values():
+        owned.update((t.name, _owned_rows(grid, turn)) for t, grid, turn in _merged_turns(members))
     return owned
+
+
+def _is_whole(t: Global) -> bool:
+    return is_whole(t.layout, t.shape, t.dtype.itemsize, SMALL)
+
+
+def _row_grid(t: Global) -> FlatGrid | None:
+    return row_grid(t.layout, t.shape, t.dtype.itemsize, MAX_CHUNK, SMALL)
+
+
+def _merged_turns(members: Sequence[Global]) -> Iterator[tuple[Global, FlatGrid, int]]:
+    """For each merged tensor its grid, and the replica that starts. A small one goes to whoever has least so far of its block."""
+    load = np.zeros(0)
+    for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
+        grid = whole_grid(t.layout, t.shape, 0) if _is_whole(t) else _row_grid(t)
+        assert grid is not None
+        replicas = grid.holders.shape[1]
+        load = load if len(load) else np.zeros(grid.ranges * replicas)
+        if _is_whole(t):
+            slot = int(load.argmin())
+            load[slot] += t.nbytes / len(grid.cell)
+            yield t, whole_grid(t.layout, t.shape, slot // replicas), slot % replicas
+            continue
+        turn = int(load.reshape(-1, replicas).sum(axis=0).argmin()) if replicas > 1 else 0
+        load += np.roll(grid.load, turn, axis=1).ravel() * t.dtype.itemsize
+        yield t, grid, turn
+
+
+@lru_cache(maxsize=4096)
+def _owned_rows(grid: FlatGrid, turn: int) -> Owned:
+    owners = grid.holders[grid.cell, (grid.part + turn) % grid.holders.shape[1]]
+    return Owned(cuts=grid.cuts, boxes=None, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, turn=turn)
+
+
+def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
+    return flat_tiling(layout, shape) if layout.is_flat else layout.tiling(shape)
 
 
 def _replica_group(layout: TensorLayout) -> object:
@@ -105,7 +165,7 @@ def _replica_group(layout: TensorLayout) -> object:
 def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
     """For each tensor the replica that starts: the one that has least so far. Large tensors first, so that small ones even out the
     rest."""
-    tilings = {t.name: t.layout.tiling(t.shape) for t in members}
+    tilings = {t.name: _tiling(t.layout, t.shape) for t in members}
     replicas = tilings[members[0].name].holders.shape[1]
     if replicas == 1:
         return [(t, 0) for t in members]
@@ -154,15 +214,15 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 
 @lru_cache(maxsize=2048)
 def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: int) -> Owned:
-    tiling = layout.tiling(shape)
+    tiling = _tiling(layout, shape)
     if tiling.cuts is None:
         return _owned_boxes(tiling, itemsize, turn)
     widest = _widest(tiling, shape)
     replicas = tiling.holders.shape[1]
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < SMALL
     row = None if small else _row_dim(widest, replicas)
-    caps = _caps(widest, itemsize)
-    refined = [_refine(cuts, replicas if dim == row else 1, caps[dim]) for dim, cuts in enumerate(tiling.cuts)]
+    most = caps(widest, itemsize, MAX_CHUNK)
+    refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
     index = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), dtype=np.int64)
     parents = np.zeros(index.shape[1], dtype=np.int64)
@@ -173,55 +233,27 @@ def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: in
     return Owned(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
-def _caps(widest: Sequence[int], itemsize: int) -> list[int]:
-    """Most elements that a chunk may have along each dimension: rows are cut first, and within a row only if one row is too large."""
-    caps = [max(n, 1) for n in widest]
-    for dim in range(len(caps)):
-        if math.prod(caps) * itemsize <= MAX_CHUNK:
-            break
-        caps[dim] = max(1, MAX_CHUNK // (math.prod(caps[dim + 1 :]) * itemsize))
-    return caps
-
-
-def _refine(cuts: Sequence[int], parts: int, cap: int) -> tuple[tuple[int, ...], IntArray, IntArray]:
-    """Cut each interval into ``parts``, and these into pieces of at most ``cap``.
-
-    Returns:
-        The new cuts; for each new interval the number of the old one, and the number of its part.
-    """
-    new, parent, part = [cuts[0]], [], []
-    for i, (a, b) in enumerate(itertools.pairwise(cuts)):
-        outer = even_cuts(b - a, max(min(parts, b - a), 1))
-        for p, (lo, hi) in enumerate(itertools.pairwise(outer)):
-            inner = even_cuts(hi - lo, max(-(-(hi - lo) // cap), 1))
-            new += [a + lo + c for c in inner[1:]]
-            parent += [i] * (len(inner) - 1)
-            part += [p] * (len(inner) - 1)
-    return tuple(new), np.array(parent, dtype=np.int64), np.array(part, dtype=np.int64)
-
-
 def _owned_boxes(tiling: Tiling, itemsize: int, turn: int) -> Owned:
-    """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
+    """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk. Boxes of one shape are cut alike."""
     assert tiling.boxes is not None
-    offsets, shapes, owners, parents = [], [], [], []
-    for cell, (offset, shape, held) in enumerate(zip(tiling.boxes[0].tolist(), tiling.boxes[1].tolist(), tiling.holders, strict=True)):
-        small = math.prod(shape) * itemsize < SMALL
-        row = _row_dim(shape, len(held)) if shape else None
-        caps = _caps(shape, itemsize)
-        refined = [_refine((0, n), len(held) if d == row and not small else 1, caps[d]) for d, n in enumerate(shape)]
-        at, sizes = cells([r[0] for r in refined])
-        part = np.indices([len(r[1]) for r in refined])[row].ravel() if refined else np.zeros(1, dtype=np.int64)
-        part = refined[row][2][part] if row is not None else part
-        offsets.append(at + np.asarray(offset, dtype=np.int64))
-        shapes.append(sizes)
-        owners.append(held[(part + turn) % len(held)])
-        parents.append(np.full(len(at), cell, dtype=np.int64))
-    boxes = (np.concatenate(offsets), np.concatenate(shapes)) if offsets else tiling.boxes
-    none = np.zeros(0, dtype=np.int64)
-    return Owned(
-        cuts=None,
-        boxes=boxes,
-        owners=np.concatenate(owners) if owners else none,
-        cell=np.concatenate(parents) if parents else none,
-        cell_holders=tiling.holders,
-    )
+    replicas = tiling.holders.shape[1]
+    kinds, kind = np.unique(tiling.boxes[1], axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in kinds.tolist()]
+    counts = np.array([len(part) for _, _, part in cut], dtype=np.int64)
+    cell = np.repeat(np.arange(len(kind), dtype=np.int64), counts[kind])
+    number = np.arange(len(cell), dtype=np.int64) - np.repeat(np.cumsum(counts[kind]) - counts[kind], counts[kind])
+    row = (np.cumsum(counts) - counts)[kind[cell]] + number
+    at, sizes, part = (np.concatenate(column)[row] for column in zip(*cut, strict=True))
+    owners = tiling.holders[cell, (part + turn) % replicas]
+    return Owned(cuts=None, boxes=(tiling.boxes[0][cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
+
+
+def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The chunks of a box: offsets in it, shapes, and the number of the replica's part that each is in."""
+    small = math.prod(shape) * itemsize < SMALL
+    row = _row_dim(shape, replicas)
+    most = caps(shape, itemsize, MAX_CHUNK)
+    refined = [refine((0, n), replicas if d == row and not small else 1, most[d]) for d, n in enumerate(shape)]
+    at, sizes = cells([new for new, _, _ in refined])
+    return at, sizes, refined[row][2][np.indices([len(r[1]) for r in refined])[row].ravel()]

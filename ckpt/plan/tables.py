@@ -65,7 +65,7 @@ class _Claim:
     tables: list[int]
 
 
-def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
+def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge: bool = False) -> Joined:
     """Check that the tables of all ranks (each with the ranks that have it) make one checkpoint.
 
     Raises:
@@ -75,7 +75,7 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]]) -> Joined:
     claims: dict[str, _Claim] = {}
     problems: list[str] = []
     for number, (ranks, table) in enumerate(tables):
-        owned = assign(table.tensors)
+        owned = assign(table.tensors, merge=merge)
         for t in table.tensors:
             claim = claims.get(t.name)
             if claim is None:
@@ -131,6 +131,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
     """Every rank that a tensor's layout gives a part to must have the tensor: else there is a hole."""
     known: dict[tuple[TensorLayout, tuple[int, ...]], list[int]] = {}
     problems = []
+    whole: set[tuple[int, tuple[int, ...]]] = set()
     for name, claim in claims.items():
         key = (claim.tensor.layout, tuple(claim.tables))
         if key not in known:
@@ -138,7 +139,8 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
         absent = known[key]
         if absent:
             problems.append(_hole(name, claim, absent))
-        elif claim.owned.boxes is not None:
+        elif claim.owned.boxes is not None and (id(claim.owned), claim.tensor.shape) not in whole:
+            whole.add((id(claim.owned), claim.tensor.shape))
             fault = find_fault(claim.tensor.shape, *claim.owned.boxes)
             if fault is not None:
                 raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")

@@ -10,21 +10,25 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
+from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError
 from ckpt.formats.protocol import Format
 from ckpt.geometry import Box, IntArray
 
 from .checks import find_excess
-from .commit import COMMIT_PATH, VERSION, CommitRecord
-from .header import Header, parse_header
+from .codecs import CODECS
+from .commit import CODED, COMMIT_PATH, VERSION, CommitRecord
+from .header import Header, StoredChunk, parse_header
 from .index import decode_index
-from .keys import chunk_key
+from .keys import chunk_key, coded_key
 from .paths import INDEX_NAMES, has_debris
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 _REPLACED_TRIES = 3
+_MAX_CODED = 64 << 20
+"""Bytes of a coded chunk of more than one element, before coding."""
 
 
 class NativeCatalog:
@@ -40,6 +44,7 @@ class NativeCatalog:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._record, self._contents = _open(backend)
+        self._coded = CODED in self._record.features
         self._tensors = {t.name: t for t in self._contents.tensors}
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
@@ -100,8 +105,7 @@ class NativeCatalog:
         """
         numbers = np.fromiter(chunks, dtype=np.int64)
         if len(numbers) == 1:  # by far the most common case: no arrays for it
-            chunk = int(numbers[0])
-            return [self._extent(entry, entry.grid.box(chunk), entry.grid.file(chunk))]
+            return self.extents_of([(entry, int(numbers[0]))])
         offsets, shapes = _boxes(entry.grid, numbers)
         files = entry.grid.files[numbers if len(entry.grid.files) > 1 else np.zeros_like(numbers)]
         return [
@@ -109,19 +113,43 @@ class NativeCatalog:
             for o, s, f in zip(offsets.tolist(), shapes.tolist(), files.tolist(), strict=True)
         ]
 
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
+        """Where one chunk each of many tensors is, in the order asked for. Errors as for :meth:`extents`."""
+        found = []
+        chunks: Mapping[str, StoredChunk] = {}
+        last, path = None, ""
+        for entry, number in wanted:
+            grid = entry.grid
+            if grid.single and grid is not last:  # neighbours often share a grid
+                file = grid.file(0)
+                last, path, chunks = grid, self.files[file].path, self.header(file).chunks
+            name = entry.name if entry.alias is None else entry.alias
+            stored = chunks.get(name) if grid is last and "]" not in name else None
+            if stored is not None and stored[0] == entry.dtype.safetensors and stored[1] == entry.shape:
+                found.append(Extent(path, stored[2], stored[3], stored[4]))
+            else:
+                found.append(self._extent(entry, grid.box(number), grid.file(number)))
+        return found
+
     def _extent(self, entry: TensorEntry, box: Box, file: int) -> Extent:
         path = self.files[file].path
         name = entry.name if entry.alias is None else entry.alias
-        stored = self.header(file).chunks.get(chunk_key(name, box, entry.shape, entry.dtype))
+        chunks = self.header(file).chunks
+        stored = chunks.get(chunk_key(name, box, entry.shape, entry.dtype))
         wanted = entry.dtype.safetensors, entry.dtype.stored_shape(box.shape)
-        if stored is None or stored[:2] != wanted:
-            found = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
-            raise CorruptError(
-                f"chunk {name}{box} {found}; the index says {wanted[0]} {list(wanted[1])}",
-                where=_join(self.url, path),
-                hint="index and data files are of different saves: restore them together, or rebuild the index",
-            )
-        return Extent(path=path, offset=stored.offset, length=stored.length, digest=stored.digest)
+        if stored is not None and stored[:2] == wanted:
+            return Extent(path, stored.offset, stored.length, stored.digest)
+        for codec in CODECS if stored is None and self._coded else ():
+            coded = chunks.get(coded_key(name, box, entry.shape, codec))
+            if coded is not None and coded[:2] == ("U8", (coded.length,)):
+                _check_coded(name, box, entry.dtype, coded, _join(self.url, path))
+                return Extent(path, coded.offset, coded.length, coded.digest, codec)
+        found = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
+        raise CorruptError(
+            f"chunk {name}{box} {found}; the index says {wanted[0]} {list(wanted[1])}",
+            where=_join(self.url, path),
+            hint="index and data files are of different saves: restore them together, or rebuild the index",
+        )
 
     def _read_header(self, file: DataFile) -> Header:
         where = _join(self.url, file.path)
@@ -134,6 +162,17 @@ class NativeCatalog:
         except NotFoundError as err:
             raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
         return parse_header(data, file, where)
+
+
+def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: str) -> None:
+    """Raise CorruptError if a coded chunk has a size that none can have: memory is asked for by it."""
+    size = box.numel * dtype.itemsize
+    if not 0 < coded.length <= size or (size > _MAX_CODED and box.numel > 1):
+        raise CorruptError(
+            f"chunk {name}{box} of {size} bytes is said to be coded in {coded.length} bytes",
+            where=where,
+            hint="run `ckpt verify` to see what else is damaged, and load another step",
+        )
 
 
 def _join(url: str, path: str) -> str:

@@ -21,7 +21,9 @@ from .paths import INDEX_NAMES, is_digest, path_problem
 COMMIT_PATH = "checkpoint.json"
 FORMAT = "ckpt"
 VERSION = 1
-FEATURES: frozenset[str] = frozenset()
+CODED = "codecs"
+"""The extension of checkpoints that have coded chunks."""
+FEATURES = frozenset({CODED})
 """Extensions that this reader knows."""
 
 _ZEROS = b"0" * 32
@@ -40,7 +42,8 @@ class IndexFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
-    """What ``checkpoint.json`` says. ``index`` is by file name; ``tensor_bytes`` is the sum of the sizes of all stored tensors."""
+    """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
+    ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding."""
 
     id: str
     created: str

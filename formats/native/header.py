@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -19,9 +20,12 @@ from ckpt.geometry import IntArray
 from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
 from .keys import METADATA
 from .paths import is_digest
+from .recent import Recent
 
 # One element of our F4 dtype is two of safetensors' 4-bit ones.
 _BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
+_START = re.compile(rf'\{{"{METADATA}":\s*')
+"""Metadata comes first wherever this software wrote the header."""
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
 
@@ -56,26 +60,73 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     found = xxhash.xxh3_128_hexdigest(data)
     if found != file.digest:
         _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
-    entries = _parse_json(data, where)
-    metadata = entries.pop(METADATA, None)
-    id, rank, digests = _metadata(metadata, len(entries), where)
+    text = _text(data, where)
+    metadata, rest = _split(text, where)
+    layout = _known.get((rest, file.size, file.header))
+    entries = {} if layout is not None else _parse_json(rest, where)
+    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.keys), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
-    chunks = _chunks(entries, digests, file, where)
-    return Header(id=id, rank=rank, chunks=chunks)
+    if layout is None:
+        layout = _layout(entries, file, where)
+    if len(rest) <= _KNOWN_BYTES:
+        _known.put((rest, file.size, file.header), layout)
+    own = [digests[at : at + CHUNK_DIGITS] for at in layout.places]
+    chunks = map(StoredChunk, layout.dtypes, layout.shapes, layout.offsets, layout.lengths, own)
+    return Header(id=id, rank=rank, chunks=dict(zip(layout.keys, chunks, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Layout:
+    """The chunks of a file but for their digests, as columns. ``places`` of their digests among all of the file."""
+
+    keys: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    places: Sequence[int]
+
+
+_KNOWN_BYTES = 8 << 20
+
+_known: Recent[tuple[str, int, int], _Layout] = Recent(16)
+"""Layouts of files, by the JSON without its metadata, and the sizes of file and header: the steps of a job have equal ones."""
 
 
 def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_DAMAGED)
 
 
-def _parse_json(data: bytes, where: str) -> dict[str, Any]:
+def _text(data: bytes, where: str) -> str:
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
         _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
     try:
-        entries = json.loads(data[LENGTH_BYTES:].decode())
+        return data[LENGTH_BYTES:].decode()
+    except ValueError as err:
+        _damaged(f"its header is not JSON ({err})", where)
+
+
+def _split(text: str, where: str) -> tuple[object, str]:
+    """The metadata, and the JSON of the rest."""
+    start = _START.match(text)
+    if start is not None:
+        try:
+            metadata, end = json.JSONDecoder().raw_decode(text, start.end())
+        except (ValueError, RecursionError) as err:
+            _damaged(f"its header is not JSON ({err})", where)
+        rest = text[end:].lstrip()
+        if rest[:1] in (",", "}") and f'"{METADATA}"' not in rest:
+            return metadata, "{" + rest[1:] if rest[0] == "," else "{" + rest
+    entries = _parse_json(text, where)
+    return entries.pop(METADATA, None), json.dumps(entries)
+
+
+def _parse_json(text: str, where: str) -> dict[str, Any]:
+    try:
+        entries = json.loads(text)
     except (ValueError, RecursionError) as err:
         _damaged(f"its header is not JSON ({err})", where)
     if not isinstance(entries, dict):
@@ -100,18 +151,19 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
     return id, int(rank), str(digests)
 
 
-def _chunks(entries: Mapping[str, Any], digests: str, file: DataFile, where: str) -> dict[str, StoredChunk]:
+def _layout(entries: Mapping[str, Any], file: DataFile, where: str) -> _Layout:
     keys = list(entries)
     dtypes, shapes, spans = _columns(entries, where)
     _check_cover(keys, spans, file.size - file.header, where)
     lengths = (spans[:, 1] - spans[:, 0]).tolist()
-    for key, dtype, shape, length in zip(keys, dtypes, shapes, lengths, strict=True):
-        if _BITS.get(dtype, 0) * math.prod(shape) != 8 * length or dtype not in _BITS:
-            _damaged(f"{key!r}: {length} bytes do not hold {dtype} of shape {list(shape)}", where)
+    kinds = list(zip(dtypes, shapes, strict=True))
+    bits = {kind: _BITS.get(kind[0], -1) * math.prod(kind[1]) for kind in set(kinds)}
+    for key, kind, length in zip(keys, kinds, lengths, strict=True):
+        if bits[kind] != 8 * length or kind[0] not in _BITS:
+            _damaged(f"{key!r}: {length} bytes do not hold {kind[0]} of shape {list(kind[1])}", where)
     place = {key: CHUNK_DIGITS * i for i, key in enumerate(sorted(keys))}
-    own = [digests[place[k] : place[k] + CHUNK_DIGITS] for k in keys]
     offsets = (spans[:, 0] + file.header).tolist()
-    return dict(zip(keys, map(StoredChunk, dtypes, shapes, offsets, lengths, own), strict=True))
+    return _Layout(keys=keys, dtypes=dtypes, shapes=shapes, offsets=offsets, lengths=lengths, places=[place[k] for k in keys])
 
 
 def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:
@@ -119,11 +171,7 @@ def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tu
     try:
         dtypes = [e["dtype"] for e in entries.values()]
         shapes = [tuple(e["shape"]) for e in entries.values()]
-        begins, ends = [], []
-        for e in entries.values():
-            begin, end = e["data_offsets"]
-            begins.append(begin)
-            ends.append(end)
+        begins, ends = zip(*[e["data_offsets"] for e in entries.values()], strict=True) if entries else ((), ())
         spans = np.array([begins, ends], dtype=np.int64).T
     except (TypeError, KeyError, ValueError, OverflowError) as err:
         _damaged(f"an entry of its header lacks a dtype, shape or data_offsets ({err!r})", where)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from .checks import find_problem
 from .nodes import node_problem
 from .paths import FILES, GRIDS, INDEX_NAMES, STATE, TENSORS
+from .recent import Recent
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file
 
 _NUMBERS = pa.list_(pa.int64())
@@ -59,21 +61,26 @@ _OF_RANKS = frozenset({"$tensor", "$inline"})
 # ------------------------------------------------------------------------------------------------------------ encoding
 
 
-def encode_index(contents: Contents) -> dict[str, bytes]:
-    """The four index files by name. Grids of equal value become one row.
+Kept: TypeAlias = dict[str, bytes]
+"""Index files that depend on the tensors and their grids alone, of an earlier index with the same ones; empty if there was none."""
+
+
+def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, bytes]:
+    """The four index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
 
     Raises:
         ConsistencyError: the contents contradict themselves; the message names the tensor or file.
         StateError: the state is not JSON.
     """
-    problem = find_problem(contents)
+    kept = {} if kept is None else kept
+    problem = find_problem(replace(contents, tensors=()) if kept else contents)
     if problem is not None:
         raise ConsistencyError(f"these contents cannot be an index: {problem}")
-    tensors = sorted(contents.tensors, key=lambda t: t.name)
-    grids, rows = _distinct_grids(tensors)
-    return {
-        TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS),
-        GRIDS: to_file(_grid_columns(grids), _GRIDS),
+    if not kept:
+        tensors = sorted(contents.tensors, key=lambda t: t.name)
+        grids, rows = _distinct_grids(tensors)
+        kept |= {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
+    return kept | {
         FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
         STATE: _encode_state(contents),
     }
@@ -171,13 +178,21 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
         FormatError: a dtype is unknown.
     """
     data_files = decode_files(files[FILES], f"{where}/{FILES}")
-    tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}"), f"{where}/{TENSORS}")
     state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
-    contents = Contents(tensors=tensors, files=data_files, state=state, ranks=ranks)
-    problem = find_problem(contents)
+    key = files[TENSORS], files[GRIDS], len(data_files)
+    tensors = _known.get(key)
+    known = tensors is not None
+    if tensors is None:
+        tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}"), f"{where}/{TENSORS}")
+    problem = find_problem(Contents(tensors=() if known else tensors, files=data_files))
     if problem is not None:
         _contradicts(problem, where)
-    return contents
+    _known.put(key, tensors)
+    return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks)
+
+
+_known: Recent[tuple[bytes, bytes, int], tuple[TensorEntry, ...]] = Recent(2)
+"""Tables of tensors that were decoded and checked, by their bytes: the steps of a job have equal ones."""
 
 
 def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:

@@ -34,18 +34,24 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
             below = _below(node)
             if below is None or tag_of(node) in REFERENCES - allowed:
                 return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"
-            waiting += [(n, allowed, depth + 1) for n in below[0] if type(n) not in _SIMPLE]
+            tensors = "$tensor" in allowed and depth < MAX_DEPTH
+            waiting += [(n, allowed, depth + 1) for n in below[0] if type(n) not in _SIMPLE and not (tensors and _is_tensor(n))]
             waiting += [(n, frozenset(), depth + 1) for n in below[1] if type(n) not in _SIMPLE]
         elif type(node) not in _SIMPLE and not (isinstance(node, float) and math.isfinite(node)):
             return f"{node!r} is not a JSON value"
     return None
 
 
+def _is_tensor(node: Any) -> bool:
+    """Whether it is the most common node by far, and as it has to be."""
+    return type(node) is dict and len(node) == 1 and type(node.get("$tensor")) is str
+
+
 def _below(node: list[Any] | dict[Any, Any]) -> _Below | None:
     """The nodes below; None if this one is malformed."""
     if isinstance(node, list):
         return node, []
-    if not all(isinstance(key, str) for key in node):
+    if not all(issubclass(kind, str) for kind in {*map(type, node)}):
         return None
     tag = tag_of(node)
     if tag is None:

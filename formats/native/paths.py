@@ -13,6 +13,8 @@ GRIDS = "grids.arrow"
 FILES = "files.arrow"
 STATE = "state.json"
 INDEX_NAMES = (TENSORS, GRIDS, FILES, STATE)
+SPANS = "spans.json"
+"""Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 
 DIGEST_DIGITS = 32
 _HEX = frozenset("0123456789abcdef")

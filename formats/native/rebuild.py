@@ -1,21 +1,25 @@
-"""A lost index, made again from the data files alone (docs/format.md §9)."""
+"""A lost index, made again from the data files alone (docs/format.md §9, §10)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import xxhash
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.geometry import Box, IntArray, cells, find_fault, merge_cuts
 
+from .codecs import CODECS
+from .commit import CODED
 from .datafile import HEADER_LIMIT, LENGTH_BYTES
 from .header import Header, StoredChunk, parse_header
-from .keys import Ranges, chunk_key, parse_key
+from .keys import METADATA, Ranges, chunk_key, coded_key, parse_key
 from .paths import data_prefix
 
 if TYPE_CHECKING:
@@ -26,24 +30,41 @@ _WIDENED = {d.itemsize: d for d in DTYPES.values() if d.safetensors == "U8" and 
 _INCOMPLETE = "restore the missing data files of this save, or rebuild another one"
 
 
+_Coded = Mapping[str, tuple[DType, tuple[int, ...]]]
+"""dtype and global shape of the tensors that have coded chunks in a file, whose entries do not say it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt:
+    """What ``write_index`` needs to make the checkpoint exist again."""
+
+    contents: Contents
+    features: tuple[str, ...]
+
+
 @dataclass(kw_only=True, slots=True)
 class _Found:
-    """What the headers say of one tensor. One list item per chunk in ``keys``, ``boxes`` and ``files``."""
+    """What the headers say of one tensor. One list item per chunk in ``keys``, ``codecs``, ``boxes`` and ``files``."""
 
     dtype: DType
     dims: int
+    shape: tuple[int, ...] | None = None
+    """Known if a chunk is coded."""
     keys: list[str] = field(default_factory=list)
+    codecs: list[str | None] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
 
 
-def rebuild(backend: Backend, id: str) -> Contents:
+def rebuild(backend: Backend, id: str) -> Rebuilt:
     """Tensors, grids and files of save ``id``. Aliases, padding, ranks of per-rank tensors and state are lost.
 
-    Whole rows at the end of a tensor that are lost together with their data file cannot be noticed: no header says the global shape.
+    Whole rows at the end of a tensor that are lost together with their data file cannot be noticed unless another chunk of it is
+    coded: no other header says the global shape.
 
     Raises:
         NotFoundError: there are no data files of this save.
+        FormatError: a codec that this software does not know.
         CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
     """
     entries = list(backend.list(data_prefix(id)))
@@ -54,15 +75,16 @@ def rebuild(backend: Backend, id: str) -> Contents:
     files: list[DataFile] = []
     found: dict[str, _Found] = {}
     for number, entry in enumerate(entries):
-        file, header = _read(backend, entry)
+        where = f"{backend.url.rstrip('/')}/{entry.path}"
+        file, header, coded = _read(backend, entry, where)
         files.append(file)
-        _collect(header, number, found, f"{backend.url.rstrip('/')}/{entry.path}")
+        _collect(header, coded, number, found, where)
     tensors = tuple(_tensor(name, found[name], backend.url) for name in sorted(found))
-    return Contents(tensors=tensors, files=tuple(files))
+    features = (CODED,) if any(codec is not None for f in found.values() for codec in f.codecs) else ()
+    return Rebuilt(contents=Contents(tensors=tensors, files=tuple(files)), features=features)
 
 
-def _read(backend: Backend, entry: Entry) -> tuple[DataFile, Header]:
-    where = f"{backend.url.rstrip('/')}/{entry.path}"
+def _read(backend: Backend, entry: Entry, where: str) -> tuple[DataFile, Header, _Coded]:
     start = backend.read(entry.path, 0, min(entry.size, LENGTH_BYTES))
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(HEADER_LIMIT, entry.size - LENGTH_BYTES):
@@ -72,23 +94,67 @@ def _read(backend: Backend, entry: Entry) -> tuple[DataFile, Header]:
     if not (rank.isascii() and rank.isdigit()):
         raise CorruptError(f"the name of the data file {entry.path} has no rank", where=where, hint="remove it if it is not of this save")
     file = DataFile(path=entry.path, size=entry.size, header=len(data), digest=xxhash.xxh3_128_hexdigest(data), rank=int(rank))
-    return file, parse_header(data, file, where)
+    return file, parse_header(data, file, where), _coded_tensors(data, where)
 
 
-def _collect(header: Header, file: int, found: dict[str, _Found], where: str) -> None:
+def _coded_tensors(data: bytes, where: str) -> _Coded:
+    """From ``ckpt.dtypes`` and ``ckpt.shapes`` of a header that was parsed before."""
+    if b'"ckpt.dtypes"' not in data:
+        return {}
+    metadata = json.loads(data[LENGTH_BYTES:].decode())[METADATA]
+    try:
+        dtypes, shapes = json.loads(metadata["ckpt.dtypes"]), json.loads(metadata["ckpt.shapes"])
+        coded = {name: (DTYPES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as err:
+        _damaged(f"its ckpt.dtypes and ckpt.shapes cannot be read ({err!r})", where)
+    sizes = [n for _, shape in coded.values() for n in shape]
+    if {*map(type, sizes)} - {int} or min(sizes, default=0) < 0:
+        _damaged("its ckpt.shapes are not shapes", where)
+    return coded
+
+
+def _damaged(what: str, where: str) -> NoReturn:
+    raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_INCOMPLETE)
+
+
+def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _Found], where: str) -> None:
     for key, chunk in header.chunks.items():
         try:
-            name, ranges = parse_key(key)
-            dtype, shape = _elements(chunk, ranges)
-            box = _box(ranges, shape)
+            name, ranges, codec = parse_key(key)
+            dtype, box, shape = _place(chunk, ranges) if codec is None else _coded_place(chunk, ranges, coded.get(name))
         except ValueError as err:
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
-        tensor = found.setdefault(name, _Found(dtype=dtype, dims=len(shape)))
-        if (tensor.dtype, tensor.dims) != (dtype, len(shape)):
+        if codec is not None and codec not in CODECS:
+            raise FormatError(
+                f"chunk {key!r} is coded in a way that is not known", where=where, hint="use a newer release of this software"
+            )
+        tensor = found.setdefault(name, _Found(dtype=dtype, dims=len(box.shape)))
+        if (tensor.dtype, tensor.dims) != (dtype, len(box.shape)):
             raise CorruptError(f"chunk {key!r} is {dtype.name}, others of this tensor {tensor.dtype.name}", where=where, hint=_INCOMPLETE)
+        if None not in (shape, tensor.shape) and shape != tensor.shape:
+            raise CorruptError(f"chunk {key!r} is of a tensor of shape {shape}, others {tensor.shape}", where=where, hint=_INCOMPLETE)
+        tensor.shape = tensor.shape if shape is None else shape
         tensor.keys.append(key)
+        tensor.codecs.append(codec)
         tensor.boxes.append(box)
         tensor.files.append(file)
+
+
+def _place(chunk: StoredChunk, ranges: Ranges | None) -> tuple[DType, Box, None]:
+    dtype, shape = _elements(chunk, ranges)
+    return dtype, _box(ranges, shape), None
+
+
+def _coded_place(
+    chunk: StoredChunk, ranges: Ranges | None, known: tuple[DType, tuple[int, ...]] | None
+) -> tuple[DType, Box, tuple[int, ...]]:
+    if known is None:
+        raise ValueError("it is coded, but its file has no dtype and shape of this tensor")
+    dtype, shape = known
+    if chunk.dtype != "U8" or len(chunk.shape) != 1 or ranges is None or len(ranges) != len(shape):
+        raise ValueError(f"{chunk.dtype} of shape {list(chunk.shape)} cannot be a coded box of {list(shape)}")
+    spans = [(0, n) if r is None else r for r, n in zip(ranges, shape, strict=True)]
+    return dtype, Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans)), shape
 
 
 def _elements(chunk: StoredChunk, ranges: Ranges | None) -> tuple[DType, tuple[int, ...]]:
@@ -118,13 +184,16 @@ def _box(ranges: Ranges | None, shape: tuple[int, ...]) -> Box:
 def _tensor(name: str, found: _Found, where: str) -> TensorEntry:
     offsets = np.array([b.offset for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
     shapes = np.array([b.shape for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
-    shape = tuple((offsets + shapes).max(axis=0).tolist())
+    ends = tuple((offsets + shapes).max(axis=0).tolist())
+    shape = ends if found.shape is None else found.shape
+    if any(e > n for e, n in zip(ends, shape, strict=True)):
+        raise CorruptError(f"tensor {name!r}: a chunk leaves the shape {shape}", where=where, hint=_INCOMPLETE)
     fault = find_fault(shape, offsets, shapes)
     if fault is not None:
         what = "is in no data file" if fault.times == 0 else f"is stored {fault.times} times"
         raise CorruptError(f"tensor {name!r}: {fault.box} {what}", where=where, hint=_INCOMPLETE)
-    for key, box in zip(found.keys, found.boxes, strict=True):
-        wanted = chunk_key(name, box, shape, found.dtype)
+    for key, codec, box in zip(found.keys, found.codecs, found.boxes, strict=True):
+        wanted = chunk_key(name, box, shape, found.dtype) if codec is None else coded_key(name, box, shape, codec)
         if key != wanted:
             raise CorruptError(f"tensor {name!r} is not whole: a key is {key!r}, not {wanted!r}", where=where, hint=_INCOMPLETE)
     return TensorEntry(name=name, dtype=found.dtype, shape=shape, grid=_grid(shape, offsets, shapes, np.array(found.files, dtype=np.int32)))

@@ -9,22 +9,33 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.errors import CkptError, ConflictError, CorruptError, StorageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 
 from .catalog import read_index_file, read_record
 from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
-from .index import decode_files, encode_index
-from .paths import FILES, data_prefix, index_path
+from .index import Kept, decode_files, encode_index
+from .paths import FILES, SPANS, data_prefix, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-__all__ = ["committed_id", "new_id", "previous_files", "read_record", "write_index"]
+__all__ = ["Kept", "committed_id", "new_id", "previous_files", "read_record", "write_index"]
 
 
-def write_index(backend: Backend, contents: Contents, *, id: str, world_size: int, previous: bytes | None) -> CommitRecord:
+def write_index(
+    backend: Backend,
+    contents: Contents,
+    *,
+    id: str,
+    world_size: int,
+    previous: bytes | None,
+    features: tuple[str, ...] = (),
+    kept: Kept | None = None,
+) -> CommitRecord:
     """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
 
+    ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded.
+    ``kept``: see ``encode_index``.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
     If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
     the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
@@ -35,8 +46,8 @@ def write_index(backend: Backend, contents: Contents, *, id: str, world_size: in
         ConsistencyError, StateError: the contents cannot be an index.
         StorageError: the storage failed.
     """
-    files = encode_index(contents)
-    record = _record(contents, files, id, world_size)
+    files = encode_index(contents, kept)
+    record = _record(contents, files, id, world_size, features)
     made: list[str] = []
     try:
         for name, data in files.items():
@@ -49,7 +60,7 @@ def write_index(backend: Backend, contents: Contents, *, id: str, world_size: in
 
 
 def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:
-    """Paths of all index and data files that a commit record reaches, to be removed once it is replaced.
+    """Paths of all index and data files that a commit record reaches, and of its spans, to be removed once it is replaced.
 
     The record is ``previous``, by default the present one; it is not among the paths. No record: no files. If its index is damaged, the
     data files that bear its id are listed instead.
@@ -61,12 +72,21 @@ def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str
     if data is None:
         return ()
     record = CommitRecord.from_bytes(data, _where(backend))
-    index = tuple(f.path for f in record.index.values())
+    index = (*(f.path for f in record.index.values()), *_spans_path(backend, record.id))
     try:
         files = decode_files(read_index_file(backend, record, FILES), record.index[FILES].path)
     except CorruptError:
         return (*index, *(e.path for e in backend.list(data_prefix(record.id))))
     return (*index, *(f.path for f in files))
+
+
+def _spans_path(backend: Backend, id: str) -> tuple[str, ...]:
+    path = index_path(id, SPANS)
+    try:
+        backend.size(path)
+    except NotFoundError:
+        return ()
+    return (path,)
 
 
 def committed_id(backend: Backend) -> str | None:
@@ -84,13 +104,14 @@ def _where(backend: Backend) -> str:
     return f"{backend.url.rstrip('/')}/{COMMIT_PATH}"
 
 
-def _record(contents: Contents, files: Mapping[str, bytes], id: str, world_size: int) -> CommitRecord:
+def _record(contents: Contents, files: Mapping[str, bytes], id: str, world_size: int, features: tuple[str, ...]) -> CommitRecord:
     index = {n: IndexFile(path=index_path(id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()}
     return CommitRecord(
         id=id,
         created=now(),
         writer=writer_name(),
         world_size=world_size,
+        features=features,
         index=index,
         tensor_bytes=sum(t.nbytes for t in contents.tensors if t.alias is None),
     )

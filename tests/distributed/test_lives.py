@@ -57,7 +57,7 @@ def test_a_wrong_argument_on_one_rank_ends_the_call_and_no_other(ranks: Ranks, t
 
 
 def _slow_decision(root: str) -> str:
-    from ckpt.engine import save as saving
+    from ckpt.engine import leader as saving
 
     if dist.get_rank() == 0:
         write = saving.write_index

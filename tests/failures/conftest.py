@@ -23,6 +23,12 @@ def ranks() -> Ranks:
     return Ranks(4)
 
 
+@pytest.fixture(autouse=True)
+def _without_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are placed by the number of an operation; how long a save took is written by three more, which have a test of their own."""
+    monkeypatch.setenv("CKPT_SPANS", "off")
+
+
 @pytest.fixture
 def directory() -> Iterator[str]:
     """A directory in memory where there is one: thousands of fsyncs on a disk take minutes."""

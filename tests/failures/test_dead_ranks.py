@@ -48,7 +48,7 @@ SAVES_THAT_SUCCEED = [
     Case(
         name="killed while the leader commits",
         size=3,
-        troubles=(Trouble(rank=1, at="abort data/", how="kill soon"), Trouble(rank=0, at="list data/", how="slow", seconds=1.0)),
+        troubles=(Trouble(rank=1, at="commit data/", how="kill soon"), Trouble(rank=0, at="list data/", how="slow", seconds=1.0)),
     ),
 ]
 """Rank ``troubles[0].rank`` is lost, but had done its part."""

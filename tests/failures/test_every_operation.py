@@ -69,8 +69,22 @@ def test_a_save_does_what_these_tests_believe(root: str) -> None:
     names = [line.partition(" ")[0] for line in operations(root, "replacing")]
     assert names.count("publish") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
     after = names[names.index("publish") + 1 :]
-    assert after == ["read", "list"] + ["delete"] * 5  # what was replaced, and what else is older
+    assert after == ["size", "read", "list"] + ["delete"] * 5  # what was replaced (with its spans, if there are any), and what is older
     assert [line.split()[0] for line in operations(root + "/new", "at a new URL")[-2:]] == ["publish", "list"]
+
+
+def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a save took is written after the commit: whatever happens then, the new checkpoint is there."""
+    monkeypatch.setenv("CKPT_SPANS", "on")
+    log = operations(root, "replacing")
+    names = [line.partition(" ")[0] for line in log]
+    assert log[-3].startswith("create index-") and log[-3].endswith("/spans.json") and names[-2:] == ["write", "commit"]
+    for n in range(log.index("publish checkpoint.json") + 1, len(log)):
+        url, _, _ = prepared(root, "replacing", n)
+        error, _ = save(url, NEW, Fault(at=n, kind="error"))
+        assert error is None and found(url) == NEW
+        ckpt.save(url, state(LATER))
+        assert stored(url) == LATER and len(files(url)) == FILES + 1
 
 
 @pytest.mark.parametrize("kind", SAVES)

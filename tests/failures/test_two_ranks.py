@@ -50,7 +50,7 @@ def save(url: str, number: int, rank: int = 0, fault: Fault | None = None, timeo
 
     def run(r: int) -> None:
         job.threads[threading.get_ident()] = r
-        options = SaveOptions(layout=layout(2), timeout=timeout, check_replicas=True, threads=1)
+        options = SaveOptions(layout=layout(2), timeout=timeout, check_replicas=True, threads=1, spans=False)
         try:
             save_state(url, state(number, r, 2), Group(r, (0, 1), store), options)
         except (ckpt.CkptError, SimulatedCrash) as err:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, DType
-from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, plan_data_files
+from ckpt.formats.native.codecs import decode, encode
+from ckpt.formats.native.commit import CODED, CommitRecord
+from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, coded_groups, plan_coded_file, plan_data_files
 from ckpt.formats.native.writer import write_index
 from ckpt.geometry import Box, cells
 from ckpt.io_backends.protocol import Backend
@@ -75,29 +76,78 @@ def two_ranks() -> list[Sample]:
     ]
 
 
+def coded_samples() -> list[Sample]:
+    """Tensors that gain from coding, one that does not, and those that have nothing to gain: empty, or a single element."""
+    weights = (np.random.default_rng(7).normal(0, 0.02, (96, 128)).astype("<f4").view("<u4") >> 16).astype("<u2").view("u1")
+    upcast = np.zeros((60, 50, 4), dtype=np.uint8)
+    upcast[..., 2:] = weights.reshape(-1, 2)[:3000].reshape(60, 50, 2)
+    numbers = np.arange(2000, dtype="<i8").view("u1").reshape(2000, 8)
+
+    def made(name: str, dtype: str, data: np.ndarray, cuts: Sequence[Sequence[int]], ranks: Sequence[int] = (0,)) -> Sample:
+        like = sample(name, dtype, data.shape[:-1], cuts, ranks)
+        return Sample(name=name, dtype=like.dtype, data=data, cuts=like.cuts, ranks=like.ranks)
+
+    return [
+        made("layers.0/é[1]", "bfloat16", weights.reshape(96, 128, 2), [[0, 32, 96], [0, 128]], ranks=(0, 1)),
+        made("whole", "float32", upcast, [[0, 60], [0, 50]], ranks=(1,)),
+        made("numbers]#zstd", "int64", numbers, [[0, 1500, 2000]], ranks=(1, 0)),
+        made("half", "uint8", np.concatenate([np.zeros(500, "u1"), sample("n", "uint8", (500,)).data[:, 0]])[:, None], [[0, 500, 1000]]),
+        made("c", "complex128", np.full((40, 16), 7, dtype=np.uint8), [[0, 10, 40]], ranks=(1,)),
+        made("f4", "float4_e2m1fn_x2", np.zeros((300, 1), dtype=np.uint8), [[0, 300]]),
+        sample("noise", "uint8", (3000,), [[0, 1000, 3000]], ranks=(0, 1)),
+        sample("scalar", "float64", (), ranks=(1,)),
+        sample("empty", "int8", (0, 5), ranks=(0,)),
+    ]
+
+
 def write_data(
-    backend: Backend, samples: Iterable[Sample], *, id: str = ID, limit: int = HEADER_LIMIT
+    backend: Backend, samples: Iterable[Sample], *, id: str = ID, limit: int = HEADER_LIMIT, codec: str | None = None
 ) -> tuple[tuple[DataFile, ...], dict[str, list[int]]]:
-    """Write all data files. Gives their rows and, for each tensor, the file of each of its chunks."""
+    """Write all data files. Gives their rows and, for each tensor, the file of each of its chunks. A codec is used where it is worth it."""
     samples = list(samples)
     rows: list[DataFile] = []
     where = {s.name: [-1] * len(s.chunks()) for s in samples}
     for rank in sorted({r for s in samples for r in s.ranks}):
         own = [(s, i, box) for s in samples for i, box in enumerate(s.chunks()) if s.ranks[i] == rank]
         specs = [ChunkSpec(name=s.name, box=box, shape=s.shape, dtype=s.dtype) for s, _, box in own]
-        for plan in plan_data_files(specs, id=id, rank=rank, limit=limit):
-            here = own[plan.first : plan.first + len(plan)]
-            parts = [s.data[box.slices].tobytes() for s, _, box in here]
-            header = plan.encode_header([xxhash.xxh3_64_intdigest(p) for p in parts])
-            with backend.create(plan.path, plan.size) as writer:
-                writer.write(0, [header])
-                for offset, part in zip(plan.offsets.tolist(), parts, strict=True):
-                    writer.write(offset, [part])
-                writer.commit()
-            for s, i, _ in here:
-                where[s.name][i] = len(rows)
-            rows.append(plan.row(header))
+        parts = [s.data[box.slices].tobytes() for s, _, box in own]
+        if codec is None:
+            planned = [
+                (plan, slice(plan.first, plan.first + len(plan)), parts) for plan in plan_data_files(specs, id=id, rank=rank, limit=limit)
+            ]
+        else:
+            planned = coded_plans(specs, parts, [codec] * len(parts), id, rank)
+        for plan, here, stored in planned:
+            rows.append(write_file(backend, plan, stored[here]))
+            for s, i, _ in own[here]:
+                where[s.name][i] = len(rows) - 1
     return tuple(rows), where
+
+
+def coded_plans(
+    specs: Sequence[ChunkSpec], parts: Sequence[bytes], codecs: Sequence[str | None], id: str, rank: int
+) -> list[tuple[DataFilePlan, slice, list[bytes]]]:
+    """The files of a rank: plan, which chunks, and the stored bytes of all chunks. Each is coded if it has a codec and it is worth it."""
+    stored, used = [], []
+    for chunk, part, codec in zip(specs, parts, codecs, strict=True):
+        blob = None if codec is None else encode(codec, memoryview(part), chunk.dtype.itemsize)
+        stored.append(part if blob is None else bytes(blob))
+        used.append(None if blob is None else codec)
+    planned = []
+    for number, here in enumerate(coded_groups([len(p) for p in parts])):
+        plan = plan_coded_file(specs[here], used[here], [len(p) for p in stored[here]], id=id, rank=rank, number=number)
+        planned.append((plan, here, stored))
+    return planned
+
+
+def write_file(backend: Backend, plan: DataFilePlan, parts: Sequence[bytes]) -> DataFile:
+    header = plan.encode_header([xxhash.xxh3_64_intdigest(p) for p in parts])
+    with backend.create(plan.path, plan.size) as writer:
+        writer.write(0, [header])
+        for offset, part in zip(plan.offsets.tolist(), parts, strict=True):
+            writer.write(offset, [part])
+        writer.commit()
+    return plan.row(header)
 
 
 def contents_of(samples: Iterable[Sample], rows: tuple[DataFile, ...], where: Mapping[str, list[int]], state: Any = None) -> Contents:
@@ -105,11 +155,19 @@ def contents_of(samples: Iterable[Sample], rows: tuple[DataFile, ...], where: Ma
     return Contents(tensors=tuple(entries), files=rows, state=state)
 
 
-def save(backend: Backend, samples: Iterable[Sample], *, id: str = ID, previous: bytes | None = None, state: Any = None) -> CommitRecord:
-    """A committed checkpoint of ``samples``."""
+def save(
+    backend: Backend,
+    samples: Iterable[Sample],
+    *,
+    id: str = ID,
+    previous: bytes | None = None,
+    state: Any = None,
+    codec: str | None = None,
+) -> CommitRecord:
+    """A committed checkpoint of ``samples``. With a codec they must be such that a chunk at least is worth coding."""
     samples = list(samples)
-    contents = contents_of(samples, *write_data(backend, samples, id=id), state)
-    return write_index(backend, contents, id=id, world_size=2, previous=previous)
+    contents = contents_of(samples, *write_data(backend, samples, id=id, codec=codec), state)
+    return write_index(backend, contents, id=id, world_size=2, previous=previous, features=() if codec is None else (CODED,))
 
 
 def read(backend: Backend, catalog: Catalog, name: str) -> np.ndarray:
@@ -121,6 +179,9 @@ def read(backend: Backend, catalog: Catalog, name: str) -> np.ndarray:
         part = backend.read(extent.path, extent.offset, extent.length)
         assert xxhash.xxh3_64_hexdigest(part) == extent.digest, f"{name} chunk {i}"
         box = entry.grid.box(i)
+        if extent.codec is not None:
+            blob, part = part, bytearray(box.numel * entry.dtype.itemsize)
+            decode(extent.codec, memoryview(blob), memoryview(part), entry.dtype.itemsize)
         data[box.slices] = np.frombuffer(part, dtype=np.uint8).reshape(*box.shape, entry.dtype.itemsize)
         times[box.slices] += 1
     assert (times == 1).all(), name
@@ -128,7 +189,7 @@ def read(backend: Backend, catalog: Catalog, name: str) -> np.ndarray:
 
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8) | st.sampled_from(
-    ["__metadata__", "a[0:1]", "a[]", "a", "]", "[", "a[:]", "a.b/c", "\u00e9", '"', "\\", "\n"]
+    ["__metadata__", "a[0:1]", "a[:]#zstd", "a]#planes-zstd", "a#zstd", "a[]", "a", "]", "[", "a[:]", "a.b/c", "\u00e9", '"', "\\", "\n"]
 )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import zstandard
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 TABLE = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64, float16 2
@@ -25,7 +27,7 @@ def read(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]
     """Every tensor by name, aliases too: dtype, global shape (padding included) and row-major bytes. AssertionError if anything is off."""
     try:
         return _read(Path(directory))[0]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as e:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException, zstandard.ZstdError) as e:
         raise AssertionError(f"not readable: {e!r}") from e
 
 
@@ -40,7 +42,8 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     record = _json(raw)
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
-    assert (record["format"], record["version"], record["features"]) == ("ckpt", 1, []), "unknown format, version or feature"
+    assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
+    assert record["features"] in ([], ["codecs"]), "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
     for name, entry in ((n, record["index"][n]) for n in ("tensors.arrow", "grids.arrow", "files.arrow", "state.json")):
         index[name] = raw = (root / entry["path"]).read_bytes()
@@ -48,6 +51,9 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", GRIDS), ("files", FILES)))
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
+    said = {n: (d, tuple(s)) for file in unread for n, (d, s) in file.pop("").items()}
+    assert bool(said) == (record["features"] == ["codecs"]), f"features {record['features']}, but coded are {[*said]}"
+    assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
     assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
     tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread) for r in rows if r["alias"] is None}
     assert not any(unread), f"chunks that no tensor has: {[*map(list, unread)]}"
@@ -61,12 +67,13 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     return tensors | aliases, state
 
 
-def _json(raw: bytes) -> Any:
+def _json(raw: bytes | str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len(dict(pairs)) == len(pairs), f"JSON: a key comes twice in {[k for k, _ in pairs]}"
         return dict(pairs)
 
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=int)  # NaN and Infinity are not JSON: ValueError
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    return json.loads(text, object_pairs_hook=unique, parse_constant=int)  # NaN and Infinity are not JSON: ValueError
 
 
 def _table(raw: bytes, columns: dict[str, str]) -> list[dict[str, Any]]:
@@ -90,7 +97,10 @@ def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[s
     digests = re.findall("[0-9a-f]{16}|.+", meta["ckpt.digests"])
     wrong = [k for k, d in zip(sorted(found), digests, strict=True) if xxh3_64_hexdigest(found[k][2]) != d]
     assert not wrong, f"{path}: digest of {wrong}"
-    return found
+    dtypes, shapes = _json(meta.get("ckpt.dtypes", "{}")), _json(meta.get("ckpt.shapes", "{}"))
+    coded = {k.rpartition("[")[0] for k in found if re.search(r"\]#[a-z0-9-]+\Z", k)}
+    assert dtypes.keys() == shapes.keys() == coded, f"{path}: ckpt.dtypes or ckpt.shapes, where {coded} are coded"
+    return found | {"": {n: (dtypes[n], shapes[n]) for n in dtypes}}  # no key is empty
 
 
 def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]]) -> tuple[str, tuple[int, ...], bytes]:
@@ -108,12 +118,43 @@ def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, An
         part, at = [b - a for a, b in box], tuple(slice(a, b) for a, b in box)
         wanted = [*part, size] if dtype in ("complex32", "complex128") else [*part[:-1], 2 * (part or [1])[-1]] if stored == "F4" else part
         ranges = ",".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in zip(box, shape, strict=True))
-        bare = part == shape and name[-1] != "]" and name != "__metadata__" and len(wanted) == len(shape)
-        key = name if bare else f"{name}[{ranges}]"
+        mistakable = re.search(r"\](#[a-z0-9-]+)?\Z", name) or name == "__metadata__"
+        bare = part == shape and not mistakable and len(wanted) == len(shape)
+        key, codec = name if bare else f"{name}[{ranges}]", None
         inside = all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+        if file >= 0 and key not in unread[file]:
+            key, codec = next(((f"{name}[{ranges}]#{c}", c) for c in CODECS if f"{name}[{ranges}]#{c}" in unread[file]), (key, None))
         assert inside and file >= 0 and key in unread[file], f"{key}: not in shape {shape}, or not in data file {file}"
         *said, raw = unread[file].pop(key)
+        if codec is not None:
+            assert said == ["U8", [len(raw)]] and 0 < len(raw) <= 0.97 * whole[at].size, f"{key}: {said}, or coded for nothing"
+            said, raw = [stored, wanted], CODECS[codec](raw, whole[at].size, size)
         assert said == [stored, wanted] and len(raw) == whole[at].size <= 64 << 20, f"{key}: {said}, not {[stored, wanted]}, or its size"
         whole[at], times[at] = np.frombuffer(raw, np.uint8).reshape(*part, size), times[at] + 1
     assert (times == 1).all(), f"{name}: chunks leave a hole or overlap"
     return dtype, tuple(shape), whole.tobytes()
+
+
+def _zstd(raw: bytes, nbytes: int, _: int) -> bytes:
+    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True).read(nbytes + 1)
+
+
+def _planes(raw: bytes, nbytes: int, size: int) -> bytes:
+    at, count = 8, int.from_bytes(raw[4:8], "little")
+    assert [*raw[:4]] == [1, size, 0, 0] and 4096 <= count <= 1 << 20, f"header of planes-zstd: {raw[:8]!r}"
+    elements = np.zeros((nbytes // size, size), np.uint8)
+    for start in range(0, len(elements), count):
+        block = elements[start : start + count]
+        lengths, begin = np.frombuffer(raw[at + size : at + 5 * size], "<u4").tolist(), at + 5 * size
+        ends = [*accumulate(lengths, initial=begin)]
+        for p, kind in enumerate(raw[at : at + size]):
+            part = raw[ends[p] : ends[p + 1]]
+            plane = zstandard.ZstdDecompressor().decompress(part) if kind == 1 else part * len(block) if kind == 2 else part
+            assert kind < 3 and len(plane) == len(block) and (kind < 2 or len(part) == 1), f"plane {p}: kind {kind}, {len(plane)} bytes"
+            block[:, p] = np.frombuffer(plane, np.uint8)
+        at = ends[-1]
+    assert at == len(raw), f"planes end at {at} of {len(raw)}"
+    return elements.tobytes()
+
+
+CODECS = {"zstd": _zstd, "planes-zstd": _planes}

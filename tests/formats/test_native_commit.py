@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -38,6 +39,12 @@ def members():
 
 def test_round_trip():
     assert CommitRecord.from_bytes(RECORD.to_bytes(), "there") == RECORD
+
+
+def test_features_that_are_known():
+    coded = replace(RECORD, features=("codecs",))
+    assert json.loads(coded.to_bytes())["features"] == ["codecs"]
+    assert CommitRecord.from_bytes(coded.to_bytes(), "there") == coded
 
 
 def test_as_specified():
@@ -91,6 +98,7 @@ def test_members_in_any_order_and_unknown_ones():
         ({"version": True}, ["True"]),
         ({"version": "1"}, ["'1'"]),
         ({"features": ["codec-zstd"]}, ["codec-zstd"]),
+        ({"features": ["codecs", "holograms"]}, ["'holograms'"]),
         ({"features": None}, ["None"]),
         ({"format": "other"}, ["other"]),
     ],

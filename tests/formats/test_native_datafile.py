@@ -12,17 +12,28 @@ import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, CoverageError, FormatError, StateError
-from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, plan_data_file, plan_data_files
+from ckpt.formats.native.datafile import (
+    CODED_CHUNKS,
+    CODED_FILE,
+    HEADER_LIMIT,
+    ChunkSpec,
+    coded_groups,
+    plan_coded_file,
+    plan_data_file,
+    plan_data_files,
+)
 from ckpt.formats.native.header import parse_header
 from ckpt.geometry import Box
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from tests.formats.native_sample import ID, sample, samples, two_ranks, write_data
+from tests.formats.native_sample import ID, coded_samples, sample, samples, two_ranks, write_data
+from tests.formats.oracle import CODECS as ORACLE_CODECS
 
 
 def spec(name, offset, shape, whole, dtype="float32"):
@@ -173,6 +184,149 @@ def test_refuses_a_chunk_twice_and_bad_names():
         plan_data_files([spec("w\0", (0,), (1,), (2,))], id=ID, rank=0)
     with pytest.raises(ValueError, match="1 digests for 2 chunks"):
         plan_data_file(many(2), id=ID, rank=0).encode_header([1])
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_labelled_is_the_plan_of_another_save(number):
+    other = "zyxwvutsrqponmlk"
+    chunks = [*many(5), spec("b", (0,), (3,), (3,), "int8")]
+    codecs, lengths = [None, "zstd", None, None, None, None], [c.nbytes for c in chunks]
+    lengths[1] = 9
+    for planned in (
+        lambda id: plan_data_file(chunks, id=id, rank=7),
+        lambda id: plan_coded_file(chunks, codecs, lengths, id=id, rank=123456, number=number),
+    ):
+        plan, wanted = planned(ID).labelled(other), planned(other)
+        assert (plan.path, plan.header, plan.size) == (wanted.path, wanted.header, wanted.size)
+        assert plan.offsets.tolist() == wanted.offsets.tolist()
+        assert plan.encode_header(range(6)) == wanted.encode_header(range(6))
+    with pytest.raises(ValueError, match="not an id"):
+        plan_data_file(chunks, id=ID, rank=7).labelled("x")
+
+
+def test_labelling_costs_the_same_for_many_chunks():
+    few, lots = (plan_data_file(many(n), id=ID, rank=0) for n in (2, 2000))
+    assert calls(lambda: lots.labelled(ID))[0] == calls(lambda: few.labelled(ID))[0]
+
+
+def test_digests_as_an_array():
+    plan = plan_data_file(many(3), id=ID, rank=0)
+    digests = [2**64 - 1, 0, 2**63]
+    assert plan.encode_header(np.array(digests, dtype=np.uint64)) == plan.encode_header(digests)
+    with pytest.raises(ValueError, match="2 digests for 3 chunks"):
+        plan.encode_header(np.zeros(2, dtype=np.uint64))
+
+
+# ---------------------------------------------------------------------------------------------------- coded chunks
+
+
+def test_golden_with_coded_chunks():
+    """The bytes that the specification fixes, written out by hand."""
+    chunks = [
+        spec("b", (0, 0), (200, 2), (200, 2), "bfloat16"),
+        spec("i", (0,), (3,), (3,), "int8"),
+        spec("a", (0,), (60,), (90,)),
+        spec("a", (60,), (30,), (90,)),
+        spec('"', (), (), (), "complex128"),
+    ]
+    plan = plan_coded_file(chunks, ["planes-zstd", None, None, "zstd", "zstd"], [101, 3, 240, 13, 15], id=ID, rank=7, number=2)
+    header = plan.encode_header([1, 2, 3, 4, 5])
+    assert (plan.path, plan.header, plan.size) == (f"data/{ID}-00007-2.safetensors", 4096, 4096 + 372)
+    assert plan.offsets.tolist() == [4096 + 243, 4096 + 240, 4096, 4096 + 344, 4096 + 357]
+    assert plan.lengths.tolist() == [101, 3, 240, 13, 15]
+    found = json.loads(header[8:])
+    metadata = found.pop("__metadata__")
+    assert json.loads(metadata.pop("ckpt.dtypes")) == {"b": "bfloat16", "a": "float32", '"': "complex128"}
+    assert json.loads(metadata.pop("ckpt.shapes")) == {"b": [200, 2], "a": [90], '"': []}
+    assert metadata == {
+        "ckpt.version": "1",
+        "ckpt.id": ID,
+        "ckpt.rank": "7",
+        "ckpt.digests": "".join(f"{n:016x}" for n in (5, 3, 4, 1, 2)),
+    }
+    assert list(found.items()) == [
+        ("a[0:60]", {"dtype": "F32", "shape": [60], "data_offsets": [0, 240]}),
+        ("i", {"dtype": "I8", "shape": [3], "data_offsets": [240, 243]}),
+        ("b[:,:]#planes-zstd", {"dtype": "U8", "shape": [101], "data_offsets": [243, 344]}),
+        ("a[60:90]#zstd", {"dtype": "U8", "shape": [13], "data_offsets": [344, 357]}),
+        ('"[]#zstd', {"dtype": "U8", "shape": [15], "data_offsets": [357, 372]}),
+    ]
+    parsed = parse_header(header, plan.row(header), "there")
+    assert parsed.chunks['"[]#zstd'] == ("U8", (15,), 4096 + 357, 15, f"{5:016x}")
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
+def test_safetensors_reads_files_with_coded_chunks(tmp_path, codec):
+    rows, _ = write_data(open_backend(str(tmp_path)), coded_samples(), codec=codec)
+    keys = set()
+    for row in rows:
+        with safe_open(tmp_path / row.path, framework="numpy") as file:
+            keys |= set(file.keys())
+            if row.rank == 0:
+                blob = file.get_tensor(f"layers.0/é[1][0:32,:]#{codec}")
+                raw = ORACLE_CODECS[codec](blob.tobytes(), 32 * 128 * 2, 2)
+                assert raw == coded_samples()[0].data[:32].tobytes()
+    assert {k for k in keys if "#" not in k} == {"scalar", "empty", "noise[0:1000]", "noise[1000:3000]", "half[500:1000]"}
+
+
+def test_uncoded_files_are_the_same_bytes():
+    """No codec used: nothing in the file tells that one might have been."""
+    plain = plan_data_file(many(5), id=ID, rank=7)
+    coded = plan_coded_file(many(5), [None] * 5, plain.lengths.tolist(), id=ID, rank=7, number=0)
+    assert (coded.path, coded.encode_header(range(5))) == (plain.path, plain.encode_header(range(5)))
+
+
+@pytest.mark.parametrize(
+    ("codec", "length", "word"),
+    [("lz4", 5, "'lz4'"), ("zstd", 0, "0 bytes"), ("zstd", 13, "13 bytes"), (None, 11, "11 bytes"), ("zstd", -1, "-1 bytes")],
+)
+def test_what_cannot_be_coded(codec, length, word):
+    with pytest.raises(ValueError, match=f"{word}.*w.*of 12"):
+        plan_coded_file([spec("w", (0,), (3,), (3,))], [codec], [length], id=ID, rank=0, number=0)
+
+
+def test_a_chunk_twice_though_one_is_coded():
+    twice = [spec("w", (0,), (1,), (2,)), spec("w", (0,), (1,), (2,))]
+    with pytest.raises(CoverageError, match=r"w\[0:1\]"):
+        plan_coded_file(twice, [None, "zstd"], [4, 3], id=ID, rank=0, number=0)
+
+
+def test_a_header_that_would_be_too_long(monkeypatch):
+    monkeypatch.setattr("ckpt.formats.native.datafile.HEADER_LIMIT", 10_000)
+    with pytest.raises(StateError, match="of 10000"):
+        plan_coded_file(many(100), [None] * 100, [c.nbytes for c in many(100)], id=ID, rank=0, number=0)
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([], []),
+        ([0], [1]),
+        ([CODED_FILE], [1]),
+        ([CODED_FILE + 1, 0, 1], [1, 2]),
+        ([64 * MB, 64 * MB, 64 * MB, 1], [2, 2]),
+        ([64 * MB, 65 * MB, 63 * MB, 1], [1, 2, 1]),
+        ([0] * 5 + [CODED_FILE] + [0] * 5, [11]),
+        ([1] * (CODED_CHUNKS + 1), [CODED_CHUNKS, 1]),
+    ],
+)
+def test_groups(lengths, groups):
+    assert [s.stop - s.start for s in coded_groups(lengths)] == groups
+
+
+@given(st.lists(st.integers(0, 70 * MB), max_size=60))
+def test_groups_are_consecutive_full_and_not_too_large(lengths):
+    groups = coded_groups(lengths)
+    assert [i for s in groups for i in range(s.start, s.stop)] == list(range(len(lengths)))
+    for s in groups:
+        assert s.stop - s.start == 1 or sum(lengths[s]) <= CODED_FILE
+        assert s.stop == len(lengths) or sum(lengths[s.start : s.stop + 1]) > CODED_FILE
+
+
+# ------------------------------------------------------------------------------------------------------------ cost
 
 
 def calls(function):

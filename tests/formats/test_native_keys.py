@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.keys import chunk_key, name_problem, parse_key
+from ckpt.formats.native.keys import chunk_key, coded_key, name_problem, parse_key
 from ckpt.geometry import Box
 from tests.box_strategies import boxes_in, shapes
 from tests.formats.native_sample import NAMES
-
-F32 = DTYPES["float32"]
 
 
 @pytest.mark.parametrize(
@@ -32,18 +30,45 @@ F32 = DTYPES["float32"]
         ("c", Box((), ()), (), "complex32", "c[]"),
         ("f", Box((), ()), (), "float4_e2m1fn_x2", "f[]"),
         ("f", Box((0,), (1,)), (1,), "float4_e2m1fn_x2", "f"),
+        ("a]#zstd", Box((0,), (3,)), (3,), "float32", "a]#zstd[:]"),
+        ("a[:]#planes-zstd", Box((), ()), (), "float32", "a[:]#planes-zstd[]"),
+        ("a#zstd", Box((0,), (3,)), (3,), "float32", "a#zstd"),
+        ("a]#", Box((0,), (3,)), (3,), "float32", "a]#"),
+        ("a]#Zstd", Box((0,), (3,)), (3,), "float32", "a]#Zstd"),
+        ("a]#zstd\n", Box((0,), (3,)), (3,), "float32", "a]#zstd\n"),
     ],
 )
 def test_key(name, box, shape, dtype, key):
     assert chunk_key(name, box, shape, DTYPES[dtype]) == key
 
 
-@given(NAMES, st.data(), st.sampled_from(sorted(DTYPES)))
-def test_parse_inverts(name, data, dtype):
+@pytest.mark.parametrize(
+    ("name", "box", "shape", "key"),
+    [
+        ("w", Box((0, 0), (128, 64)), (256, 64), "w[0:128,:]#zstd"),
+        ("w", Box((0, 0), (256, 64)), (256, 64), "w[:,:]#zstd"),
+        ("w", Box((), ()), (), "w[]#zstd"),
+        ("w]#zstd", Box((1,), (1,)), (3,), "w]#zstd[1:2]#zstd"),
+    ],
+)
+def test_coded_key(name, box, shape, key):
+    assert coded_key(name, box, shape, "zstd") == key
+    assert parse_key(key)[::2] == (name, "zstd")
+
+
+CODECS = st.sampled_from([None, "zstd", "planes-zstd", "x-9"])
+
+
+def key_of(name, box, shape, dtype, codec):
+    return chunk_key(name, box, shape, DTYPES[dtype]) if codec is None else coded_key(name, box, shape, codec)
+
+
+@given(NAMES, st.data(), st.sampled_from(sorted(DTYPES)), CODECS)
+def test_parse_inverts(name, data, dtype, codec):
     shape = data.draw(shapes())
     box = data.draw(boxes_in(shape))
-    found, ranges = parse_key(chunk_key(name, box, shape, DTYPES[dtype]))
-    assert found == name
+    found, ranges, coded = parse_key(key_of(name, box, shape, dtype, codec))
+    assert (found, coded) == (name, codec)
     if ranges is None:
         assert box == Box.whole(shape)
     else:
@@ -51,28 +76,30 @@ def test_parse_inverts(name, data, dtype):
         assert spans == list(zip(box.offset, box.end, strict=True))
 
 
-@given(NAMES, NAMES, st.data())
-def test_keys_differ(name, other, data):
+@given(NAMES, NAMES, st.data(), CODECS, CODECS)
+def test_keys_differ(name, other, data, codec, theirs):
     """A tensor called as another one's chunk must not take its key."""
     shape = data.draw(shapes(min_side=1, max_dims=2))
     box = data.draw(boxes_in(shape, min_side=1))
-    key = chunk_key(name, box, shape, F32)
+    key = key_of(name, box, shape, "float32", codec)
     if key != name:
         whole = data.draw(shapes(min_side=1, max_dims=2))
-        assert chunk_key(key, Box.whole(whole), whole, F32) != key
-    if other != name:
-        assert chunk_key(other, box, shape, F32) != key
+        assert key_of(key, Box.whole(whole), whole, "float32", theirs) != key
+    if (other, theirs) != (name, codec):
+        assert key_of(other, box, shape, "float32", theirs) != key
 
 
-@pytest.mark.parametrize(
-    "key", ["]", "[0:1]", "a]", "a[0]", "a[0:1,]", "a[,]", "a[01:2]", "a[-1:2]", "a[2:1]", "a[0:1", "a[0:1]]", "a[١:٢]"]
-)
+NOT_KEYS = ["]", "[0:1]", "a]", "a[0]", "a[0:1,]", "a[,]", "a[01:2]", "a[-1:2]", "a[2:1]", "a[0:1]]", "a[١:٢]"]
+NOT_KEYS += ["a]#zstd", "[:]#zstd", "a[0]#zstd"]
+
+
+@pytest.mark.parametrize("key", [*NOT_KEYS, "a[0:1", "a[:]#", "a[:]#ZSTD"])
 def test_not_a_key(key):
-    if key.endswith("]"):
+    if key in NOT_KEYS:
         with pytest.raises(ValueError, match=r"box|range"):
             parse_key(key)
     else:
-        assert parse_key(key) == (key, None)
+        assert parse_key(key) == (key, None, None)
 
 
 @pytest.mark.parametrize(("name", "word"), [("", "0 bytes"), ("é" * 2049, "4098 bytes"), ("a\0", "NUL"), ("\udc80", "surrogate")])

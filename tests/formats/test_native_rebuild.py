@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 
 from ckpt.dtypes import DTYPES
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.rebuild import rebuild
 from ckpt.formats.native.writer import write_index
 from ckpt.geometry import Box
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from tests.formats.native_sample import ID, Sample, read, sample, samples, save, two_ranks, write_data
+from tests.formats.native_sample import ID, Sample, coded_samples, read, sample, samples, save, two_ranks, write_data
+from tests.formats.oracle import read as oracle
 
 OTHER = "f" * 16
 
@@ -42,7 +43,7 @@ def test_round_trip(made):
         with pytest.raises(NotFoundError, match=ID):
             rebuild(backend, ID)
         return
-    found = rebuild(backend, ID)
+    found = rebuild(backend, ID).contents
     assert found.files == rows
     by_name = {t.name: t for t in found.tensors}
     assert set(by_name) == {s.name for s in made}
@@ -61,7 +62,7 @@ def test_regular_boxes_become_cuts_in_row_major_order(backend):
     data = np.arange(24, dtype=np.uint8).reshape(4, 6, 1)
     boxes = tuple(Box((r, c), (2, 2)) for c in (4, 0, 2) for r in (2, 0))
     write_data(backend, [Sample(name="w", dtype=DTYPES["uint8"], data=data, boxes=boxes, ranks=(0, 1, 2, 0, 1, 2))])
-    grid = rebuild(backend, ID).tensors[0].grid
+    grid = rebuild(backend, ID).contents.tensors[0].grid
     assert grid.cuts == ((0, 2, 4), (0, 2, 4, 6))
     assert grid.files.tolist() == [0, 2, 1, 2, 1, 0]
 
@@ -69,17 +70,46 @@ def test_regular_boxes_become_cuts_in_row_major_order(backend):
 def test_only_files_of_this_save(backend):
     save(backend, two_ranks())
     write_data(backend, [sample("x", "int8", (3,))], id=OTHER)
-    assert {t.name for t in rebuild(backend, ID).tensors} == {s.name for s in two_ranks()}
-    assert {t.name for t in rebuild(backend, OTHER).tensors} == {"x"}
+    assert {t.name for t in rebuild(backend, ID).contents.tensors} == {s.name for s in two_ranks()}
+    assert {t.name for t in rebuild(backend, OTHER).contents.tensors} == {"x"}
 
 
 def test_several_files_of_a_rank(backend):
     made = [sample(f"t{n}", "int8", (3,), ranks=(4,)) for n in range(200)]
     rows, _ = write_data(backend, made, limit=4088)
     assert len(rows) > 3
-    found = rebuild(backend, ID)
+    found = rebuild(backend, ID).contents
     assert set(found.files) == set(rows)
     assert {t.name for t in found.tensors} == {s.name for s in made}
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
+def test_coded_chunks(tmp_path, codec):
+    backend = open_backend(str(tmp_path))
+    made = coded_samples()
+    rows, where = write_data(backend, made, codec=codec)
+    found = rebuild(backend, ID)
+    assert (found.features, found.contents.files) == (("codecs",), rows)
+    by_name = {t.name: t for t in found.contents.tensors}
+    assert set(by_name) == {s.name for s in made}
+    for s in made:
+        entry = by_name[s.name]
+        assert (entry.dtype, entry.shape, cells_of(entry.grid)) == (s.dtype, s.shape, cells_of(s.grid(where[s.name])))
+    write_index(backend, found.contents, id=ID, world_size=2, previous=None, features=found.features)
+    assert {n: t[2] for n, t in oracle(tmp_path).items()} == {s.name: s.data.tobytes() for s in made}
+
+
+def test_no_features_without_coded_chunks(backend):
+    write_data(backend, two_ranks(), codec="zstd")
+    assert rebuild(backend, ID).features == ()
+
+
+def test_lost_rows_of_a_coded_tensor_are_noticed(backend):
+    """Unlike those of others: a coded chunk says the global shape."""
+    rows, _ = write_data(backend, coded_samples(), codec="zstd")
+    backend.delete(next(r.path for r in rows if r.rank == 1))
+    with pytest.raises(CorruptError, match=r"'layers.0/é\[1\]': \[32:96,0:128\] is in no data file"):
+        rebuild(backend, ID)
 
 
 # --------------------------------------------------------------------------------------------------------- damage
@@ -176,3 +206,37 @@ def test_keys_that_do_not_fit_their_entries(backend, key, dtype, shape, size):
     with pytest.raises(CorruptError) as caught:
         rebuild(backend, ID)
     assert repr(key) in str(caught.value)
+
+
+DTYPES_OF = {"ckpt.dtypes": '{"w": "int8"}', "ckpt.shapes": '{"w": [100]}'}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "more", "word", "error"),
+    [
+        ("w[:]#zstd", ("U8", [9]), {}, "no dtype and shape", CorruptError),
+        ("v[:]#zstd", ("U8", [9]), DTYPES_OF, "no dtype and shape", CorruptError),
+        ("w[:]#zstd", ("I8", [9]), DTYPES_OF, "cannot be a coded box", CorruptError),
+        ("w[:]#zstd", ("U8", [3, 3]), DTYPES_OF, "cannot be a coded box", CorruptError),
+        ("w[:,:]#zstd", ("U8", [9]), DTYPES_OF, "cannot be a coded box", CorruptError),
+        ("w]#zstd", ("U8", [9]), DTYPES_OF, "does not end in a box", CorruptError),
+        ("w[0:100]#zstd", ("U8", [9]), DTYPES_OF, "not 'w[:]#zstd'", CorruptError),
+        ("w[0:101]#zstd", ("U8", [9]), DTYPES_OF, "leaves the shape", CorruptError),
+        ("w[0:99]#zstd", ("U8", [9]), DTYPES_OF, "[99:100] is in no data file", CorruptError),
+        ("w[:]#lz4", ("U8", [9]), DTYPES_OF, "not known", FormatError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": "{"}, "ckpt.dtypes", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": "[]"}, "ckpt.dtypes", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": '{"w": "int7"}'}, "int7", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.shapes": '{"w": 7}'}, "ckpt.shapes", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.shapes": '{"w": [-7]}'}, "ckpt.shapes", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.shapes": '{"w": [1.5]}'}, "ckpt.shapes", CorruptError),
+        ("w[:]#zstd", ("U8", [9]), {"ckpt.dtypes": '{"w": "int8"}'}, "ckpt.shapes", CorruptError),
+    ],
+)
+def test_coded_entries_that_cannot_be(backend, key, entry, more, word, error):
+    metadata = {"ckpt.version": "1", "ckpt.id": ID, "ckpt.rank": "0", "ckpt.digests": "0" * 16} | more
+    text = json.dumps({"__metadata__": metadata, key: {"dtype": entry[0], "shape": entry[1], "data_offsets": [0, 9]}}).encode()
+    put(backend, f"data/{ID}-00000.safetensors", struct.pack("<Q", 4088) + text.ljust(4088) + bytes(9))
+    with pytest.raises(error) as caught:
+        rebuild(backend, ID)
+    assert word in str(caught.value)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from tests.formats.oracle import DTYPES, read, read_state
@@ -140,6 +141,7 @@ def data_file(root: Path, rank: int, sample: dict[str, Any]) -> dict[str, Any]:
         data += raw + sample["gap"]
     digests = "".join(xxh3_64_hexdigest(entries[k][2]) for k in sorted(entries))
     header["__metadata__"] = {"ckpt.version": "1", "ckpt.id": ID, "ckpt.rank": str(rank), "ckpt.digests": digests} | sample["meta"]
+    header["__metadata__"] |= sample.get("more", {}).get(rank, {})
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % sample["align"])
     start = struct.pack("<Q", len(text)) + text
@@ -334,6 +336,76 @@ def test_a_broken_rule_is_found_though_every_digest_fits(tmp_path: Path, case: s
     sample = copy.deepcopy(SAMPLE)
     change(sample)
     assert sample != SAMPLE
+    with pytest.raises(AssertionError, match=says):
+        read(build(tmp_path / "c", sample))
+
+
+FRAME = zstandard.ZstdCompressor().compress(bytes(100))
+PLANES = struct.pack("<BBHI", 1, 2, 0, 4096) + bytes([1, 2]) + struct.pack("<II", len(FRAME), 1) + FRAME + b"\x07"
+
+
+def coded() -> dict[str, Any]:
+    """The sample, with ``z`` coded as zstd in one file and ``zz`` as planes-zstd and not at all in both."""
+    sample = copy.deepcopy(SAMPLE)
+    sample["tensors"] += [row("z", "uint8", [100], 8), row("zz", "int16", [102], 9)]
+    sample["grids"] += [cut([[0, 100]], [0]), cut([[0, 100, 102]], [0, 1])]
+    sample["data"][0] |= {"z[:]#zstd": ("U8", [len(FRAME)], FRAME), "zz[0:100]#planes-zstd": ("U8", [len(PLANES)], PLANES)}
+    sample["data"][1]["zz[100:102]"] = ("I16", [2], b"abcd")
+    sample["more"] = {0: {"ckpt.dtypes": '{"z": "uint8", "zz": "int16"}', "ckpt.shapes": '{"z": [100], "zz": [102]}'}}
+    sample["record"] |= {"features": ["codecs"], "tensor_bytes": sample["record"]["tensor_bytes"] + 304}
+    return sample
+
+
+def test_coded_chunks_are_read(tmp_path: Path) -> None:
+    found = read(build(tmp_path / "c", coded()))
+    assert found == WANTED | {"z": ("uint8", (100,), bytes(100)), "zz": ("int16", (102,), b"\0\x07" * 100 + b"abcd")}
+
+
+def _blob(key: str, raw: bytes) -> Callable[[dict[str, Any]], None]:
+    return lambda s: s["data"][0].update({key: ("U8", [len(raw)], raw)})
+
+
+def _more(member: str, text: str) -> Callable[[dict[str, Any]], None]:
+    return lambda s: s["more"][0].update({member: text})
+
+
+BROKEN_CODED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no feature": (_record(features=[]), "features"),
+    "other feature": (_record(features=["codecs", "x"]), "unknown feature"),
+    "nothing coded": (lambda s: (s["data"][0].update(SAMPLE["data"][0]), s.update(more={})), "coded"),
+    "no dtypes": (lambda s: s["more"][0].pop("ckpt.dtypes"), "ckpt.dtypes"),
+    "no shapes": (lambda s: s["more"][0].pop("ckpt.shapes"), "ckpt.shapes"),
+    "dtypes of others": (lambda s: s["more"].update({1: s["more"][0]}), "ckpt.dtypes"),
+    "wrong dtype": (_more("ckpt.dtypes", '{"z": "int8", "zz": "int16"}'), "ckpt.dtypes or"),
+    "wrong shape": (_more("ckpt.shapes", '{"z": [100], "zz": [100]}'), "ckpt.shapes"),
+    "key without a box": (_key(0, "z[:]#zstd", "z#zstd"), "ckpt.dtypes"),
+    "key with ranges of a whole tensor": (_key(0, "z[:]#zstd", "z[0:100]#zstd"), "z: not in"),
+    "unknown codec": (_key(0, "z[:]#zstd", "z[:]#lz4"), "z: not in"),
+    "other codec": (_key(0, "z[:]#zstd", "z[:]#planes-zstd"), "header of planes"),
+    "entry": (_entry(0, "z[:]#zstd", ("U8", [1, len(FRAME)], FRAME)), "U8"),
+    "coded and not": (_entry(0, "zz[0:100]", ("I16", [100], bytes(200))), "chunks that no tensor has"),
+    "short": (_blob("z[:]#zstd", zstandard.ZstdCompressor().compress(bytes(99))), "or its size"),
+    "long": (_blob("z[:]#zstd", FRAME * 2), "or its size"),
+    "not a frame": (_blob("z[:]#zstd", b"x" * 20), "not readable"),
+    "for nothing": (_blob("z[:]#zstd", zstandard.ZstdCompressor().compress(bytes(range(100)))), "for nothing"),
+    "planes too long": (_blob("zz[0:100]#planes-zstd", PLANES + b"x"), "planes end"),
+    "planes too short": (_blob("zz[0:100]#planes-zstd", PLANES[:-1]), "kind 2"),
+    "kind": (_blob("zz[0:100]#planes-zstd", PLANES.replace(b"\x01\x02", b"\x01\x03").replace(b"\x01\x03", b"\x01\x02", 1)), "kind 3"),
+    "planes of another version": (_blob("zz[0:100]#planes-zstd", b"\x02" + PLANES[1:]), "header of planes"),
+    "planes of another size": (_blob("zz[0:100]#planes-zstd", b"\x01\x04" + PLANES[2:]), "header of planes"),
+    "a bare key that looks coded": (
+        lambda s: (s["tensors"].append(row("zzz]#a", "uint8", [2], 1)), _entry(0, "zzz]#a", ("U8", [2], b"xx"))(s)),
+        "ckpt.dtypes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_CODED)
+def test_a_broken_rule_of_coded_chunks_is_found(tmp_path: Path, case: str) -> None:
+    change, says = BROKEN_CODED[case]
+    sample = coded()
+    change(sample)
+    assert sample != coded()
     with pytest.raises(AssertionError, match=says):
         read(build(tmp_path / "c", sample))
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
 from tests.formats.oracle import read
+from tests.golden import generate_codecs as coded
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # complex32 is stored all the same
 
 HERE = Path(__file__).parent
-VERSIONS = sorted(p.name for p in HERE.glob("v*") if p.is_dir())
+VERSIONS = ["v1"]
+CODED = "v1-codecs"
 
 
 def test_every_version_is_kept() -> None:
-    assert VERSIONS == ["v1"]
+    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -54,3 +57,38 @@ def test_load_reads_it(version: str) -> None:
         assert (tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"") == expected_bytes(name), name
     assert state["values"] == expected_values()
     assert state["own"].value["seed"] == 101
+
+
+# ------------------------------------------------------------------------------------------------------- coded chunks
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def test_the_golden_checkpoint_has_chunks_of_both_codecs() -> None:
+    headers = [p.read_bytes()[:4096] for p in sorted((HERE / CODED / "data").iterdir())]
+    assert sum(h.count(b']#planes-zstd"') for h in headers) == 8
+    assert sum(h.count(b']#zstd"') for h in headers) == 5
+
+
+def test_the_oracle_reads_coded_chunks() -> None:
+    found = read(HERE / CODED)
+    assert found == {name: (dtype, shape, coded.expected_bytes(name)) for name, (dtype, shape, _, _) in coded.TENSORS.items()}
+
+
+def test_open_reads_coded_chunks() -> None:
+    view = ckpt.open(str(HERE / CODED))
+    for name, (dtype, shape, _, _) in coded.TENSORS.items():
+        tensor = view[name][...]
+        assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", shape), name
+        assert raw_bytes(tensor) == coded.expected_bytes(name), name
+    part = np.frombuffer(coded.expected_bytes("weights"), dtype="<u2").reshape(64, 48)[20:43, 7:9]
+    np.testing.assert_array_equal(view["weights"][20:43, 7:9].view(torch.uint16).numpy(), part)
+
+
+def test_load_reads_coded_chunks() -> None:
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape, _, _) in coded.TENSORS.items()}
+    ckpt.load(str(HERE / CODED), tensors, strict=False)
+    for name, tensor in tensors.items():
+        assert raw_bytes(tensor) == coded.expected_bytes(name), name

@@ -8,11 +8,22 @@ import pytest
 
 from ckpt.io_backends import Backend, FaultyBackend, MemoryBackend, PosixBackend
 from ckpt.io_backends.conformance import BackendConformance
+from ckpt.io_backends.conformance_writing import WritingRows
 
 
 class TestPosix(BackendConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
+        return PosixBackend(str(tmp_path / "some" / "root"))
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+class TestPosixDirect(WritingRows):
+    """Direct writes for whatever can be written so, and never; "auto" would ask the file system only for larger files."""
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> Backend:
+        monkeypatch.setenv("CKPT_DIRECT", mode)
         return PosixBackend(str(tmp_path / "some" / "root"))
 
 

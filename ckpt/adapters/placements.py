@@ -1,0 +1,59 @@
+"""Placements that earlier walks found, by name: the second save of a state need not derive layouts again.
+
+Invariant: a remembered placement is used only if everything it was derived from is the same: class, dtype and shape of the tensor, its
+DTensor mesh and placements, and the context (rank, ranks, layout, meshes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt.geometry import Box
+from ckpt.mesh import Mesh
+from ckpt.plan.ownership import Global
+from ckpt.rules import Layout
+
+from .dtensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """The place of one tensor. ``box`` is all that this rank holds, as one block of the whole local tensor."""
+
+    key: Hashable
+    info: Global
+    box: Box
+    alive: object
+    """Keeps what the key knows by its id."""
+
+
+@dataclass(eq=False)
+class Placements:
+    """Remembers one placement per name. ``infos`` makes equal :class:`Global` values one object, so that tables compare quickly."""
+
+    known: dict[str, Placement] = field(default_factory=dict)
+    _context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None
+
+    def settle(self, rank: int, ranks: tuple[int, ...], layout: Layout | None, meshes: tuple[Mesh, ...]) -> None:
+        """Forget everything unless the context is the same as last time."""
+        context = (rank, ranks, layout, meshes)
+        old = self._context
+        if old is None or old[2] is not layout or (old[0], old[1], old[3]) != (rank, ranks, meshes):
+            self.known.clear()
+        self._context = context
+
+
+def key_of(tensor: torch.Tensor) -> tuple[Hashable, object] | None:
+    """What the place of a tensor depends on, and what has to stay alive for that to stay true; None for classes that are not plain."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return None if tensor.is_nested else ((kind, tensor.dtype, tensor.shape, tensor.layout), None)
+    if isinstance(tensor, DTensor):
+        spec, local = getattr(tensor, "_spec", None), getattr(tensor, "_local_tensor", None)
+        if spec is not None and type(local) is torch.Tensor:
+            alive = spec.mesh, spec.placements
+            return (kind, tensor.dtype, tensor.shape, local.shape, local.layout, *map(id, alive)), alive
+    return None

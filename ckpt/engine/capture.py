@@ -1,0 +1,143 @@
+"""Capture: when the bytes of a save in the background are copied out of the state.
+
+*Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, which do not change
+parameters; an optimizer's step waits for the rest. What a forward pass may change is captured eagerly: buffers of modules, and small
+tensors that belong to no module or optimizer.
+
+Invariant: a tensor that changed before it was captured fails the save; it is never stored as it was not at the time of the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ckpt.adapters.place import Placer
+from ckpt.errors import ConsistencyError
+from ckpt.spans import Spans
+from ckpt.workers import run_tasks
+
+from .merge import Merge
+from .plan import Batch, RankPlan
+from .replicas import Replicas
+from .sources import Source
+from .staging import Stage
+
+SMALL = 256 << 10
+"""Bytes: a tensor of unknown use that is smaller is captured eagerly."""
+
+
+class Capture:
+    """Copies one rank's share of a state into a stage. ``done`` is set when the state may change again, or capturing failed."""
+
+    def __init__(
+        self, plan: RankPlan, placer: Placer, source: Source, stage: Stage, merge: Merge | None, replicas: Replicas | None, spans: Spans
+    ) -> None:
+        self.plan = plan
+        self.placer = placer
+        self.source = source
+        self.stage = stage
+        self.merge = merge
+        self.replicas = replicas
+        self.spans = spans
+        self.captured = 0
+        """Bytes so far."""
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._stream = _side_stream(placer)
+
+    # ---- what is copied at once
+
+    def everything(self, threads: int, beat: Callable[[], None]) -> None:
+        """Capture all now."""
+        self._run(self._batches(), threads, beat)
+
+    def what_may_change(self) -> None:
+        """Capture now what a forward pass may change, and note what everything else is like."""
+        eager = self._eager()
+        self._versions = [
+            (name, part.memory, part.memory._version)
+            for name, local in self.placer.tensors.items()
+            if name not in eager
+            for part in local.parts
+        ]
+        if eager:
+            chunks = self.plan.chunks
+            self.stage.capture([b for b in self._batches() if any(chunks[n].name in eager for n in b.numbers)], self._fill)
+
+    def _eager(self) -> set[str]:
+        placer = self.placer
+        found = set()
+        for name, local in placer.tensors.items():
+            if name in placer.stepped:
+                small = False
+            else:
+                small = name in placer.forwarded or sum(p.memory.numel() * p.memory.element_size() for p in local.parts) < SMALL
+            if small or any(p.memory.is_inference() for p in local.parts):
+                found.add(name)
+        return found
+
+    # ---- the rest
+
+    def rest(self, threads: int, beat: Callable[[], None]) -> None:
+        """Capture what is left. Raises, and tells the writers, if anything changed meanwhile."""
+        self._run(self._batches(), threads, beat)
+
+    def _run(self, batches: list[Batch], threads: int, beat: Callable[[], None]) -> None:
+        try:
+            if self.merge is not None:
+                self.merge.take()
+            if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
+                step = -(-len(batches) // threads)
+                parts = [batches[i : i + step] for i in range(0, len(batches), step)]
+                run_tasks([partial(self.stage.capture, part, self._fill) for part in parts], threads, "ckpt-capture")
+            else:
+                self.stage.capture(batches, self._fill)
+            if self.replicas is not None:
+                with self.spans.span("hash"):
+                    self.replicas.hash(threads, beat)
+            self._check_unchanged()
+        except BaseException as err:
+            self.error = err
+            self.stage.fail(err)
+            raise
+        finally:
+            self.done.set()
+
+    def _batches(self) -> list[Batch]:
+        return [batch for batches in self.plan.batches for batch in batches]
+
+    def _fill(self, batch: Batch, at: int) -> None:
+        with self.spans.span("capture", batch.length):
+            if self._stream is None:
+                self.source.fill_batch(batch, self.stage.memory, at)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self.source.fill_batch(batch, self.stage.memory, at)
+                self._stream.synchronize()
+        self.captured += batch.length
+
+    def _check_unchanged(self) -> None:
+        changed = [name for name, memory, version in self._versions if memory._version != version]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ConsistencyError(
+                f"tensor {changed[0]}{more} was changed before the save had captured it",
+                hint="call handle.fence() before you change the state by hand (an optimizer's step does so by itself), "
+                'or save with capture="eager"',
+            )
+
+
+def _side_stream(placer: Placer) -> torch.cuda.Stream | None:
+    """A stream for copies from the device, behind what the caller has queued so far; None if all memory is on the host."""
+    devices = {p.memory.device for local in placer.tensors.values() for p in local.parts if p.memory.is_cuda}
+    if not devices:
+        return None
+    device = next(iter(devices))
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

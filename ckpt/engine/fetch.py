@@ -1,0 +1,167 @@
+"""Bytes of one checkpoint on their way in: read in pieces that are still in the cache when they are hashed, checked, counted. No torch.
+
+Thread-safe. Scratch memory is kept per thread, and is never more than what the longest single read or coded chunk takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt.catalog import Catalog, Extent
+from ckpt.errors import CorruptError
+from ckpt.formats.native.codecs import decode
+from ckpt.geometry import Box
+
+Verify = Literal["full", "partial", "off"]
+"""``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
+are checked. ``off``: nothing is checked."""
+
+PIECE = 2 << 20
+"""Bytes of a long range that are read, hashed and copied before the next ones."""
+PAGE = 4096
+SPARE = 512
+"""Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
+
+
+class Spans(Protocol):
+    """Where the time of a load is recorded."""
+
+    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]: ...
+
+
+class Chunk(NamedTuple):
+    """A stored chunk, as messages name it."""
+
+    tensor: str
+    box: Box
+    extent: Extent
+
+
+class Fetch:
+    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those of chunks that were as their digests say."""
+
+    def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
+        self.catalog = catalog
+        self.verify = verify
+        self.read = 0
+        self.verified = 0
+        self._beat = beat
+        self._spans = spans
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    def whole(self, extent: Extent) -> bool:
+        """Whether a chunk has to be read whole although only a part of it is needed."""
+        return extent.codec is not None or (self.verify == "full" and extent.digest is not None)
+
+    def span(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
+        return _NOTHING if self._spans is None else self._spans.span(phase, nbytes)
+
+    def fill(self, path: str, offset: int, memory: memoryview) -> None:
+        """Read a range, whatever its length; nothing is checked.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self.span("read", len(memory)):
+            self.catalog.backend.read_into(path, offset, memory)
+        with self._lock:
+            self.read += len(memory)
+        self._beat()
+
+    def chunk(self, chunk: Chunk, memory: memoryview) -> None:
+        """Read the stored bytes of a whole chunk, piece by piece, and check them.
+
+        Raises:
+            CorruptError: they are not what the digest says.
+            StorageError: the storage failed.
+        """
+        check = Check(self, chunk)
+        for at in range(0, len(memory), PIECE):
+            piece = memory[at : at + PIECE]
+            self.fill(chunk.extent.path, chunk.extent.offset + at, piece)
+            check.update(piece)
+        check.end()
+
+    def check(self, chunk: Chunk, data: memoryview) -> None:
+        """Compare bytes that were read with the digest of their chunk, if they are all of it.
+
+        Raises:
+            CorruptError: they differ.
+        """
+        check = Check(self, chunk)
+        check.update(data)
+        check.end()
+
+    def found_right(self, nbytes: int) -> None:
+        """Count bytes that a digest was compared with."""
+        with self._lock:
+            self.verified += nbytes
+
+    def decode(self, chunk: Chunk, blob: memoryview, out: memoryview, itemsize: int) -> None:
+        """What a coded chunk was coded from.
+
+        Raises:
+            CorruptError: the bytes are not what a coder writes, or stand for more or fewer than ``out`` has.
+            FormatError: they are of a version that this software does not know.
+        """
+        assert chunk.extent.codec is not None
+        try:
+            with self.span("decode", len(out)):
+                decode(chunk.extent.codec, blob, out, itemsize)
+        except CorruptError as err:
+            raise damaged(chunk, err.message, self.catalog.url) from err
+
+    def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
+        """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
+        found: npt.NDArray[np.uint8] | None = getattr(self._scratch, use, None)
+        if found is None or len(found) < size:
+            raw = np.empty(max(size, PIECE) + SPARE, dtype=np.uint8)
+            start = -raw.ctypes.data % SPARE
+            found = raw[start : start + max(size, PIECE)]
+            setattr(self._scratch, use, found)
+        return found
+
+
+class Check:
+    """The digest of one chunk while its bytes come in."""
+
+    def __init__(self, fetch: Fetch, chunk: Chunk) -> None:
+        self._fetch = fetch
+        self._chunk = chunk
+        self._length = 0
+        self._digest = xxhash.xxh3_64() if fetch.verify != "off" and chunk.extent.digest is not None else None
+
+    def update(self, data: memoryview) -> None:
+        self._length += len(data)
+        if self._digest is not None:
+            with self._fetch.span("verify", len(data)):
+                self._digest.update(data)
+
+    def end(self) -> None:
+        """Raise CorruptError if the bytes are all of the chunk and not what its digest says."""
+        extent = self._chunk.extent
+        if self._digest is None or self._length != extent.length:
+            return
+        if (found := self._digest.hexdigest()) != extent.digest:
+            raise damaged(self._chunk, f"digest {found}, should be {extent.digest}", self._fetch.catalog.url)
+        self._fetch.found_right(self._length)
+
+
+def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:
+    extent = chunk.extent
+    return CorruptError(
+        f"chunk {chunk.box} of tensor {chunk.tensor} is damaged: {what}",
+        where=f"{url}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
+        hint="run `ckpt verify` to see what else is damaged, and load another step",
+    )
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()

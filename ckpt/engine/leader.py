@@ -1,0 +1,217 @@
+"""What the leading rank of a save does: checks that the ranks' tables make one checkpoint, compares replicas, writes the index, commits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt import tree
+from ckpt.catalog import Contents, DataFile, TensorEntry
+from ckpt.errors import CkptError, ConsistencyError, ReplicaError, StorageError
+from ckpt.formats.native.commit import CODED
+from ckpt.formats.native.paths import id_of
+from ckpt.formats.native.spans import write_spans
+from ckpt.formats.native.writer import Kept, new_id, previous_files, read_record, write_index
+from ckpt.group import Call, Row
+from ckpt.io_backends.protocol import Backend
+from ckpt.plan import ownership
+from ckpt.plan.ownership import assign
+from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
+from ckpt.plan.values import join_values
+
+from .grids import Grids
+
+log = logging.getLogger("ckpt")
+
+KEPT = 2
+
+
+@dataclass(eq=False)
+class Tables:
+    """All ranks' tables joined; ``own`` are those of single ranks' tensors, by position. ``index`` is what was encoded from them."""
+
+    said: tuple[object, ...]
+    joined: Joined
+    own: Mapping[int, Table]
+    index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], Kept]] = field(default_factory=dict)
+
+
+class Leader:
+    """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's."""
+
+    def __init__(self, call: Call, backend: Backend, known: list[Tables], *, merge: bool) -> None:
+        self.call = call
+        self.backend = backend
+        self.known = known
+        self.merge = merge
+        self.previous: bytes | None = None
+        self.tables: Tables | None = None
+        self.state: tree.Node = None
+        self.values: dict[int, Mapping[str, tree.Node]] = {}
+
+    # ---- begin
+
+    def check(self, rows: dict[int, Row]) -> Row:
+        """The ranks' tables and values make one checkpoint.
+
+        Raises:
+            ConsistencyError, CoverageError: they do not.
+            StorageError: nothing can be written here.
+        """
+        self.backend.prepare()
+        self.previous = read_record(self.backend)
+        self._check_options(rows)
+        self.tables = self._tables(rows)
+        self.state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
+        for rank, row in rows.items():
+            if "own" in row:
+                self.values[self.call.group.ranks.index(rank)] = json.loads(self.call.fetch(row["values"]))
+        return {"id": new_id(after=self.previous)}
+
+    def _check_options(self, rows: Mapping[int, Row]) -> None:
+        by_options = grouped(rows, "options")
+        if len(by_options) > 1:
+            told = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
+            raise ConsistencyError(f"the ranks save with different options: {told}", hint="give merge= and codec= alike on every rank")
+
+    def _tables(self, rows: dict[int, Row]) -> Tables:
+        shared = grouped(rows, "table")
+        own = {self.call.group.ranks.index(rank): row["own"] for rank, row in rows.items() if "own" in row}
+        said = (
+            tuple((digest, tuple(ranks)) for digest, ranks in shared),
+            tuple(own.items()),
+            self.merge,
+            ownership.MAX_CHUNK,
+            ownership.SMALL,
+        )
+        for i, tables in enumerate(self.known):
+            if tables.said == said:
+                self.known.append(self.known.pop(i))
+                return tables
+        joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared], merge=self.merge)
+        found = Tables(said, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
+        self.known[:] = [*self.known, found][-KEPT:]
+        return found
+
+    # ---- commit
+
+    def commit(self, id: str, rows: dict[int, Row]) -> Row:
+        """Compare replicas, check what is there, write the index and the commit record.
+
+        Raises:
+            ReplicaError: replicas differ.
+            StorageError: the storage failed, or does not have what the ranks wrote.
+        """
+        self.compare_replicas(rows)
+        positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
+        files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
+        check_files(self.backend, files, id)
+        entries, kept = self.entries(files, coded=any("coded" in row for row in rows.values()))
+        contents = Contents(tensors=entries, files=tuple(files), state=self.state, ranks=self.values)
+        self.call.beat()
+        features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
+        record = write_index(
+            self.backend, contents, id=id, world_size=self.call.group.size, previous=self.previous, features=features, kept=kept
+        )
+        return {"id": id, "tensor_bytes": record.tensor_bytes}
+
+    def compare_replicas(self, rows: dict[int, Row]) -> None:
+        sets: dict[str, dict[str, list[int]]] = {}
+        for rank, row in rows.items():
+            for ranks, digest in row["replicas"].items():
+                sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
+        problems = []
+        for by_digest in sets.values():
+            if len(by_digest) > 1:
+                problems += replica_problems([(ranks, json.loads(self.call.fetch(d))) for d, ranks in by_digest.items()])
+        if problems:
+            raise ReplicaError(
+                "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
+                where=self.call.url,
+                hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
+                "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
+            )
+
+    def entries(self, files: Sequence[DataFile], *, coded: bool) -> tuple[tuple[TensorEntry, ...], Kept]:
+        """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
+        assert self.tables is not None
+        key = (coded, tuple(f.rank for f in files))
+        if key not in self.tables.index:
+            self.tables.index.clear()
+            self.tables.index[key] = (self._entries(self.tables, files, coded=coded), {})
+        return self.tables.index[key]
+
+    def _entries(self, tables: Tables, files: Sequence[DataFile], *, coded: bool) -> tuple[TensorEntry, ...]:
+        tensors, owned = dict(tables.joined.tensors), dict(tables.joined.owned)
+        rank_of: dict[str, int] = {}
+        for rank, table in tables.own.items():
+            for t in table.tensors:
+                tensors[t.name], rank_of[t.name] = t, rank
+            owned |= assign(table.tensors)
+        grids = Grids(files, owned, tensors, self.call.group.ranks, coded=coded)
+        entries = {
+            name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
+            for name, t in tensors.items()
+        }
+        aliases = tables.joined.aliases | {n: to for table in tables.own.values() for n, to in table.aliases.items()}
+        for name, target in aliases.items():
+            entries[name] = replace(entries[target], name=name, alias=target)
+        return tuple(entries[n] for n in sorted(entries))
+
+    # ---- after
+
+    def keep_spans(self, id: str, rows: Mapping[int, Row]) -> None:
+        """Leave beside the index how long everything took. A failure here harms nothing."""
+        try:
+            write_spans(self.backend, id, rows)
+        except CkptError as err:
+            log.warning("the spans of the save %s are not kept: %s", self.call.url, err)
+
+    def remove_older(self, id: str) -> None:
+        """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.
+
+        Nothing reaches them any more, so a failure here harms nothing. A save that still runs and began before this one has lost its files,
+        but it could not commit either: the commit record is no longer the one that it would replace.
+        """
+        try:
+            paths = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
+            paths |= {e.path for e in self.backend.list() if (id_of(e.path) or id) < id}
+            for path in sorted(paths):
+                self.backend.delete(path)
+        except CkptError as err:
+            log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
+
+
+def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
+    """Digest and ranks, for each different digest."""
+    found: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        found.setdefault(row[key], []).append(rank)
+    return list(found.items())
+
+
+def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
+    """Name the tensors that differ, and who has what."""
+    problems = []
+    for name in sorted({n for _, digests in variants for n in digests}):
+        by_digest: dict[str | None, list[int]] = {}
+        for ranks, digests in variants:
+            by_digest.setdefault(digests.get(name), []).extend(ranks)
+        if len(by_digest) > 1:
+            problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
+    return problems
+
+
+def check_files(backend: Backend, files: Sequence[DataFile], id: str) -> None:
+    """Every file that the ranks wrote is where the leader sees it, whole."""
+    there = {e.path: e.size for e in backend.list(f"data/{id}-")}
+    lost = [f for f in files if there.get(f.path) != f.size]
+    if lost:
+        raise StorageError(
+            f"{len(lost)} of {len(files)} data files are not there, or not whole, as the leading rank sees it; the first is {lost[0].path} "
+            f"of rank {lost[0].rank}: {there.get(lost[0].path, 'no')} of {lost[0].size} bytes",
+            where=backend.url,
+            hint="the URL must be on storage that all ranks share",
+        )

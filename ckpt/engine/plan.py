@@ -1,0 +1,192 @@
+"""What one rank writes, and how: it follows from the rank's tables alone, so the next save of the same state has the same plan.
+
+Invariant: a plan is used again only if every tensor of the state has the same name, dtype, shape, padding and layout, and every limit
+that the plan depends on is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.adapters.collect import Collected
+from ckpt.adapters.placements import Placements
+from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.geometry import Box
+from ckpt.plan import ownership
+from ckpt.plan.merge import Fragment, fragments
+from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.tables import Table
+
+BATCH = 1 << 20
+"""Small neighbouring chunks are copied, hashed and written together up to this many bytes: so few that they stay in the cache."""
+NO_ID = "0" * 16
+"""Stands for the id of the save in plans that are kept."""
+_ALIGN = 16
+KEPT = 2
+"""Plans of different states that a job keeps: a model and its averaged copy are often saved in turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk that this rank writes: number ``number`` of tensor ``name``."""
+
+    name: str
+    number: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Chunks ``numbers`` of a rank, neighbours in data file number ``file`` from byte ``start`` on; ``lengths`` of each, in bytes."""
+
+    file: int
+    start: int
+    length: int
+    numbers: Sequence[int]
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPlan:
+    """``shared`` and ``own`` are the rank's tables as it sends them (``own`` only if it has values of its own); ``chunks`` in the
+    order in which every rank lists them, ``specs`` what their files say of them; ``files`` with ``NO_ID`` as id, or ``groups`` of chunks
+    that become files once they are coded; ``batches`` of each file or group; ``sends`` and ``receives`` are what moves between ranks
+    before merged chunks are whole; ``replicated`` the tensors, and their chunks, that other ranks have too."""
+
+    key: _Key
+    shared: bytes
+    own: bytes
+    owned: Mapping[str, Owned]
+    chunks: Sequence[Chunk]
+    specs: Sequence[ChunkSpec]
+    files: Sequence[DataFilePlan]
+    groups: Sequence[slice]
+    batches: Sequence[Sequence[Batch]]
+    sends: Sequence[Fragment]
+    receives: Sequence[Fragment]
+    replicated: Sequence[tuple[str, Sequence[int]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, before coding."""
+        return sum(batch.length for batches in self.batches for batch in batches)
+
+
+@dataclass(eq=False)
+class Plans:
+    """What a job remembers between saves of the same state: placements, and the last few plans of this rank."""
+
+    placements: Placements = field(default_factory=Placements)
+    hits: int = 0
+    _kept: list[RankPlan] = field(default_factory=list)
+
+    def plan(self, collected: Collected, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+        """The plan for a collected state: a kept one, or a new one.
+
+        Raises:
+            StateError: a name cannot be stored.
+        """
+        placer = collected.placer
+        if len(self.placements.known) > 4 * len(placer.tensors) + 1000:
+            self.placements.known.clear()  # of states that are not saved any more
+        limits = rank, position, merge, codec, ownership.MAX_CHUNK, ownership.SMALL
+        key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), limits)
+        for i, kept in enumerate(self._kept):
+            if kept.key.same(key):
+                self.hits += 1
+                self._kept.append(self._kept.pop(i))
+                return kept
+        made = make_plan(key, rank=rank, position=position, merge=merge, codec=codec)
+        self._kept = [*self._kept, made][-KEPT:]
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Key:
+    infos: tuple[Global, ...]
+    aliases: dict[str, str]
+    own: frozenset[str]
+    limits: tuple[object, ...]
+
+    def same(self, other: _Key) -> bool:
+        return (
+            len(self.infos) == len(other.infos)
+            and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))
+            and (self.aliases, self.own, self.limits) == (other.aliases, other.own, other.limits)
+        )
+
+
+def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+    shared, own = split_own(key)
+    owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
+    infos = {t.name: t for t in key.infos}
+    chunks = chunks_of(owned, rank)
+    specs = specs_of(chunks, infos)
+    groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
+    files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
+    sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
+    return RankPlan(
+        key=key,
+        shared=shared.to_bytes(),
+        own=own.to_bytes(),
+        owned=owned,
+        chunks=chunks,
+        files=files,
+        specs=specs,
+        groups=groups,
+        batches=[_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)],
+        sends=sends,
+        receives=receives,
+        replicated=[(name, held) for name, o in owned.items() if o.replicas > 1 and (held := _replicated(o, rank))],
+    )
+
+
+def _replicated(owned: Owned, rank: int) -> list[int]:
+    """The chunks by which a replicated tensor is compared: those that the rank has; a merged tensor is compared whole, as chunk 0."""
+    if owned.merged:
+        return [0] if (owned.cell_holders == rank).any() else []
+    return owned.held_by(rank)
+
+
+def _coded_batches(number: int, group: slice, specs: Sequence[ChunkSpec]) -> list[Batch]:
+    """Chunks that are coded one by one; where they start says only where they are staged, aligned to any item size."""
+    batches, at = [], 0
+    for i in range(group.start, group.stop):
+        batches.append(Batch(number, at, specs[i].nbytes, [i], [specs[i].nbytes]))
+        at += -(-specs[i].nbytes // _ALIGN) * _ALIGN
+    return batches
+
+
+def split_own(key: _Key) -> tuple[Table, Table]:
+    """The table of tensors that other ranks know too, and that of this rank's own."""
+    shared = Table(
+        tensors=tuple(t for t in key.infos if t.name not in key.own), aliases={n: t for n, t in key.aliases.items() if n not in key.own}
+    )
+    own = Table(tensors=tuple(t for t in key.infos if t.name in key.own), aliases={n: t for n, t in key.aliases.items() if n in key.own})
+    return shared, own
+
+
+def chunks_of(owned: Mapping[str, Owned], rank: int) -> list[Chunk]:
+    """The chunks that a rank writes, in the order in which every rank lists them."""
+    return [Chunk(name, i, owned[name].box(i)) for name in sorted(owned) for i in owned[name].written_by(rank)]
+
+
+def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, Global]) -> list[ChunkSpec]:
+    return [ChunkSpec(name=c.name, box=c.box, shape=tensors[c.name].shape, dtype=tensors[c.name].dtype) for c in chunks]
+
+
+def _batches(number: int, plan: DataFilePlan) -> list[Batch]:
+    """Chunks in the order of the file, small neighbours together."""
+    order = plan.offsets.argsort(kind="stable")
+    numbers, starts, lengths = (order + plan.first).tolist(), plan.offsets[order].tolist(), plan.lengths[order].tolist()
+    batches: list[Batch] = []
+    first = size = 0
+    for i, length in enumerate(lengths):
+        if i > first and size + length > BATCH:
+            batches.append(Batch(number, starts[first], size, numbers[first:i], lengths[first:i]))
+            first, size = i, 0
+        size += length
+    if lengths:
+        batches.append(Batch(number, starts[first], size, numbers[first:], lengths[first:]))
+    return batches

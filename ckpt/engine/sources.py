@@ -1,0 +1,126 @@
+"""The bytes of this rank's chunks, from the state's own memory.
+
+Invariant: nothing here changes the state's memory, and nothing here waits for another rank: what other ranks have of a merged chunk is put
+into it by whoever received it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
+from ckpt.adapters.tensors import LocalTensor
+from ckpt.errors import CoverageError
+from ckpt.geometry import row_major_strides
+
+from .plan import Batch, RankPlan
+
+Ranges = Sequence[tuple[int, int, memoryview]]
+"""First and last element of a flat range, and its bytes."""
+
+
+class Source:
+    """Reads chunks of one rank out of the tensors of its state. ``received``: what other ranks sent of merged chunks, by chunk number."""
+
+    def __init__(self, plan: RankPlan, tensors: Mapping[str, LocalTensor]) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self.received: dict[int, list[tuple[int, int, memoryview]]] = {}
+
+    def view(self, number: int) -> memoryview:
+        """The bytes of a chunk: its own memory where that is contiguous on the host, a copy elsewhere."""
+        chunk = self.plan.chunks[number]
+        if not chunk.box.numel:
+            return memoryview(b"")
+        if self.plan.owned[chunk.name].merged:
+            whole = torch.empty(self.nbytes(number), dtype=torch.uint8)
+            self.fill(number, whole)
+            self.patch(number, whole)
+            return as_bytes(whole)
+        return as_bytes(self.tensors[chunk.name].gather(chunk.box))
+
+    def nbytes(self, number: int) -> int:
+        chunk = self.plan.chunks[number]
+        return chunk.box.numel * self.tensors[chunk.name].info.dtype.itemsize
+
+    def fill_batch(self, batch: Batch, into: torch.Tensor, at: int) -> None:
+        """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on."""
+        base = into.data_ptr()
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            memory = self._plain(number)
+            if memory is not None:
+                ctypes.memmove(base + at, memory.data_ptr(), length)
+            elif length:
+                self.fill(number, into[at : at + length])
+            at += length
+
+    def _plain(self, number: int) -> torch.Tensor | None:
+        """The memory of a chunk that is all that this rank has of its tensor, if it can be copied as it is."""
+        chunk = self.plan.chunks[number]
+        parts = self.tensors[chunk.name].parts
+        if len(parts) != 1 or parts[0].box != chunk.box:
+            return None
+        memory = parts[0].memory
+        return memory if memory.is_cpu and memory.is_contiguous() and not reads_otherwise(memory) else None
+
+    def fill(self, number: int, into: torch.Tensor) -> None:
+        """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
+        chunk = self.plan.chunks[number]
+        local = self.tensors[chunk.name]
+        if self.plan.owned[chunk.name].merged:
+            self._fill_merged(number, local, into)
+            return
+        memory = local.gather(chunk.box)
+        if memory.is_complex() or memory.is_neg():
+            memory = memory.resolve_conj().resolve_neg()
+        size = local.info.dtype.itemsize
+        target = into.view(RAW[size]).view(chunk.box.shape)
+        target.copy_(raw_view(memory), non_blocking=into.is_pinned())
+
+    def _fill_merged(self, number: int, local: LocalTensor, into: torch.Tensor) -> None:
+        start, stop = self.flat_range(number)
+        size = local.info.dtype.itemsize
+        for first, last, memory in flat_parts(local, start, stop):
+            into[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+
+    def patch(self, number: int, into: torch.Tensor) -> None:
+        """Copy what other ranks sent of a merged chunk to its place in ``into``."""
+        start, _ = self.flat_range(number)
+        size = self.tensors[self.plan.chunks[number].name].info.dtype.itemsize
+        for first, last, data in self.received.get(number, ()):
+            into[(first - start) * size : (last - start) * size].numpy().data[:] = data
+
+    def flat_range(self, number: int) -> tuple[int, int]:
+        """First and last element of a merged chunk in the flattening of its tensor: its box spans whole rows."""
+        chunk = self.plan.chunks[number]
+        shape = self.tensors[chunk.name].info.shape
+        start = sum(o * s for o, s in zip(chunk.box.offset, row_major_strides(shape), strict=True))
+        return start, start + chunk.box.numel
+
+    def fragment(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on the host."""
+        local = self.tensors[name]
+        size = local.info.dtype.itemsize
+        whole = torch.empty((stop - start) * size, dtype=torch.uint8)
+        done = 0
+        for first, last, memory in flat_parts(local, start, stop):
+            whole[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+            done += last - first
+        if done != stop - start:
+            raise CoverageError(f"this rank has {done} of the elements {start} to {stop} that it should send", where=f"tensor {name}")
+        return whole
+
+
+def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:
+    """What a rank has of the elements ``[start, stop)`` of a tensor that is cut into flat ranges: first, last, and raw memory."""
+    strides = row_major_strides(local.info.shape)
+    found = []
+    for part in local.parts:
+        at = sum(o * s for o, s in zip(part.box.offset, strides, strict=True))
+        first, last = max(at, start), min(at + part.box.numel, stop)
+        if first < last:
+            found.append((first, last, raw_view(part.memory).reshape(-1)[first - at : last - at]))
+    return found

@@ -1,0 +1,150 @@
+"""Moves bytes between the ranks of one group, over TCP connections that nothing else uses: no process group, no collective.
+
+Each rank listens on a port of its own and leaves its addresses and a secret in the job's store. A rank that has something for another
+connects to it, so a job has as many connections as its plan has pairs of ranks, and only while bytes move. One thread serves them all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+from . import settings
+from .addresses import listen, own_addresses
+from .errors import CkptError, DeadlineError, GroupError, UsageError
+from .exchange import Exchange, Pieces, Port
+from .group import Group, Store
+from .plan.tables import ranks_text
+
+log = logging.getLogger("ckpt")
+
+
+class Peers:
+    """The connections of one rank to the others of its group, for the exchanges of one collective call.
+
+    All ranks make the same exchanges in the same order. Once an exchange has failed on a rank there are no further ones.
+    """
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        self.call = group.calls
+        self.ranks = group.ranks
+        self._group = ref(group)  # a group that is not used any more is forgotten, and its connections with it
+        self._store = group.store
+        self._number = 0
+        self._broken: str | None = None
+        self._closing = False
+        self._busy = threading.Lock()
+        self._port = Port(group.rank, group.size, timeout, secrets.token_bytes(16), self._look)
+        if self._store is not None:
+            self._port.listener = listener = listen()
+            finalize(self, listener.close)
+            hosts = own_addresses(self._store)
+            self._leave(f"{group.rank}", {"hosts": hosts, "port": listener.getsockname()[1], "secret": self._port.secret.hex()})
+
+    def exchange(self, outgoing: Pieces, incoming: Pieces, *, alive: Callable[[], None] | None = None) -> None:
+        """Send ``outgoing`` (rank → memory) and fill ``incoming``, contiguous memory in both; the views of one rank are one stream of
+        bytes. Returns when all of it has arrived, here and at the other ranks.
+
+        ``alive`` is called about five times a second; an error of it ends the exchange. May run in any thread.
+
+        Raises:
+            DeadlineError: a rank died, or nothing moved to or from it for ``timeout`` seconds.
+            RankFailedError: the exchange failed on another rank.
+            ConsistencyError: two ranks do not agree how much moves between them.
+            GroupError: an earlier exchange failed.
+            UsageError: a rank is not in the group, or this rank is in the middle of another exchange.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("an exchange is going on already", hint="wait for it")
+        try:
+            self._check_usable([*outgoing, *incoming])
+            self._number += 1
+            exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
+            try:
+                exchange.run()
+            except BaseException as err:
+                self._break(err)  # before connections close: the others look here why they did
+                raise
+            finally:
+                exchange.close()
+        finally:
+            self._busy.release()
+            if self._closing or self._broken is not None:
+                self._port.close()
+
+    def _check_usable(self, ranks: Sequence[int]) -> None:
+        if self._broken is not None or self._closing:
+            why = f"an earlier exchange failed: {self._broken}" if self._broken is not None else "the connections are closed"
+            raise GroupError(why, hint="the next save or load makes new connections")
+        strange = sorted(set(ranks) - set(self.ranks))
+        if strange:
+            raise UsageError(f"{ranks_text(strange)} is not in the group", hint=f"its ranks are {ranks_text(self.ranks)}")
+
+    def close(self) -> None:
+        """Stop listening: now, or at the end of the exchange that is going on."""
+        self._closing = True
+        if self._busy.acquire(blocking=False):
+            try:
+                self._port.close()
+            finally:
+                self._busy.release()
+
+    def _break(self, err: BaseException) -> None:
+        self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
+        if self._store is not None:
+            try:
+                self._leave(f"failed/{self._port.rank}", self._broken)
+            except DeadlineError as lost:
+                log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
+
+    # ---- what ranks leave in the store
+
+    @contextmanager
+    def _reached(self) -> Iterator[Store]:
+        assert self._store is not None
+        try:
+            yield self._store
+        except RuntimeError as err:
+            raise DeadlineError(
+                "the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died", hint="look at its log"
+            ) from err
+
+    def _leave(self, name: str, value: Any) -> None:
+        key = f"{self.call}/peers/{name}"
+        with self._reached() as store:
+            store.set(key, json.dumps(value).encode())
+        group = self._group()
+        if group is not None and group.calls:
+            group.remember(key)
+
+    def _look(self, name: str) -> Any:
+        """What a rank left under this name, or None."""
+        key = f"{self.call}/peers/{name}"
+        with self._reached() as store:
+            return json.loads(store.get(key)) if store.check([key]) else None
+
+
+_peers: WeakKeyDictionary[Group, Peers] = WeakKeyDictionary()
+
+
+def peers_of(group: Group, *, timeout: float | None = None) -> Peers:
+    """The connections of this rank for the call of ``group`` that is going on; all ranks of the group ask for them in that call.
+
+    Calls are numbered alike on all ranks, so those of a call that failed somewhere are never mixed with those of the next one. Asking does
+    not wait for other ranks. What an earlier call had is closed, at the latest when its exchange ends. ``timeout`` in seconds.
+
+    Raises:
+        DeadlineError: the job's store is gone.
+    """
+    known = _peers.get(group)
+    if known is None or known.call != group.calls:
+        if known is not None:
+            known.close()
+        known = _peers[group] = Peers(group, settings.timeout(timeout))
+    return known

@@ -1,0 +1,39 @@
+"""Policies: when a training loop saves, and which checkpoints stay. Pure values; no torch, no storage, no clock.
+
+``AnyOf`` is also called ``Any`` here; it is not a name of ``ckpt`` itself, where it would hide ``typing.Any``.
+"""
+
+from __future__ import annotations
+
+from .both import AnyOf, BothPolicy, EverySteps
+from .both import AnyOf as Any
+from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
+from .retention import Verdict, Verdicts, retention
+from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SavePolicy
+from .spelling import KEEP_RULES, from_json, parse_keep, to_json
+
+__all__ = [
+    "KEEP_RULES",
+    "All",
+    "Any",
+    "AnyOf",
+    "AtSteps",
+    "Best",
+    "BothPolicy",
+    "EveryMinutes",
+    "EverySteps",
+    "KeepPolicy",
+    "Latest",
+    "Moment",
+    "OnPreemption",
+    "SavePolicy",
+    "StepInfo",
+    "Tagged",
+    "Verdict",
+    "Verdicts",
+    "Within",
+    "from_json",
+    "parse_keep",
+    "retention",
+    "to_json",
+]

@@ -1,0 +1,242 @@
+"""What to keep: policies over the steps of a run. They look at facts about checkpoints and never at storage.
+
+Deleting is decided by :func:`ckpt.policies.retention`, which adds what no policy can turn off.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Literal
+
+from ckpt.errors import UsageError
+
+from .policy import Joined, Policy, check_positive, check_whole, flat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """What policies know about one checkpoint of a run.
+
+    Raises:
+        UsageError: ``created`` has no time zone, or another value is not of its type.
+    """
+
+    step: int
+    created: datetime
+    """When it was committed, with a time zone."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    tags: frozenset[str] = frozenset()
+    referred_by: tuple[int, ...] = ()
+    """Steps that exist and whose checkpoints use bytes of this one."""
+    committed: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole(self.step, "StepInfo.step", 0)
+        check_aware(self.created, f"the time at which step {self.step} was created")
+        for name, value in self.metrics.items():
+            if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > sys.float_info.max):
+                raise UsageError(f"metric {name!r} of step {self.step} is no float: {value!r}", hint="float(x) makes one of a tensor")
+        if not isinstance(self.tags, frozenset):
+            raise UsageError(f"the tags of step {self.step} are a frozenset, not {self.tags!r}")
+        for step in self.referred_by:
+            check_whole(step, f"a step that refers to step {self.step}", 0)
+
+
+class KeepPolicy(Policy, ABC):
+    """Says which steps of a run to keep, and why. Join policies with ``|``: kept is what any of them keeps.
+
+    A policy of your own is a subclass with :meth:`choose`.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """The steps to keep, each with the reason in words, of ``steps``: committed ones, each number once, increasing."""
+
+    def explain(self, steps: Sequence[StepInfo], now: datetime | None = None) -> dict[int, str | None]:
+        """For each of ``steps`` why it is kept; None if this policy does not keep it. The lowest step first.
+
+        Steps that are not committed are never kept by a policy. ``now`` has a time zone; only :class:`Within` looks at it.
+
+        Raises:
+            UsageError: a step is there twice, or ``now`` has no time zone.
+        """
+        if now is not None:
+            check_aware(now, "now")
+        ordered = sorted(steps, key=lambda s: s.step)
+        for one, next_one in pairwise(ordered):
+            if one.step == next_one.step:
+                raise UsageError(f"there are two checkpoints of step {one.step}", hint="move one of them out of the run")
+        chosen = self.choose([s for s in ordered if s.committed], now)
+        return {s.step: chosen.get(s.step) if s.committed else None for s in ordered}
+
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+        return AnyKeep.of(self, other)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Latest(KeepPolicy):
+    """The ``n`` highest steps.
+
+    Raises:
+        UsageError: ``n`` is not a whole number of at least 1.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_whole(self.n, "Latest(n)", 1)
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        return {s.step: repr(self) for s in steps[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Within(KeepPolicy):
+    """What was created in the last ``days`` and ``hours``, counted back from the newest checkpoint, or from now if that is earlier.
+
+    So a run that is stopped keeps what it has, and a clock that is far off, today or when a checkpoint was made, removes nothing more.
+
+    Raises:
+        UsageError: a value is negative or no number, or both are 0.
+    """
+
+    days: float = field(default=0, kw_only=True)
+    hours: float = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self.days, "Within(days)", zero=True)
+        check_positive(self.hours, "Within(hours)", zero=True)
+        try:
+            span = self.span
+        except OverflowError:
+            raise UsageError(f"{self!r} is longer than time can be counted", hint="All() keeps everything") from None
+        if not span:
+            raise UsageError("Within() needs a time", hint="such as Within(hours=36) or Within(days=7)")
+
+    @property
+    def span(self) -> timedelta:
+        """``days`` and ``hours`` together."""
+        return timedelta(days=self.days, hours=self.hours)
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        if not steps:
+            return {}
+        newest = max(s.created for s in steps)
+        end = newest if now is None else min(newest, now)
+        return {s.step: repr(self) for s in steps if end - s.created <= self.span}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Best(KeepPolicy):
+    """The ``n`` steps with the highest (``mode="max"``) or lowest (``mode="min"``) value of a metric; of equal ones the later step.
+
+    A step without the metric, or with a value that is not finite, is never among them.
+
+    Raises:
+        UsageError: ``metric`` is empty, ``n`` is less than 1, or ``mode`` is neither of the two.
+    """
+
+    metric: str
+    n: int = 1
+    mode: Literal["max", "min"] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise UsageError(f"Best(metric) is the name of a metric, not {self.metric!r}")
+        check_whole(self.n, "Best(n)", 1)
+        if self.mode not in ("max", "min"):
+            raise UsageError(f'Best(mode) is "max" or "min", not {self.mode!r}')
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        values = {s.step: s.metrics[self.metric] for s in steps if math.isfinite(s.metrics.get(self.metric, math.nan))}
+        sign = 1 if self.mode == "max" else -1
+        best = sorted(values, key=lambda step: (sign * values[step], step), reverse=True)[: self.n]
+        return {step: f"{self!r}: {values[step]:g}" for step in best}
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Tagged(KeepPolicy):
+    """What has a tag that fits one of ``globs``; without a glob, what has any tag.
+
+    Retention keeps everything that is tagged, with this policy or without.
+
+    Raises:
+        UsageError: a glob is empty or no string.
+    """
+
+    globs: tuple[str, ...]
+
+    def __init__(self, *globs: str) -> None:
+        for glob in globs:
+            if not isinstance(glob, str) or not glob:
+                raise UsageError(f"a glob of Tagged is a string such as 'release*', not {glob!r}")
+        object.__setattr__(self, "globs", tuple(dict.fromkeys(globs)))
+
+    def __repr__(self) -> str:
+        return f"Tagged({', '.join(map(repr, self.globs))})"
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        fits = {s.step: any(fnmatchcase(tag, glob) for tag in s.tags for glob in self.globs or ("*",)) for s in steps}
+        return {step: repr(self) for step, fit in fits.items() if fit}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class All(KeepPolicy):
+    """Everything."""
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        return {s.step: repr(self) for s in steps}
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class AnyKeep(Joined, KeepPolicy):
+    """What any of ``policies`` keeps. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
+
+    policies: tuple[KeepPolicy, ...]
+
+    @classmethod
+    def of(cls, *policies: KeepPolicy) -> KeepPolicy:
+        """Join policies; nested ones become one, equal ones too.
+
+        Raises:
+            UsageError: one is not a keeping policy.
+        """
+        for policy in policies:
+            check_keeping(policy)
+        members = flat(policies)
+        return members[0] if len(members) == 1 else cls(members)
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        """See :meth:`KeepPolicy.explain`."""
+        reasons: dict[int, list[str]] = {}
+        for policy in self.policies:
+            for step, reason in policy.choose(steps, now).items():
+                reasons.setdefault(step, []).append(reason)
+        return {step: "; ".join(given) for step, given in reasons.items()}
+
+
+def check_keeping(policy: object) -> None:
+    """Raise UsageError unless ``policy`` says what to keep."""
+    if not isinstance(policy, KeepPolicy):
+        hint = "Latest, EverySteps, Within, Best, Tagged, All and AnyOf of these do"
+        raise UsageError(f"{policy!r} does not say what to keep", hint=hint)
+
+
+def check_aware(when: object, what: str) -> None:
+    """Raise UsageError unless ``when`` is a datetime with a time zone; ``what`` names it."""
+    if not isinstance(when, datetime) or when.utcoffset() is None:
+        raise UsageError(f"{what} is a datetime with a time zone, not {when!r}", hint="datetime.now(timezone.utc) is one")

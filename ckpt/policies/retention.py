@@ -1,0 +1,134 @@
+"""What may be removed: a keeping policy, and the rules that no policy can turn off.
+
+Never removed are the highest committed step, the one that was written last, what is tagged, and what a kept or unknown checkpoint uses.
+What is not committed is left alone: whether it is debris or a save that goes on is not for a policy to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from .keep import KeepPolicy, StepInfo, check_aware, check_keeping
+
+_NAMED = 3
+"""So many referring steps are named in a reason; the others are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What is to become of one checkpoint, and why."""
+
+    step: int
+    outcome: Literal["kept", "removed", "left"]
+    """``left``: it is not committed, and retention does not judge it."""
+    reasons: tuple[str, ...]
+    """At least one: rules that no policy turns off first, then what the policy says, then the steps that refer to it."""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """One verdict for each step, the lowest first."""
+
+    verdicts: tuple[Verdict, ...]
+    removed: tuple[int, ...]
+    """The steps to remove, in an order that is safe to stop at any point: a checkpoint comes after those that use its bytes."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The steps to keep, the lowest first."""
+        return tuple(v.step for v in self.verdicts if v.outcome == "kept")
+
+    def __iter__(self) -> Iterator[Verdict]:
+        return iter(self.verdicts)
+
+    def __len__(self) -> int:
+        return len(self.verdicts)
+
+
+def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime) -> Verdicts:
+    """Judge all ``steps`` of a run.
+
+    A step that refers to another and is not among the committed ``steps`` may be a save that goes on, so what it refers to is kept.
+
+    Raises:
+        UsageError: a step is there twice, ``now`` has no time zone, or ``keep`` is no keeping policy.
+    """
+    check_keeping(keep)
+    check_aware(now, "now")
+    explained = keep.explain(steps, now)
+    committed = sorted((s for s in steps if s.committed), key=lambda s: s.step)
+    last_written = max(committed, key=lambda s: (s.created, s.step), default=None)
+    reasons = {s.step: _lasting(s, newest=s is committed[-1], last_written=s is last_written) for s in committed}
+    for step, reason in explained.items():
+        if reason is not None:
+            reasons[step].append(reason)
+    kept = _with_what_they_use(committed, {step for step, why in reasons.items() if why})
+    for s in committed:
+        reasons[s.step] += _references([r for r in s.referred_by if r != s.step and (r in kept or r not in reasons)])
+    verdicts = tuple(_verdict(step, reasons.get(step)) for step in explained)
+    return Verdicts(verdicts, _users_first([s for s in committed if s.step not in kept]))
+
+
+def _lasting(step: StepInfo, *, newest: bool, last_written: bool) -> list[str]:
+    """Why no policy can remove ``step``, references apart."""
+    found = ["newest"] if newest else ["written last"] if last_written else []
+    if step.tags:
+        found.append(f"tagged {', '.join(map(repr, sorted(step.tags)))}")
+    return found
+
+
+def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[int]:
+    """``kept``, what steps outside ``committed`` refer to, and what any of these refer to, and so on."""
+    known = {s.step for s in committed}
+    used: dict[int, list[int]] = {}
+    for s in committed:
+        for referrer in s.referred_by:
+            used.setdefault(referrer, []).append(s.step)
+    found = set(kept)
+    open_ends = [*kept, *(r for r in used if r not in known)]
+    while open_ends:
+        new = [step for step in used.get(open_ends.pop(), ()) if step not in found]
+        found.update(new)
+        open_ends += new
+    return found
+
+
+def _references(referrers: Iterable[int]) -> list[str]:
+    steps = sorted(set(referrers))
+    if len(steps) < 2:
+        return [f"step {step} refers to it" for step in steps]
+    named = ", ".join(map(str, steps[:_NAMED]))
+    more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+    return [f"steps {named}{more} refer to it"]
+
+
+def _verdict(step: int, reasons: list[str] | None) -> Verdict:
+    if reasons is None:
+        return Verdict(step=step, outcome="left", reasons=("not committed",))
+    if reasons:
+        return Verdict(step=step, outcome="kept", reasons=tuple(reasons))
+    return Verdict(step=step, outcome="removed", reasons=("no rule keeps it",))
+
+
+def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:
+    """All ``steps``, each after those that refer to it; where that leaves a choice, the lower one first."""
+    referrers = {s.step: sorted(r for r in s.referred_by if r != s.step) for s in steps}
+    order: dict[int, None] = {}
+    begun: set[int] = set()
+    for first in sorted(referrers):
+        path = [first]
+        while path:
+            step = path[-1]
+            begun.add(step)
+            following = next((r for r in referrers[step] if r in referrers and r not in begun), None)
+            if following is not None:
+                path.append(following)
+            else:
+                order[path.pop()] = None
+    return tuple(order)

@@ -1,0 +1,194 @@
+"""When to save: policies over :class:`Moment`, what a training loop knows at the end of a step.
+
+A policy has no memory: all that it needs to know about the past is in the moment. So asking twice gives one answer, and a save that was
+due and put off is still due at the next step.
+
+All ranks must decide alike. ``local`` is the part of a policy that looks at step numbers only: every rank computes it alike, without a
+message. ``led`` is the part that looks at clocks and signals, which differ between ranks: only the leader asks it, and tells the others.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckpt.errors import UsageError
+
+from .policy import Joined, Policy, check_positive, check_whole, flat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What is known at the end of a training step. The first three fields must be equal on all ranks; the others are the leader's."""
+
+    step: int
+    """The step that has just ended."""
+    started_step: int
+    """The step of the checkpoint that the job went on from; for a job that restored none, one less than its first step (−1 at least)."""
+    last_saved_step: int | None = None
+    """The step of the last save that was begun, or of the checkpoint restored since; None if there is none."""
+    seconds: float = 0.0
+    """Since the job began, by the leader's clock."""
+    last_saved_at: float | None = None
+    """``seconds`` when the last save was begun; None if this job has not saved."""
+    preempted: bool = False
+    """A notice has come that the job will be stopped, and no save was begun since."""
+
+    def __post_init__(self) -> None:
+        check_whole(self.step, "Moment.step", 0)
+        check_whole(self.started_step, "Moment.started_step", -1)
+        if self.last_saved_step is not None:
+            check_whole(self.last_saved_step, "Moment.last_saved_step", 0)
+        for name, value in (("seconds", self.seconds), ("last_saved_at", self.last_saved_at)):
+            if value is not None and not math.isfinite(value):
+                raise UsageError(f"Moment.{name} is a finite number of seconds, not {value!r}")
+
+    @property
+    def since(self) -> int:
+        """Steps up to this one are dealt with: saved, or before the job. If steps went back, only the step itself is open."""
+        since = self.started_step if self.last_saved_step is None else self.last_saved_step
+        return since if since <= self.step else self.step - 1
+
+
+class SavePolicy(Policy, ABC):
+    """Says when a save is due. Join policies with ``|``: due when any of them is.
+
+    A policy of your own is a subclass with :meth:`reason`; unless it sets ``needs_leader`` to False, the leader alone is asked.
+    """
+
+    __slots__ = ()
+    needs_leader: ClassVar[bool] = True
+    """False only if every rank gives the same answer, because the answer follows from step numbers alone."""
+
+    @abstractmethod
+    def reason(self, now: Moment) -> str | None:
+        """Why a save is due, in words; None if it is not. :meth:`due` is the question to ask."""
+
+    def due(self, now: Moment) -> str | None:
+        """Why a save is due, in words; None if it is not, and always None for a step that is saved."""
+        return None if now.last_saved_step == now.step else self.reason(now)
+
+    @property
+    def local(self) -> SavePolicy | None:
+        """The part that every rank answers alike; None if there is none."""
+        return None if self.needs_leader else self
+
+    @property
+    def led(self) -> SavePolicy | None:
+        """The part that only the leader may answer; None if there is none, and then no rank ever has to ask another."""
+        return self if self.needs_leader else None
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return AnySave.of(self, other)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EveryMinutes(SavePolicy):
+    """Due when the last save was begun ``minutes`` ago, whatever made it due; before the first, that long after the job began.
+
+    If the clock goes back, a save comes late by as much, but never by more than twice ``minutes``.
+
+    Raises:
+        UsageError: ``minutes`` is not a positive number.
+    """
+
+    minutes: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.minutes, "EveryMinutes(minutes)")
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        passed = now.seconds - (now.last_saved_at or 0.0)
+        words = "every minute" if self.minutes == 1 else f"every {self.minutes:g} minutes"
+        return words if abs(passed) >= 60 * self.minutes else None
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class AtSteps(SavePolicy):
+    """Due at these steps, or where steps are skipped, at the first one after: ``AtSteps(1, 10, 100)`` or ``AtSteps([1, 10, 100])``.
+
+    Raises:
+        UsageError: there is none, or one is not a whole number of at least 0.
+    """
+
+    needs_leader: ClassVar[bool] = False
+    steps: tuple[int, ...]
+    """Increasing."""
+
+    def __init__(self, *steps: int | Iterable[int]) -> None:
+        each = [step for given in steps for step in (given if isinstance(given, Iterable) else (given,))]
+        for step in each:
+            check_whole(step, "a step of AtSteps", 0)
+        if not each:
+            raise UsageError("AtSteps() has no steps")
+        object.__setattr__(self, "steps", tuple(sorted(set(each))))
+
+    def __repr__(self) -> str:
+        return f"AtSteps({', '.join(map(str, self.steps))})"
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        reached = bisect_right(self.steps, now.step)
+        if reached == 0 or self.steps[reached - 1] <= now.since:
+            return None
+        step = self.steps[reached - 1]
+        return f"at step {step}" if step == now.step else f"at step {step}, which was skipped"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OnPreemption(SavePolicy):
+    """Due once when a notice comes that the job will be stopped."""
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        return "preempted" if now.preempted else None
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class AnySave(Joined, SavePolicy):
+    """Due when any of ``policies`` is. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
+
+    policies: tuple[SavePolicy, ...]
+
+    @classmethod
+    def of(cls, *policies: SavePolicy) -> SavePolicy:
+        """Join policies; nested ones become one, equal ones too.
+
+        Raises:
+            UsageError: one is not a saving policy.
+        """
+        for policy in policies:
+            check_saving(policy)
+        members = flat(policies)
+        return members[0] if len(members) == 1 else cls(members)
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        return "; ".join(reason for policy in self.policies if (reason := policy.reason(now))) or None
+
+    @property
+    def local(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.local`."""
+        return self._part([policy.local for policy in self.policies])
+
+    @property
+    def led(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.led`."""
+        return self._part([policy.led for policy in self.policies])
+
+    @staticmethod
+    def _part(parts: list[SavePolicy | None]) -> SavePolicy | None:
+        there = [part for part in parts if part is not None]
+        return AnySave.of(*there) if there else None
+
+
+def check_saving(policy: object) -> None:
+    """Raise UsageError unless ``policy`` says when to save."""
+    if not isinstance(policy, SavePolicy):
+        hint = "EverySteps, EveryMinutes, AtSteps, OnPreemption and AnyOf of these do"
+        raise UsageError(f"{policy!r} does not say when to save", hint=hint)

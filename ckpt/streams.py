@@ -1,0 +1,173 @@
+"""Both ends of one TCP stream between two ranks, without blocking: who moves what, how far it is, and what the two say to each other.
+
+The sender says who it is and how much it has (``HELLO``), waits until the receiver is ready for exactly that, sends, and waits until all
+of it has arrived.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+HELLO = struct.Struct("!4s16sIIQ")
+"""Magic, the receiver's secret, number of the exchange, the sender's rank, and how many bytes it has."""
+MAGIC = b"ckp1"
+READY, ARRIVED, REFUSED = b"r", b"a", b"x"
+
+_MOST_VIEWS = 64
+"""Views that one system call gets; the kernel takes at most 1024."""
+
+
+class Refused(Exception):
+    """The other end does not expect what this one has."""
+
+
+class Views:
+    """Memory that is sent or filled in order, as one stream of bytes."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._left = deque(v.cast("B") for v in views if v.nbytes)
+        self.nbytes = sum(len(v) for v in self._left)
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send what fits; whether all is sent."""
+        return self._advance(sock.sendmsg(list(islice(self._left, _MOST_VIEWS))))
+
+    def receive(self, sock: socket.socket) -> bool:
+        """Fill with what is there; whether all is filled.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        count = sock.recvmsg_into(list(islice(self._left, _MOST_VIEWS)))[0]
+        if not count:
+            raise ConnectionError("the stream ended early")
+        return self._advance(count)
+
+    def fill(self, other: Views) -> None:
+        """Copy what ``other`` has, which is as much."""
+        while self.nbytes:
+            into, data = self._left[0], other._left[0]
+            count = min(len(into), len(data))
+            into[:count] = data[:count]
+            self._advance(count)
+            other._advance(count)
+
+    def _advance(self, count: int) -> bool:
+        self.nbytes -= count
+        while count:
+            first = self._left[0]
+            if len(first) > count:
+                self._left[0] = first[count:]
+                break
+            count -= len(self._left.popleft())
+        return not self.nbytes
+
+
+def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
+    """What came of a message of ``size`` bytes, of which ``have`` came before.
+
+    Raises:
+        ConnectionError: the other end is gone.
+    """
+    try:
+        found = sock.recv(size - len(have))
+    except BlockingIOError:
+        return have
+    if not found:
+        raise ConnectionError("the stream ended early")
+    return have + found
+
+
+@dataclass(eq=False)
+class Sending:
+    """A stream to another rank: connecting, greeting, sending, waiting for the end."""
+
+    rank: int
+    sock: socket.socket
+    hello: bytes
+    views: Views
+    greeted: bool = False
+    ready: bool = False
+    sent: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether the next step waits for room in the stream, not for an answer."""
+        return not self.greeted or (self.ready and not self.sent)
+
+    def step(self) -> bool:
+        """Go on as far as is possible without waiting; whether all has arrived.
+
+        Raises:
+            OSError: the other rank cannot be reached, or is gone.
+            Refused: it does not expect what this one has.
+        """
+        if not self.greeted:
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, "connect")
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.sock.send(self.hello)  # the first bytes of a stream always fit
+            self.greeted = True
+        elif not self.ready:
+            self.ready = self._heard(READY)
+        elif not self.sent:
+            self.sent = self.views.send(self.sock)
+        else:
+            return self._heard(ARRIVED)
+        return False
+
+    def _heard(self, word: bytes) -> bool:
+        answer = receive_exactly(self.sock, 1)
+        if answer == REFUSED:
+            raise Refused
+        return answer == word
+
+
+@dataclass(eq=False)
+class Greeting:
+    """A connection whose other end has not yet said who it is."""
+
+    sock: socket.socket
+    secret: bytes
+    _said: bytes = b""
+
+    def step(self) -> tuple[int, int, int] | None:
+        """Number of the exchange, rank and how many bytes, once they are said.
+
+        Raises:
+            ConnectionError: the other end is gone, or no rank of this group.
+        """
+        self._said = receive_exactly(self.sock, HELLO.size, self._said)
+        if len(self._said) < HELLO.size:
+            return None
+        magic, secret, number, rank, size = HELLO.unpack(self._said)
+        if magic != MAGIC or not hmac.compare_digest(secret, self.secret):
+            raise ConnectionError("somebody else")
+        return number, rank, size
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A stream from another rank, which has been told to begin."""
+
+    rank: int
+    sock: socket.socket
+    views: Views
+
+    def step(self) -> bool:
+        """Take what is there; whether all has arrived, which the other end is then told.
+
+        Raises:
+            OSError: the other rank is gone.
+        """
+        if not self.views.receive(self.sock):
+            return False
+        self.sock.send(ARRIVED)
+        return True

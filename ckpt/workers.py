@@ -1,0 +1,78 @@
+"""Runs tasks on a few threads that live as long as the tasks.
+
+Not ``concurrent.futures``: its pools take no tasks any more once the main thread has ended, and a save in the background may go on then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+
+def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> None:
+    """Run all tasks, begun in order. The first error is raised when none runs any more; after it no other task begins."""
+    if min(threads, len(tasks)) <= 1:
+        for task in tasks:
+            task()
+        return
+    _Run(tasks).run(min(threads, len(tasks)), name)
+
+
+class _Run:
+    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
+        self.tasks = iter(tasks)
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def run(self, threads: int, name: str) -> None:
+        others = [threading.Thread(target=self.work, name=f"{name}-{i}") for i in range(1, threads)]
+        for thread in others:
+            thread.start()
+        self.work()
+        for thread in others:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def work(self) -> None:
+        while True:
+            with self.lock:
+                task = None if self.error is not None else next(self.tasks, None)
+            if task is None:
+                return
+            try:
+                task()
+            except BaseException as err:  # noqa: BLE001  run() raises it
+                with self.lock:
+                    self.error = self.error or err
+
+
+class Pending(Generic[R]):
+    """Work on a thread of its own; whoever starts it asks for the result."""
+
+    def __init__(self, work: Callable[[], R], name: str) -> None:
+        self._found: list[R] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], R]) -> None:
+        try:
+            self._found.append(work())
+        except BaseException as err:  # noqa: BLE001  result() raises it
+            self._error = err
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def result(self) -> R:
+        """What the work gave, or its error raised; waits for it."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._found[0]

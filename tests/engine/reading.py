@@ -1,0 +1,84 @@
+"""Loads boxes of stored tensors into memory of every kind, for tests: what arrives is compared with the samples by numpy alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
+from ckpt.catalog import Catalog
+from ckpt.engine import exact, fetch, reader
+from ckpt.engine.reader import Job, Reader, Verify
+from ckpt.geometry import Box
+from ckpt.layout import TensorLayout
+from ckpt.plan.ownership import Global
+from tests.formats.native_sample import Sample
+
+TINY = {"PIECE": 48, "MAX_READ": 96, "MAX_PART": 192, "MAX_GAP": 8, "SMALL": 32, "BATCH": 64, "MAX_SCRATCH": 100, "SLICE": 2}
+SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
+"""Limits in bytes, so that small tensors take the ways of large ones."""
+
+
+@contextmanager
+def limits(kind: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, (name, value) in product((reader, fetch, exact), SIZES[kind].items()):
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
+        yield
+
+
+class Target:
+    """Memory for boxes of a sample. Every element is ``spread`` elements after the one before; what lies between must stay as it is."""
+
+    def __init__(self, sample: Sample, boxes: Sequence[Box], spread: int) -> None:
+        self.sample, self.boxes, self.spread, size = sample, boxes, spread, sample.dtype.itemsize
+        self.raw = [np.full((max(b.numel, 1) * spread, size), 0xA5, dtype=np.uint8) for b in boxes]
+        info = Global(sample.name, sample.dtype, sample.shape, TensorLayout.replicated((0,)))
+        held = []
+        for box, raw in zip(boxes, self.raw, strict=True):
+            flat = torch.from_numpy(raw.reshape(-1)).view(torch_dtype(sample.dtype))
+            strides = [spread * math.prod(box.shape[i + 1 :]) for i in range(len(box.shape))]
+            held.append(Held(box, torch.as_strided(flat, box.shape, strides)))
+        self.local = LocalTensor(info, [h for h in held if h.box.numel], sample.name)
+
+    def check(self) -> None:
+        for box, raw in zip(self.boxes, self.raw, strict=True):
+            found = raw.reshape(-1, self.spread, raw.shape[1])
+            if box.numel:
+                assert found[:, 0].tobytes() == self.sample.data[box.slices].tobytes(), (self.sample.name, box)
+            assert (found[:, 1:] == 0xA5).all()
+
+
+def load(catalog: Catalog, targets: Sequence[Target], verify: Verify = "full", threads: int = 2) -> Reader:
+    made = Reader(catalog=catalog, verify=verify, threads=threads, beat=lambda: None)
+    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    return made
+
+
+def halves(shape: tuple[int, ...]) -> list[Box]:
+    """Both halves of the last dimension: no chunk is one of them as it is, and their rows are not contiguous in it."""
+    if not shape or 0 in shape:
+        return [Box.whole(shape)]
+    at = shape[-1] // 2
+    parts = [(0, at), (at, shape[-1] - at)]
+    return [Box((*(0,) * (len(shape) - 1), o), (*shape[:-1], n)) for o, n in parts if n]
+
+
+def targets_of(stored: Sequence[Sample], way: str) -> list[Target]:
+    if way == "whole":
+        return [Target(s, [Box.whole(s.shape)], 1) for s in stored]
+    if way == "chunks":
+        return [Target(s, [box], 1) for s in stored for box in s.chunks()]
+    if way == "spread":
+        return [Target(s, [Box.whole(s.shape)], 2) for s in stored]
+    return [Target(s, halves(s.shape), 1) for s in stored]
+
+
+WAYS = ("whole", "chunks", "spread", "halves")

@@ -1,0 +1,105 @@
+"""What a load takes and tells beside the bytes: scratch memory, garbage, and records of its phases."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.engine.garbage import uncollected
+from ckpt.engine.reader import Job, Reader
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import open_backend
+from tests.api.checked import empty_directory
+from tests.engine.reading import load, targets_of
+from tests.formats.native_sample import coded_samples, sample, save
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    with empty_directory() as path:
+        yield path
+
+
+def test_scratch_memory_does_not_grow_with_chunks(place: str) -> None:
+    stored = [sample("w", "float32", (2048, 2048))]
+    save(open_backend(place), stored)
+    targets = targets_of(stored, "halves")
+    tracemalloc.start()
+    try:
+        load(open_catalog(place), targets, threads=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    for target in targets:
+        target.check()
+    assert peak < 4 << 20  # of a chunk of 16 MiB
+
+
+class Recorder:
+    """What the reader tells of its work."""
+
+    def __init__(self) -> None:
+        self.phases = Counter[str]()
+
+    @contextmanager
+    def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
+        yield
+        self.phases[phase] += nbytes
+
+
+def test_spans(place: str) -> None:
+    stored = coded_samples()
+    save(open_backend(place), stored, codec="zstd")
+    catalog, recorder = open_catalog(place), Recorder()
+    made = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None, spans=recorder)
+    targets = targets_of(stored, "halves")
+    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    coded = [
+        entry.grid.box(i).numel * entry.dtype.itemsize
+        for entry in catalog.tensors.values()
+        for i, extent in enumerate(catalog.extents(entry, range(len(entry.grid))))
+        if extent.codec is not None
+    ]
+    assert recorder.phases["read"] == recorder.phases["verify"] == made.bytes_read
+    assert recorder.phases["decode"] == sum(coded) > 0
+    assert recorder.phases["copy"] > 0
+
+
+def test_the_collector_goes_on_after_the_last_pause() -> None:
+    assert gc.isenabled()
+    with uncollected():
+        with uncollected(), suppress(KeyError):
+            assert not gc.isenabled()
+            raise KeyError
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_left_for_the_collector() -> None:
+    """A load leaves no circles: what it knew of very many tensors is gone when it returns."""
+    with empty_directory() as root:
+        state = {"m": {f"t{i}": torch.zeros(3) for i in range(50)}, "n": np.int64(3), "list": [1, {"x": torch.ones(2)}]}
+        ckpt.save(f"{root}/c", state)
+        ckpt.load(f"{root}/c", state)
+        gc.collect()
+        gc.disable()
+        try:
+            ckpt.load(f"{root}/c", state)
+            assert gc.collect() < 50
+        finally:
+            gc.enable()
