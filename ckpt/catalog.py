@@ -82,7 +82,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        return Box.whole(self.shape).numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -88,9 +88,12 @@ def memory_of(group: Group) -> Memory:
 
 def save_state(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
     """Save; collective over ``group``."""
-    save = Save(group.call("save", url, options.timeout), options)
     with uncollected():  # until what the save needed is gone: else it would all be looked through once at the end
-        return save.run(lambda: save.prepare(state))
+        return _save(Save(group.call("save", url, options.timeout), options), state)
+
+
+def _save(save: Save, state: object) -> SaveReport:
+    return save.run(lambda: save.prepare(state))
 
 
 class Save:

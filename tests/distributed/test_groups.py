@@ -156,5 +156,8 @@ def test_saving_onto_the_same_url(ranks: Ranks, tmp_path: Path, first: int) -> N
     assert found[0] == found[1] and len(set(found[0])) == 3
     assert ranks.run(3, load_value, url) == [[22.0]] * 3
     names = {p.name for p in (tmp_path / "a").rglob("*") if p.is_file()}
-    assert all(found[0][-1] in n or n in {"checkpoint.json", "tensors.arrow", "grids.arrow", "files.arrow", "state.json", "spans.json"} for n in names)
+    assert all(
+        found[0][-1] in n or n in {"checkpoint.json", "tensors.arrow", "grids.arrow", "files.arrow", "state.json", "spans.json"}
+        for n in names
+    )
     assert {p.name for p in (tmp_path / "a").iterdir()} == {"checkpoint.json", "data", f"index-{found[0][-1]}"}

@@ -76,7 +76,9 @@ def save(url: str) -> None:
     states = [_of_rank(r) for r in range(2)]  # seeding is not for threads
 
     def run(rank: int) -> None:
-        options = SaveOptions(layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False)
+        options = SaveOptions(
+            layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False, merge=False
+        )  # boxes, not rows, for ``flat``
         try:
             save_state(url, states[rank], Group(rank, (0, 1), store), options)
         except BaseException as err:
