@@ -146,6 +146,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     verify: Literal["full", "partial", "off"] = "full",
+    exchange: bool | None = None,
     layout: Layout | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -168,6 +169,8 @@ def load(
         cast: whether tensors of another dtype are converted, as ``Tensor.copy_`` does. Complex numbers do not become real ones.
         verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the chunks that
             are needed whole; ``"off"`` checks nothing.
+        exchange: ranks that hold the same tensors read each of them once and send it to each other. By default only where storage is not a
+            file system: reading from a local one costs less than sending.
         layout, timeout, threads, process_group: as for :func:`save`.
 
     Raises:
@@ -180,6 +183,7 @@ def load(
     """
     from .engine.background import settle
     from .engine.load import LoadOptions, load_state
+    from .io_backends.registry import is_file_system
     from .plan.match import Selection
 
     group = current_group(process_group)
@@ -195,6 +199,7 @@ def load(
             strict=strict,
             cast=cast,
             verify=verify,
+            exchange=exchange if exchange is not None else not is_file_system(url),
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
         )

@@ -24,6 +24,11 @@ _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
 
 
+def is_file_system(url: str) -> bool:
+    """Whether a URL is a path of a file system, or of this process's memory: what is read there need not be sent."""
+    return _scheme(url) in _BUILT_IN
+
+
 def open_backend(url: str) -> Backend:
     """Open the storage at ``url``: a plain path, or a URL of a known scheme. Nothing is read, made or checked yet.
 

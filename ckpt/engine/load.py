@@ -22,6 +22,7 @@ from ckpt.catalog import Catalog
 from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
+from ckpt.peers import peers_of
 from ckpt.plan.match import Selection, report_names
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
@@ -30,6 +31,7 @@ from ckpt.rules import Layout
 from .fetch import Spans
 from .garbage import uncollected
 from .reader import Job, Reader, Verify
+from .sharing import Sharing, agreed
 
 log = logging.getLogger("ckpt")
 
@@ -40,8 +42,8 @@ class LoadReport:
 
     ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's
     state has. ``renamed``: a tensor's stored name → its name in the state. ``cast``: tensors of this rank whose dtype was converted.
-    Bytes are this rank's: ``bytes_needed`` by its tensors, ``bytes_read`` from storage, ``bytes_unverified`` read without a check of
-    their digest.
+    Bytes are this rank's: ``bytes_needed`` by the tensors that it read itself, ``bytes_read`` from storage, ``bytes_unverified`` read
+    without a check of their digest, ``bytes_received`` from ranks that had read the same tensors.
     """
 
     url: str
@@ -53,6 +55,7 @@ class LoadReport:
     bytes_needed: int
     bytes_read: int
     bytes_unverified: int
+    bytes_received: int
     seconds: float
 
 
@@ -65,6 +68,7 @@ class LoadOptions:
     verify: Verify
     timeout: float
     threads: int
+    exchange: bool = False
     spans: Spans | None = None
 
 
@@ -92,6 +96,7 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
         bytes_needed=load.reader.bytes_needed,
         bytes_read=load.reader.bytes_read,
         bytes_unverified=load.reader.bytes_unverified,
+        bytes_received=load.sharing.received if load.sharing is not None else 0,
         seconds=seconds,
     )
 
@@ -113,13 +118,16 @@ class _Load:
         self.catalog: Catalog | None = None
         self.binding: Binding | None = None
         self.reader: Reader | None = None
+        self.sharing: Sharing | None = None
         self.touched = False
         self._names: Set[str] | None = None
 
     def run(self, state: object) -> Row:
         names = self.call.agree("match", lambda: self.match(state), self.judge)
         try:
-            self.call.agree("read", self.read, lambda rows: None)
+            self.call.agree("read", lambda: self.read(names["rounds"]), lambda rows: None)
+            if names["rounds"]:
+                self.call.agree("exchange", lambda: self.exchange(names["rounds"]), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -150,7 +158,11 @@ class _Load:
         said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
         everything = self.binding.used >= self.names()
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
-        return {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
+        row: Row = {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
+        if self.options.exchange and group.size > 1:
+            self.sharing = Sharing.plan(map(Job._make, self.binding.targets.values()), group.rank)
+            row |= {"shares": self.sharing.digests, "rounds": self.sharing.rounds}
+        return row
 
     def judge(self, rows: dict[int, Row]) -> Row:
         """Leader: one report for all ranks.
@@ -176,7 +188,7 @@ class _Load:
         idle = self.options.selection.idle(self.paths(), missing) if self.options.strict else []
         if misfits or idle or (self.options.strict and (missing or unexpected)):
             raise self.mismatch(missing, unexpected, misfits, idle)
-        return {"missing": sorted(missing), "unexpected": unexpected}
+        return {"missing": sorted(missing), "unexpected": unexpected, "rounds": agreed(rows)}
 
     def _once(self, digest: str) -> Row:
         found: Row = json.loads(self.call.fetch(digest))
@@ -226,16 +238,33 @@ class _Load:
             hint="rename={...} maps names, only=[...] loads a part, strict=False leaves missing and unexpected names alone",
         )
 
-    def read(self) -> Row:
-        """Every rank: give memory to what has none, fill it, set the values."""
+    def read(self, rounds: int) -> Row:
+        """Every rank: give memory to what has none, and fill it, all but what other ranks read for it."""
         assert self.binding is not None and self.catalog is not None
         options = self.options
         self.reader = Reader(catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.beat, spans=options.spans)
         self.touched = bool(self.binding.create)
         run_each(self.binding.create)
-        plan = self.reader.plan(map(Job._make, self.binding.targets.values()))
+        jobs: Iterable[Job] = map(Job._make, self.binding.targets.values())
+        if self.sharing is not None:
+            if not rounds:
+                self.sharing.alone()
+            jobs = self.sharing.mine
+        plan = self.reader.plan(jobs)
         self.touched = True
         self.reader.run(plan)
+        return {} if rounds else self.apply()
+
+    def exchange(self, rounds: int) -> Row:
+        """Every rank: send what it has read for others, and take what they have."""
+        assert self.sharing is not None
+        with self.span("exchange"):
+            self.sharing.exchange(peers_of(self.call.group, timeout=self.options.timeout), rounds, self.call.beat)
+        return self.apply()
+
+    def apply(self) -> Row:
+        """Set the values, now that all bytes are there."""
+        assert self.binding is not None
         try:
             run_each(self.binding.apply)
         except CkptError:
