@@ -1,4 +1,5 @@
-"""The demo: its judgement of losses, its view of unfinished saves, that it leaves no process behind, and (slow) the whole of it."""
+"""The demo: its judgement of losses, its view of unfinished saves, that it leaves no process behind, and (slow) the whole of it. The
+training script that saves in the background."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+import ckpt
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 
@@ -141,6 +145,44 @@ def test_a_job_that_hangs_is_given_up(demo: ModuleType, monkeypatch: pytest.Monk
     with job_of(demo, monkeypatch, tmp_path, "import time; time.sleep(100)") as job, pytest.raises(demo.DemoError, match="not finished"):
         job.finish()
     assert time.monotonic() - began < 50
+
+
+# ------------------------------------------------------------------------------------------------- training with saves in the background
+
+ASYNC = DEMO.parent / "async_training.py"
+ALONE = [sys.executable, str(ASYNC)]
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ASYNC)]
+
+
+def train(command: list[str], run: Path, *arguments: str) -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, str(run), *arguments], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def tensors_of(checkpoint: Path) -> dict[str, bytes]:
+    view = ckpt.open(str(checkpoint))
+    return {name: view[name][...].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name in view}
+
+
+@pytest.mark.parametrize("command", [ALONE, TWO_RANKS], ids=["alone", "two-ranks"])
+def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path: Path, command: list[str]) -> None:
+    """Run ``a`` trains on while its step 4 is saved. ``b`` ends with step 4, so nothing changes any more, and is started again."""
+    train(command, tmp_path / "a", "--steps", "8", "--every", "4")
+    train(command, tmp_path / "b", "--steps", "4", "--every", "4")
+    train(command, tmp_path / "b", "--steps", "8", "--every", "4")
+    for step in (4, 8):
+        a, b = (tensors_of(tmp_path / run / f"step-{step:08d}") for run in ("a", "b"))
+        assert a == b
+        assert ckpt.open(str(tmp_path / "a" / f"step-{step:08d}")).state()["step"] == step
+    assert {"model.0.weight", "averaged.0.weight", "optimizer.state.model.0.weight.exp_avg"} <= set(a)
+    assert tensors_of(tmp_path / "a" / "step-00000004") != a
+
+
+def test_a_run_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
+    train(TWO_RANKS, tmp_path, "--steps", "4", "--every", "4")
+    train(ALONE, tmp_path, "--steps", "8", "--every", "4")
+    assert [(s.number, s.committed, s.world_size) for s in ckpt.list_steps(str(tmp_path))] == [(4, True, 2), (8, True, 1)]
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole

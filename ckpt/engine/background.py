@@ -140,8 +140,7 @@ class SaveHandle:
     def _run(self, save: Save, capture: Pending[None] | None) -> None:
         try:
             try:
-                with uncollected():
-                    report = save.run(lambda: None)
+                report = save.run(lambda: None)
             except BaseException as err:
                 if save.capture is not None:
                     save.capture.stage.fail(err)

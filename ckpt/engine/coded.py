@@ -7,6 +7,7 @@ from functools import partial
 
 import xxhash
 
+from ckpt.catalog import DataFile
 from ckpt.formats.native.codecs import encode
 from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Writer
@@ -17,11 +18,22 @@ from .writer import BLOCK, RankWriter
 
 
 class CodedWriter(RankWriter):
-    """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state."""
+    """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
+
+    ``digests`` of chunks that other ranks have too are those of the bytes before coding: that is what replicas are compared by.
+    """
 
     codec: str = "zstd"
     coded: int = 0
     """How many chunks are stored coded."""
+    stored: list[int]
+    """XXH3-64 of each chunk as the file has it, by its number in the plan."""
+    _replicated: frozenset[str]
+
+    def run(self) -> tuple[DataFile, ...]:
+        self.stored = [0] * len(self.plan.chunks)
+        self._replicated = frozenset(name for name, _ in self.plan.replicated)
+        return super().run()
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         group, batches = self.plan.groups[number], self.plan.batches[number]
@@ -40,7 +52,7 @@ class CodedWriter(RankWriter):
             run_tasks(
                 [partial(self._store, writer, int(plan.offsets[k]), blobs[i][1]) for k, i in enumerate(numbers)], self.threads, "ckpt-write"
             )
-            header = plan.encode_header(self.digests[group])
+            header = plan.encode_header(self.stored[group])
             writer.write(0, [header])
         self.coded += sum(codec is not None for codec, _ in blobs.values())
         return writer, plan, header
@@ -53,7 +65,9 @@ class CodedWriter(RankWriter):
             blob = encode(self.codec, raw, self.plan.specs[number].dtype.itemsize) if len(raw) else None
             # What is staged makes room for what comes, so it cannot be kept as it is.
             stored = blob if blob is not None else raw if staged is None else memoryview(bytes(raw))
-            self.digests[number] = xxhash.xxh3_64_intdigest(stored)
+            self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
+            if blob is not None and self.plan.chunks[number].name in self._replicated:
+                self.digests[number] = xxhash.xxh3_64_intdigest(raw)
         blobs[number] = (None if blob is None else self.codec, stored)
         self.alive.beat()
         if self.stage is not None:

@@ -29,7 +29,8 @@ class Merge:
         self.mixed = self._numbers()
         self.moved = 0
         """Bytes that this rank sent."""
-        self._taken: dict[int, list[memoryview]] = {}
+        self._outgoing: dict[int, list[memoryview]] = {}
+        self._taken = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -40,22 +41,31 @@ class Merge:
 
     def take(self) -> None:
         """Copy what other ranks need out of the state."""
-        for f in self.plan.sends:
-            data = self.source.fragment(f.name, f.start, f.stop).numpy().data
-            self._taken.setdefault(f.target, []).append(data)
-            self.moved += len(data)
+        try:
+            for f in self.plan.sends:
+                data = self.source.fragment(f.name, f.start, f.stop).numpy().data
+                self._outgoing.setdefault(f.target, []).append(data)
+                self.moved += len(data)
+        except BaseException as err:
+            self._error = err
+            raise
+        finally:
+            self._taken.set()
 
     def run(self, alive: Callable[[], None]) -> None:
-        """Send and receive. Raises what the transport raises, and so do all that wait."""
+        """Send and receive, once all is taken. Raises what the transport raises, and so do all that wait."""
         try:
+            self._taken.wait()
+            if self._error is not None:
+                raise self._error
             incoming: dict[int, list[memoryview]] = {}
             received: dict[int, list[tuple[int, int, memoryview]]] = {}
             for f in self.plan.receives:
                 room = torch.empty(self._nbytes(f), dtype=torch.uint8).numpy().data
                 incoming.setdefault(f.source, []).append(room)
                 received.setdefault(self.mixed[f.name, f.chunk], []).append((f.start, f.stop, room))
-            self.peers.exchange(self._taken, incoming, alive=alive)
-            self._taken.clear()
+            self.peers.exchange(self._outgoing, incoming, alive=alive)
+            self._outgoing.clear()
             self.source.received = received
         except BaseException as err:
             self._error = err

@@ -256,11 +256,9 @@ class Save:
     def exchange(self) -> Pending[None]:
         """Move the edges of flat shards between ranks, beside the writing of what needs none."""
         assert self.merge is not None
-        if self.capture is None:
-            self.merge.take()
-        else:
-            self.capture.done.wait()
         merge = self.merge
+        if self.capture is None:
+            merge.take()
 
         def move() -> None:
             with self.spans.span("exchange", merge.moved):

@@ -1,11 +1,13 @@
-"""Every layout into every other: saved once, loaded by all, compared bit for bit with what torch gathered before the save.
+"""Every layout into every other: saved by each engine, loaded by all, compared bit for bit with what torch gathered before the save.
 
-Covers weights, buffers, both moments of Adam, its step, parameter groups and per-rank values; targets start from another seed and are
+The engines: a plain save, a lazy one in the background with coded chunks while training goes on, and one past the page cache. Covers weights, buffers, both moments of Adam, its step, parameter groups and per-rank values; targets start from another seed and are
 overwritten with NaN before each load, once with the state of an optimizer that has stepped and once with that of a new one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +19,20 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from tests.api.checked import raw
 from tests.distributed.gathered import Full, differences, full_state, local_bytes, options, spoil
 from tests.distributed.models import Trained, adamw
 from tests.distributed.plain import build, world_size
 from tests.distributed.ranks import Ranks
+from tests.formats import oracle
 
 DENSE = ("single", "ddp2", "fsdp2", "fsdp3", "fsdp4", "tp2", "fsdp2-tp2", "hsdp2x2", "pp2-tp2")
 MOE = ("moe-single", "moe-fsdp2", "moe-fsdp3", "moe-ep2-dp2")
 STEPS = 2
 MODES = ("stepped", "new")
+PLAIN = "plain"
+SECOND = ("lazy", "direct")
+"""Engines beside the plain one: a target loads what they saved once, with the state of an optimizer that has stepped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ class Source:
     """A checkpoint, and what torch gathered on the ranks that saved it."""
 
     layout: str
+    engine: str
     url: str
     full: Full
     options: dict[str, dict[str, Any]]
@@ -57,7 +65,15 @@ def pick(values: Sequence[Any], rank: int, world: int) -> Any:
     return values[(rank + world) % len(values)]
 
 
-def save_source(layout: str, url: str) -> tuple[Full, Full, dict[str, dict[str, Any]], ckpt.SaveReport]:
+Told = tuple[Full, dict[str, dict[str, Any]], ckpt.SaveReport]
+
+
+def save_source(layout: str, urls: dict[str, str]) -> tuple[Full, dict[str, Told]]:
+    """Train a little, save, train on, save in the background while the next step runs, and at last past the page cache.
+
+    Returns:
+        The weights before training; by engine what was gathered before its save, the options of the parameters, and its report.
+    """
     rank, _ = rank_and_world()
     which = build(layout, seed=1)
     initial = full_state(which)
@@ -65,18 +81,26 @@ def save_source(layout: str, url: str) -> tuple[Full, Full, dict[str, dict[str, 
     for group in which.optimizer.param_groups:
         group["lr"] *= 0.5
     state = {**which.state(), "step": STEPS, "done": (layout, 1.5, None), "rank": ckpt.PerRank(rank_value(layout, rank))}
+    told: dict[str, Told] = {}
+    told[PLAIN] = full_state(which), options(which), ckpt.save(urls[PLAIN], state, layout=which.layout)
+    which.steps(1)
     full = full_state(which)
-    report = ckpt.save(url, state, layout=which.layout)
-    return initial, full, options(which), report
+    handle = ckpt.save_async(urls["lazy"], state, capture="lazy", codec="planes-zstd", layout=which.layout)
+    which.steps(1)
+    told["lazy"] = full, options(which), handle.result()
+    assert differences(full_state(which), full), "the step after the call changed nothing"
+    os.environ["CKPT_DIRECT"] = "on"
+    told["direct"] = full_state(which), options(which), ckpt.save(urls["direct"], state, layout=which.layout)
+    return initial, told
 
 
 def load_all(target: str, sources: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Problems of each load, by source layout and mode."""
+    """Problems of each load, by source layout and mode, or engine where that is not the plain one."""
     which = build(target, seed=2).steps(1)
     found = {}
     for path in sources:
         source: Source = pickle.loads(Path(path).read_bytes())
-        for mode in MODES:
+        for mode in MODES if source.engine == PLAIN else (source.engine,):
             spoil(which)
             if mode == "new":
                 which.optimizer = adamw(which.model)
@@ -124,27 +148,30 @@ class Matrix:
 
     ranks: Ranks
     folder: Path
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[tuple[str, str], Source] = field(default_factory=dict)
     loaded: dict[str, dict[tuple[str, str], list[str]]] = field(default_factory=dict)
-    reports: dict[str, list[ckpt.SaveReport]] = field(default_factory=dict)
+    reports: dict[tuple[str, str], list[ckpt.SaveReport]] = field(default_factory=dict)
 
-    def source(self, layout: str) -> Source:
-        if layout not in self.sources:
-            url = str(self.folder / layout)
-            told = self.ranks.run(world_size(layout), save_source, layout, url, process_group=not layout.endswith("single"))
-            self.reports[layout] = [report for *_, report in told]
-            everyone = {name: o for _, _, found, _ in told for name, o in found.items()}
-            self.sources[layout] = Source(layout=layout, url=url, initial=told[0][0], full=told[0][1], options=everyone)
-            self.pickled(layout).write_bytes(pickle.dumps(self.sources[layout]))
-        return self.sources[layout]
+    def source(self, layout: str, engine: str = PLAIN) -> Source:
+        if (layout, engine) not in self.sources:
+            urls = {engine: str(self.folder / engine / layout) for engine in (PLAIN, *SECOND)}
+            told = self.ranks.run(world_size(layout), save_source, layout, urls, process_group=not layout.endswith("single"))
+            for name, url in urls.items():
+                mine = [by_engine[name] for _, by_engine in told]
+                self.reports[layout, name] = [report for *_, report in mine]
+                everyone = {n: o for _, found, _ in mine for n, o in found.items()}
+                made = Source(layout=layout, engine=name, url=url, initial=told[0][0], full=mine[0][0], options=everyone)
+                self.sources[layout, name] = made
+                self.pickled(layout, name).write_bytes(pickle.dumps(made))
+        return self.sources[layout, engine]
 
-    def pickled(self, layout: str) -> Path:
-        return self.folder / f"{layout}.pickle"
+    def pickled(self, layout: str, engine: str) -> Path:
+        return self.folder / f"{layout}-{engine}.pickle"
 
     def problems(self, source: str, target: str, mode: str) -> list[str]:
         if target not in self.loaded:
             family = MOE if target in MOE else DENSE
-            paths = [str(self.pickled(self.source(layout).layout)) for layout in family]
+            paths = [str(self.pickled(self.source(layout, engine).layout, engine)) for layout in family for engine in (PLAIN, *SECOND)]
             alone = target.endswith("single")
             found = self.ranks.run(world_size(target), load_all, target, paths, process_group=not alone, timeout=120)
             merged: dict[tuple[str, str], list[str]] = {}
@@ -160,15 +187,16 @@ def matrix(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(ranks, tmp_path_factory.mktemp("matrix"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, *SECOND))
 @pytest.mark.parametrize(("source", "target"), [(a, b) for family in (DENSE, MOE) for b in family for a in family])
 def test_pair(matrix: Matrix, source: str, target: str, mode: str) -> None:
     assert matrix.problems(source, target, mode) == []
 
 
+@pytest.mark.parametrize("engine", (PLAIN, *SECOND))
 @pytest.mark.parametrize("layout", DENSE + MOE)
-def test_one_process_reads_the_same_tensors(matrix: Matrix, layout: str) -> None:
-    source = matrix.source(layout)
+def test_one_process_reads_the_same_tensors(matrix: Matrix, layout: str, engine: str) -> None:
+    source = matrix.source(layout, engine)
     view = ckpt.open(source.url)
     assert differences({n: view[n].read() for n in view if "@rank" not in n}, source.full) == []
     assert view.state()["step"] == STEPS
@@ -177,6 +205,10 @@ def test_one_process_reads_the_same_tensors(matrix: Matrix, layout: str) -> None
         found = view.per_rank("rank", rank)
         assert found["position"] == wanted["position"]
         assert torch.equal(found["generator"].read(), wanted["generator"])
+    stored = oracle.read(source.url)
+    assert {n: data for n, (_, _, data) in stored.items() if "@rank" not in n} == {n: raw(t) for n, t in source.full.items()}
+    record = json.loads(Path(source.url, "checkpoint.json").read_bytes())
+    assert record["features"] == (["codecs"] if engine == "lazy" else [])
 
 
 @pytest.mark.parametrize("layout", DENSE + MOE)
@@ -194,10 +226,11 @@ def _is_buffer(name: str) -> bool:
     return name.endswith((".mean", ".seen"))
 
 
+@pytest.mark.parametrize("engine", (PLAIN, *SECOND))
 @pytest.mark.parametrize("layout", DENSE + MOE)
-def test_the_save_report(matrix: Matrix, layout: str) -> None:
-    source = matrix.source(layout)
-    reports = matrix.reports[layout]
+def test_the_save_report(matrix: Matrix, layout: str, engine: str) -> None:
+    source = matrix.source(layout, engine)
+    reports = matrix.reports[layout, engine]
     own = world_size(layout) * rank_value(layout, 0)["generator"].nbytes
     assert {r.tensor_bytes for r in reports} == {sum(t.nbytes for t in source.full.values()) + own}
     files = [p.stat().st_size for p in (Path(source.url) / "data").iterdir()]
