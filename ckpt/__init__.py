@@ -16,11 +16,13 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from . import policies as policies
     from .adapters.per_rank import PerRank as PerRank
     from .api import load as load
     from .api import open as open
     from .api import save as save
     from .api import save_async as save_async
+    from .checkpointer import Checkpointer as Checkpointer
     from .engine.background import SaveHandle as SaveHandle
     from .engine.background import fence as fence
     from .engine.load import LoadReport as LoadReport
@@ -47,6 +49,7 @@ _WHERE = {
     "save": "api",
     "save_async": "api",
     "fence": "engine.background",
+    "Checkpointer": "checkpointer",
     "load": "api",
     "open": "api",
     "list_steps": "runs",
@@ -72,12 +75,12 @@ _WHERE = {
     "CkptError": "errors",
 }
 
-__all__ = ["__version__", "errors", *_WHERE]
+__all__ = ["__version__", "errors", "policies", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module(".errors", __name__)
+    if name in ("errors", "policies"):
+        return import_module(f".{name}", __name__)
     if name in _WHERE:
         return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

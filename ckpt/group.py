@@ -53,8 +53,8 @@ class Group:
     ranks: tuple[int, ...]
     store: Store | None = None
     calls: int = 0
-    _written: list[list[str]] = field(default_factory=list)
-    """Keys by call, and how many of these calls are over on all ranks."""
+    _written: dict[int, list[str]] = field(default_factory=dict)
+    """Keys by number of the call. All calls before number ``_past`` are over on all ranks."""
     _past: int = 0
 
     @property
@@ -72,22 +72,22 @@ class Group:
             self._forget()
         return Call(self, f"{self.calls}", kind, url, timeout)
 
-    def settled(self) -> None:
-        """Every rank has come to the running call, so all have left those before it: what they wrote there is not read any more."""
-        self._past = len(self._written) - 1
+    def settled(self, number: str) -> None:
+        """Every rank has come to this call, so all have left those before it: what they wrote there is not read any more. It may still be
+        going on in the background when the next one begins, and fails."""
+        self._past = max(self._past, int(number))
 
     def _forget(self) -> None:
         """Delete what this rank wrote in calls that all ranks have left."""
         assert self.store is not None
         with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
-            for key in (key for keys in self._written[: self._past] for key in keys):
-                self.store.delete_key(key)
-        del self._written[: self._past]
-        self._past = 0
-        self._written.append([])
+            for number in [n for n in list(self._written) if n < self._past]:
+                for key in self._written.pop(number):
+                    self.store.delete_key(key)
 
     def remember(self, key: str) -> None:
-        self._written[-1].append(key)
+        """A key that this rank wrote: the number of its call, a slash, and a name."""
+        self._written.setdefault(int(key.partition("/")[0]), []).append(key)
 
 
 _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
@@ -287,7 +287,7 @@ class Call:
             self._tell(err, decided=True)
             raise
         self._publish({"found": found})
-        self.group.settled()
+        self.group.settled(self.number)
         return found
 
     def _gather(self) -> dict[int, Row]:
@@ -317,7 +317,7 @@ class Call:
         self.undecided = False
         if "error" in verdict:
             raise _failure_of(self.kind, self._phase, verdict)
-        self.group.settled()
+        self.group.settled(self.number)
         return verdict["found"]
 
     def _arrived(self, name: str) -> bool:

@@ -6,8 +6,10 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import has_debris
@@ -15,11 +17,13 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 
 from .errors import CorruptError, FormatError, NotFoundError
+from .policies import StepInfo
 
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 
 _NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
+_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,8 @@ class Step:
     world_size: int | None = None
     reason: str | None = None
     """Why it is not committed; None if it is."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
 
 
 def step_number(name: str) -> int | None:
@@ -65,6 +71,21 @@ def list_steps(root_url: str) -> list[Step]:
     return sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
 
 
+def infos(steps: Sequence[Step]) -> list[StepInfo]:
+    """What keeping policies know of the checkpoints of a run; those without a step number are left out."""
+    return [
+        StepInfo(
+            step=s.number,
+            created=datetime.fromisoformat(s.created.replace("Z", "+00:00")) if s.created else _LONG_AGO,
+            metrics=dict(s.metrics),
+            tags=frozenset(s.tags),
+            committed=s.committed,
+        )
+        for s in steps
+        if s.number is not None
+    ]
+
+
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
     number = step_number(url.rstrip("/").rpartition("/")[2])
@@ -81,4 +102,6 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         created=record.created,
         tensor_bytes=record.tensor_bytes,
         world_size=record.world_size,
+        metrics=record.metrics,
+        tags=record.tags,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -43,11 +44,12 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
             if step.committed:
                 output.line(step.url)
     else:
-        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "WHY NOT"), [_row(step) for step in steps])
+        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "WHY NOT"), [_row(step) for step in steps])
 
 
 def _fields(step: Step) -> dict[str, object]:
     fields = asdict(step)
+    fields["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in step.metrics.items()}
     return {"step": fields.pop("number"), **fields}
 
 
@@ -60,5 +62,6 @@ def _row(step: Step) -> tuple[str, ...]:
         "" if step.tensor_bytes is None else units.size(step.tensor_bytes),
         "" if step.world_size is None else str(step.world_size),
         units.age(step.created) if step.committed else "",
+        ", ".join(step.tags),
         step.reason or "",
     )

@@ -25,6 +25,8 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds.",
     "verify": "Read a checkpoint whole and compare it with its digests.",
     "stats": "Show where the time of a save went.",
+    "tag": "Give a checkpoint a name that keeps it, or take it away.",
+    "gc": "Remove the checkpoints of a run that no rule keeps.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from functools import cache, partial
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -20,12 +22,48 @@ from ckpt.errors import BusyError, CkptError
 from ckpt.group import Group
 from ckpt.workers import Pending
 
+from .capture import Capture
 from .garbage import uncollected
 from .save import Save, SaveOptions, SaveReport, When
+from .writer import RankWriter
 
 log = logging.getLogger("ckpt")
 
 Busy = Literal["wait", "refuse"]
+
+R = TypeVar("R")
+
+
+class Outcome(Future[R]):
+    """A future that remembers whether anybody was told of its error. It cannot be cancelled: a save ends on all ranks or on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> R:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.told = self.told or error is not None
+        return error
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """The error, for this module's own use: nobody is told."""
+        return super().exception(timeout)
+
+
+class BackgroundSave(Save):
+    """A save whose state may have changed before it was captured: what is written counts only once all is captured and found unchanged."""
+
+    def compared(self, writer: RankWriter) -> dict[str, str]:
+        assert self.capture is not None
+        self.capture.result()
+        self.beat()
+        return super().compared(writer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,14 +83,12 @@ class SaveHandle:
     raise what went wrong.
     """
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: BackgroundSave) -> None:
         self.url = save.call.url
-        self.captured: Future[None] = Future()
-        self.durable: Future[SaveReport] = Future()
-        self._save: Save | None = save
+        self.captured: Outcome[None] = Outcome()
+        self.durable: Outcome[SaveReport] = Outcome()
+        self._save: BackgroundSave | None = save
         self._total = save.plan.nbytes
-        self._seen = False
-        self._hook: Any = None
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -64,17 +100,19 @@ class SaveHandle:
 
         Raises what capturing raised.
         """
-        self.captured.exception()
-        self._seen = self._seen or self.captured.exception() is not None
         self.captured.result()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
         try:
-            self.durable.exception(timeout)
+            self.durable.error(timeout)
         except (FutureTimeoutError, TimeoutError):
             return False
         return True
+
+    def told(self) -> bool:
+        """Whether somebody asked for the error that this save ended with."""
+        return self.durable.told or self.captured.told
 
     def done(self) -> bool:
         """Whether the save ended, well or not."""
@@ -87,17 +125,17 @@ class SaveHandle:
             TimeoutError: it is still going on after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
-        error = self.durable.exception(timeout)
-        self._seen = self._seen or error is not None
-        return self.durable.result()
+        return self.durable.result(timeout)
 
     def progress(self) -> Progress:
         """How far it is. Cheap."""
         save = self._save
-        if self.durable.done() or save is None:
-            failed = self.durable.done() and self.durable.exception() is not None
+        if self.durable.done():
+            failed = self.durable.error() is not None
             full = 0 if failed else self._total
             return Progress(captured=full, written=full, total=self._total, phase="failed" if failed else "done")
+        if save is None:  # about to be done
+            return Progress(captured=self._total, written=self._total, total=self._total, phase="write")
         captured = save.capture.captured if save.capture is not None else 0
         written = save.writer.written if save.writer is not None else 0
         phase: Literal["capture", "write"] = "write" if self.captured.done() else "capture"
@@ -111,43 +149,44 @@ class SaveHandle:
 
     # ---- the work
 
-    def start(self, when: When) -> None:
+    def start(self, threads: int, then: Callable[[], None] | None = None) -> None:
+        """Begin to capture, with so many threads, and to write. ``then`` is run on the leading rank when the save is committed, before the
+        handle says so."""
         save = self._save
         assert save is not None and save.capture is not None
+        watch_steps()
         _in_flight[save.call.group] = self
-        if when == "eager":
-            capture: Pending[None] | None = None
+        with _lock:
+            _capturing.add(self)
+        capture = Pending(partial(self._capture, save, save.capture, threads), "ckpt-capture")
+        # Not a daemon: a program that ends waits for the save that it began.
+        threading.Thread(target=self._run, args=(save, capture, then), name="ckpt-save").start()
+
+    def _capture(self, save: BackgroundSave, capture: Capture, threads: int) -> None:
+        error: BaseException | None = None
+        try:
+            capture.run(threads, save.beat)
+        except BaseException as err:  # noqa: BLE001  the save fails with it
+            error = err
+        with _lock:
+            _capturing.discard(self)
+        if error is None:
             self.captured.set_result(None)
         else:
-            _capturing.add(self)
-            self._hook = register_optimizer_step_pre_hook(_before_step)
-            capture = Pending(self._capture_rest, "ckpt-capture")
-        # Not a daemon: a program that ends waits for the save that it began.
-        threading.Thread(target=self._run, args=(save, capture), name="ckpt-save").start()
+            self.captured.set_exception(error)
 
-    def _capture_rest(self) -> None:
-        save = self._save
-        assert save is not None and save.capture is not None
-        try:
-            save.capture.rest(1, save.beat)
-            self.captured.set_result(None)
-        except BaseException as err:  # noqa: BLE001  the save fails with it
-            self.captured.set_exception(err)
-        finally:
-            _capturing.discard(self)
-            self._hook.remove()
-
-    def _run(self, save: Save, capture: Pending[None] | None) -> None:
+    def _run(self, save: BackgroundSave, capture: Pending[None], then: Callable[[], None] | None) -> None:
         try:
             try:
                 report = save.run(lambda: None)
+                if then is not None and save.call.is_leader:
+                    then()
             except BaseException as err:
                 if save.capture is not None:
                     save.capture.stage.fail(err)
                 raise
             finally:
-                if capture is not None:
-                    capture.wait()
+                capture.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
             self._save = None
@@ -159,17 +198,31 @@ class SaveHandle:
 
 _in_flight: WeakKeyDictionary[Group, SaveHandle] = WeakKeyDictionary()
 """The last save in the background of each job."""
-_capturing: WeakSet[SaveHandle] = WeakSet()
+_capturing: set[SaveHandle] = set()
+_lock = threading.Lock()
+"""Of ``_capturing``."""
 
 
 def fence() -> None:
     """Wait until every save in the background of this process has captured its state. Raises nothing: the saves' handles do."""
-    for handle in list(_capturing):
-        handle.captured.exception()
+    with _lock:
+        handles = list(_capturing)
+    for handle in handles:
+        handle.captured.error()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fence()
+
+
+@cache
+def watch_steps() -> None:
+    """Make every optimizer's step wait for what is being captured.
+
+    Once for the life of the process: torch goes through its table of hooks while a step waits in one of them, so that no hook may be
+    removed from there, or added, at the end of a capture.
+    """
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def settle(group: Group, busy: Busy = "wait") -> None:
@@ -186,22 +239,20 @@ def settle(group: Group, busy: Busy = "wait") -> None:
         raise BusyError(f"the save of {handle.url} is still going on", hint='wait for its handle, or save with when_busy="wait"')
     handle.wait()
     del _in_flight[group]
-    error = handle.durable.exception()
-    if error is not None and not handle._seen:
-        handle._seen = True
-        raise error
+    if not handle.told():
+        handle.result()
 
 
-def start_save(url: str, state: object, group: Group, options: SaveOptions, when: When) -> SaveHandle:
-    """Begin a save in the background; collective over ``group``."""
-    save = Save(group.call("save", url, options.timeout), options)
+def start_save(
+    url: str, state: object, group: Group, options: SaveOptions, when: When, then: Callable[[], None] | None = None
+) -> SaveHandle:
+    """Begin a save in the background; collective over ``group``. ``then``: see ``SaveHandle.start``."""
+    save = BackgroundSave(group.call("save", url, options.timeout), options)
     try:
         with uncollected():
             save.prepare(state)
             capture = save.stage()
-            if when == "eager":
-                capture.everything(options.threads, save.beat)
-            else:
+            if when == "lazy":
                 capture.what_may_change()
     except BaseException as err:
         mistake = err
@@ -212,7 +263,9 @@ def start_save(url: str, state: object, group: Group, options: SaveOptions, when
         save.call.agree("begin", fail, lambda rows: None)
         raise
     handle = SaveHandle(save)
-    handle.start(when)
+    handle.start(1 if when == "lazy" else options.threads, then)
+    if when == "eager":
+        handle.captured.error()  # waits
     return handle
 
 

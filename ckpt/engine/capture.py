@@ -1,8 +1,8 @@
 """Capture: when the bytes of a save in the background are copied out of the state.
 
 *Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, which do not change
-parameters; an optimizer's step waits for the rest. What a forward pass may change is captured eagerly: buffers of modules, and small
-tensors that belong to no module or optimizer.
+parameters; an optimizer's step waits for the rest. What a forward pass may change is set aside before the call returns: buffers of
+modules, and small tensors that belong to no module or optimizer.
 
 Invariant: a tensor that changed before it was captured fails the save; it is never stored as it was not at the time of the call.
 """
@@ -27,7 +27,7 @@ from .sources import Source
 from .staging import Stage
 
 SMALL = 256 << 10
-"""Bytes: a tensor of unknown use that is smaller is captured eagerly."""
+"""Bytes: a tensor of unknown use that is smaller is set aside."""
 
 
 class Capture:
@@ -45,19 +45,20 @@ class Capture:
         self.spans = spans
         self.captured = 0
         """Bytes so far."""
+        self._lock = threading.Lock()
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._stream = _side_stream(placer)
 
-    # ---- what is copied at once
-
-    def everything(self, threads: int, beat: Callable[[], None]) -> None:
-        """Capture all now."""
-        self._run(self._batches(), threads, beat)
+    # ---- in the caller's thread
 
     def what_may_change(self) -> None:
-        """Capture now what a forward pass may change, and note what everything else is like."""
+        """Set aside what a forward pass may change, and note what everything else is like.
+
+        A copy beside the arena, not into it: the place in the arena may have to be written first, and what is only compared with other
+        ranks or sent to them has no place there.
+        """
         eager = self._eager()
         self._versions = [
             (name, part.memory, part.memory._version)
@@ -65,9 +66,9 @@ class Capture:
             if name not in eager
             for part in local.parts
         ]
-        if eager:
-            chunks = self.plan.chunks
-            self.stage.capture([b for b in self._batches() if any(chunks[n].name in eager for n in b.numbers)], self._fill)
+        self.source.set_aside(eager)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def _eager(self) -> set[str]:
         placer = self.placer
@@ -81,13 +82,11 @@ class Capture:
                 found.add(name)
         return found
 
-    # ---- the rest
+    # ---- in any thread
 
-    def rest(self, threads: int, beat: Callable[[], None]) -> None:
-        """Capture what is left. Raises, and tells the writers, if anything changed meanwhile."""
-        self._run(self._batches(), threads, beat)
-
-    def _run(self, batches: list[Batch], threads: int, beat: Callable[[], None]) -> None:
+    def run(self, threads: int, beat: Callable[[], None]) -> None:
+        """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
+        batches = [batch for batches in self.plan.batches for batch in batches]
         try:
             if self.merge is not None:
                 self.merge.take()
@@ -108,8 +107,11 @@ class Capture:
         finally:
             self.done.set()
 
-    def _batches(self) -> list[Batch]:
-        return [batch for batches in self.plan.batches for batch in batches]
+    def result(self) -> None:
+        """Wait until everything is captured, compared with what it was, and hashed. Raises what capturing raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
 
     def _fill(self, batch: Batch, at: int) -> None:
         with self.spans.span("capture", batch.length):
@@ -119,7 +121,8 @@ class Capture:
                 with torch.cuda.stream(self._stream):
                     self.source.fill_batch(batch, self.stage.memory, at)
                 self._stream.synchronize()
-        self.captured += batch.length
+        with self._lock:
+            self.captured += batch.length
 
     def _check_unchanged(self) -> None:
         changed = [name for name, memory, version in self._versions if memory._version != version]

@@ -41,11 +41,14 @@ class Tables:
 class Leader:
     """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's."""
 
-    def __init__(self, call: Call, backend: Backend, known: list[Tables], *, merge: bool) -> None:
+    def __init__(
+        self, call: Call, backend: Backend, known: list[Tables], *, merge: bool, metrics: Mapping[str, float] | None = None
+    ) -> None:
         self.call = call
         self.backend = backend
         self.known = known
         self.merge = merge
+        self.metrics = metrics
         self.previous: bytes | None = None
         self.tables: Tables | None = None
         self.state: tree.Node = None
@@ -113,7 +116,14 @@ class Leader:
         self.call.beat()
         features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
         record = write_index(
-            self.backend, contents, id=id, world_size=self.call.group.size, previous=self.previous, features=features, kept=kept
+            self.backend,
+            contents,
+            id=id,
+            world_size=self.call.group.size,
+            previous=self.previous,
+            features=features,
+            kept=kept,
+            metrics=self.metrics,
         )
         return {"id": id, "tensor_bytes": record.tensor_bytes}
 

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -68,6 +68,7 @@ class SaveOptions:
     codec: str | None = None
     spans: bool = True
     staging: int | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class Save:
         self.merge = Merge(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
         checked = self.options.check_replicas and group.size > 1
         self.replicas = Replicas(self.plan, self.source, self.rank) if checked else None
-        self.leader = Leader(self.call, self.backend, self.memory.tables, merge=self.options.merge)
+        self.leader = Leader(self.call, self.backend, self.memory.tables, merge=self.options.merge, metrics=self.options.metrics)
 
     def stage(self) -> Capture:
         """Make room for a copy of this rank's share: the state may change before it is written.

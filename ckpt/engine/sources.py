@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
-from ckpt.adapters.tensors import LocalTensor
+from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.errors import CoverageError
 from ckpt.geometry import row_major_strides
 
@@ -29,6 +30,10 @@ class Source:
         self.plan = plan
         self.tensors = tensors
         self.received: dict[int, list[tuple[int, int, memoryview]]] = {}
+
+    def set_aside(self, names: AbstractSet[str]) -> None:
+        """Read these tensors from a copy that is made now."""
+        self.tensors = {name: _copied(local) if name in names else local for name, local in self.tensors.items()}
 
     def view(self, number: int) -> memoryview:
         """The bytes of a chunk: its own memory where that is contiguous on the host, a copy elsewhere."""
@@ -112,6 +117,10 @@ class Source:
         if done != stop - start:
             raise CoverageError(f"this rank has {done} of the elements {start} to {stop} that it should send", where=f"tensor {name}")
         return whole
+
+
+def _copied(local: LocalTensor) -> LocalTensor:
+    return LocalTensor(local.info, [Held(part.box, part.memory.detach().clone()) for part in local.parts], local.said)
 
 
 def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
@@ -43,7 +44,7 @@ class IndexFile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
     """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
-    ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding."""
+    ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding; ``metrics`` and ``tags`` are what the job said of it."""
 
     id: str
     created: str
@@ -52,6 +53,8 @@ class CommitRecord:
     features: tuple[str, ...] = ()
     index: Mapping[str, IndexFile]
     tensor_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes."""
@@ -65,6 +68,8 @@ class CommitRecord:
             "features": list(self.features),
             "index": {n: {"path": f.path, "size": f.size, "digest": f.digest} for n, f in self.index.items()},
             "tensor_bytes": self.tensor_bytes,
+            **({"metrics": {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}} if self.metrics else {}),
+            **({"tags": list(self.tags)} if self.tags else {}),
             "digest": _ZEROS.decode(),
         }
         data = json.dumps(members, indent=2).encode() + b"\n"
@@ -185,7 +190,24 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         features=tuple(members["features"]),
         index={n: _index_file(index[n], n, where) for n in INDEX_NAMES},
         tensor_bytes=_member(members, "tensor_bytes", int, where),
+        metrics=_metrics(members.get("metrics", {}), where),
+        tags=_tags(members.get("tags", []), where),
     )
+
+
+def _metrics(found: object, where: str) -> dict[str, float]:
+    if not isinstance(found, dict):
+        _damaged("its metrics are not an object", where)
+    try:
+        return {name: float(value) for name, value in found.items()}
+    except (TypeError, ValueError):
+        _damaged("one of its metrics is not a number", where)
+
+
+def _tags(found: object, where: str) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
+        _damaged("its tags are not an array of strings", where)
+    return tuple(found)
 
 
 def _index_file(members: dict[str, Any], name: str, where: str) -> IndexFile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -14,12 +15,12 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, S
 from .catalog import read_index_file, read_record
 from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
 from .index import Kept, decode_files, encode_index
-from .paths import FILES, SPANS, data_prefix, index_path
+from .paths import FILES, SPANS, data_prefix, id_of, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-__all__ = ["Kept", "committed_id", "new_id", "previous_files", "read_record", "write_index"]
+__all__ = ["Kept", "committed_id", "new_id", "previous_files", "read_record", "remove_checkpoint", "set_tags", "write_index"]
 
 
 def write_index(
@@ -31,11 +32,12 @@ def write_index(
     previous: bytes | None,
     features: tuple[str, ...] = (),
     kept: Kept | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> CommitRecord:
     """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded.
-    ``kept``: see ``encode_index``.
+    ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
     If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
     the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
@@ -47,7 +49,7 @@ def write_index(
         StorageError: the storage failed.
     """
     files = encode_index(contents, kept)
-    record = _record(contents, files, id, world_size, features)
+    record = replace(_record(contents, files, id, world_size, features), metrics=dict(metrics or {}))
     made: list[str] = []
     try:
         for name, data in files.items():
@@ -87,6 +89,33 @@ def _spans_path(backend: Backend, id: str) -> tuple[str, ...]:
     except NotFoundError:
         return ()
     return (path,)
+
+
+def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
+    """Give a committed checkpoint these tags in place of those that it has.
+
+    Raises:
+        NotFoundError: there is no commit record.
+        ConflictError: somebody else changed it meanwhile.
+        CorruptError, FormatError: it cannot be read.
+    """
+    data = read_record(backend)
+    if data is None:
+        raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
+    record = replace(CommitRecord.from_bytes(data, _where(backend)), tags=tuple(sorted(set(tags))))
+    backend.publish(COMMIT_PATH, record.to_bytes(), replaces=data)
+    return record
+
+
+def remove_checkpoint(backend: Backend) -> None:
+    """Remove a checkpoint: first the commit record, so that it does not exist any more, then every file of this format.
+
+    Stopped anywhere, it leaves a whole checkpoint or debris. What is not of this format stays. An absent checkpoint is no error.
+    """
+    backend.delete(COMMIT_PATH)
+    for entry in list(backend.list()):
+        if id_of(entry.path) is not None:
+            backend.delete(entry.path)
 
 
 def committed_id(backend: Backend) -> str | None:

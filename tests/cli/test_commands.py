@@ -66,7 +66,18 @@ def test_ls_json(run_root: Path) -> None:
         (10, True, False, 3),
         (15, False, False, None),
     ]
-    assert set(found["steps"][0]) == {"step", "url", "committed", "damaged", "created", "tensor_bytes", "world_size", "reason"}
+    assert set(found["steps"][0]) == {
+        "step",
+        "url",
+        "committed",
+        "damaged",
+        "created",
+        "tensor_bytes",
+        "world_size",
+        "reason",
+        "metrics",
+        "tags",
+    }
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""How all ranks of a job come to save after the same step when only one of them knows why: a clock, or a signal.
+
+A thread on each rank looks into the job's store a few times a second, so a training step costs no message. The leader proposes a step;
+every rank answers with the first step after which it can save, and waits from the proposed step on; the leader then fixes the first step
+that no rank has passed. Invariant: no rank saves after a proposed step before it is fixed, so all save after the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+
+from .errors import DeadlineError
+from .group import Group, Store
+
+PAUSE = 0.1
+"""Seconds between two looks into the store."""
+
+
+@dataclass(eq=False)
+class Notices:
+    """One rank's end. ``asked``: some rank has been told that the job will be stopped."""
+
+    group: Group
+    store: Store
+    timeout: float
+    asked: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _seen: int = -1
+    _number: int = 0
+    _proposed: int | None = None
+    _reason: str = ""
+    _fixed: int | None = None
+    _said: bool = False
+    _error: Exception | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="ckpt-notices", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def ask(self) -> None:
+        """Tell the leader that this rank has had a notice. Costs a message, once."""
+        if not self._said:
+            self._said = True
+            self.store.set("asked", b"1")
+
+    @property
+    def pending(self) -> bool:
+        return self._proposed is not None
+
+    def propose(self, step: int, reason: str) -> None:
+        """Leader: the job is to save, after ``step`` or soon after it."""
+        with self._lock:
+            self._proposed, self._reason = step, reason
+        self.store.set(f"{self._number}/proposed", json.dumps([step, reason]).encode())
+
+    def due(self, step: int) -> str | None:
+        """After ``step``: why all ranks save now, or None. Waits if a step is proposed and not fixed yet.
+
+        Raises:
+            DeadlineError: a rank has not answered within the timeout.
+        """
+        with self._lock:
+            self._seen = step
+            if self._proposed is None or step < self._proposed:
+                return None
+            if not self._lock.wait_for(lambda: self._fixed is not None or self._error is not None, self.timeout):
+                raise DeadlineError(f"the ranks have not agreed when to save within {self.timeout:g} s", hint="look whether a rank hangs")
+            if self._error is not None:
+                raise self._error
+            if self._fixed is None or step < self._fixed:
+                return None
+            reason = self._reason
+            self._proposed = self._fixed = None
+            self._number += 1
+            return reason
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PAUSE):
+            try:
+                self._look()
+            except RuntimeError as err:  # the store is gone
+                with self._lock:
+                    self._error = DeadlineError("the job's store is gone, so rank 0 or the launcher probably died")
+                    self._error.__cause__ = err
+                    self._lock.notify_all()
+                return
+
+    def _look(self) -> None:
+        if self.store.check(["asked"]):
+            self.asked.set()
+        with self._lock:
+            number, fixed = self._number, self._fixed
+        if fixed is not None:
+            return
+        prefix = f"{number}"
+        if self.store.check([f"{prefix}/fixed"]):
+            with self._lock:
+                self._fixed = int(self.store.get(f"{prefix}/fixed"))
+                self._lock.notify_all()
+        elif not self.store.check([f"{prefix}/first/{self.group.rank}"]) and self.store.check([f"{prefix}/proposed"]):
+            step, reason = json.loads(self.store.get(f"{prefix}/proposed"))
+            with self._lock:
+                self._proposed, self._reason = step, reason
+                # The leader waits at the step that it proposes; the others have passed the last one that they have seen.
+                first = step if self.group.rank == self.group.leader else self._seen + 1
+            self.store.set(f"{prefix}/first/{self.group.rank}", str(first).encode())
+        if self.group.rank == self.group.leader and self._proposed is not None:
+            self._fix(prefix)
+
+    def _fix(self, prefix: str) -> None:
+        """Leader: once every rank has answered, fix the step."""
+        keys = [f"{prefix}/first/{rank}" for rank in self.group.ranks]
+        if self.store.check(keys) and not self.store.check([f"{prefix}/fixed"]):
+            self.store.set(f"{prefix}/fixed", str(max(int(self.store.get(key)) for key in keys)).encode())

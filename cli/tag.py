@@ -1,0 +1,45 @@
+"""``ckpt tag``: names that a checkpoint is kept by."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.errors import UsageError
+
+from .output import Output, options
+
+
+@click.command("tag", short_help="Give a checkpoint a name that keeps it, or take it away.")
+@click.argument("url")
+@click.argument("tags", nargs=-1)
+@click.option("-d", "--delete", is_flag=True, help="Take the TAGS away.")
+@options
+def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, quiet: bool) -> None:
+    """Give the checkpoint at URL the TAGS; without any, show those that it has. A tagged checkpoint is never removed.
+
+    \b
+    Example:
+      ckpt tag runs/a/step-00001000 release-1
+      ckpt tag -d runs/a/step-00001000 release-1
+    """
+    from ckpt.formats.native.writer import set_tags
+    from ckpt.formats.registry import open_catalog
+    from ckpt.io_backends.registry import open_backend
+    from ckpt.runs import list_steps
+
+    output = Output(json=as_json, quiet=quiet)
+    if any(not tag or tag != tag.strip() for tag in tags):
+        raise UsageError("a tag is a word without spaces around it")
+    open_catalog(url)  # so that a tag never keeps what cannot be opened
+    has = set(list_steps(url)[0].tags)
+    missing = sorted(set(tags) - has) if delete else []
+    if missing:
+        raise UsageError(f"the checkpoint has no tag {', '.join(missing)}", where=url, hint=f"it has {', '.join(sorted(has)) or 'none'}")
+    wanted = has - set(tags) if delete else has | set(tags)
+    if wanted != has:
+        set_tags(open_backend(url), wanted)
+    if output.json:
+        output.document({"url": url, "tags": sorted(wanted)})
+    else:
+        for tag in sorted(wanted):
+            output.line(tag)

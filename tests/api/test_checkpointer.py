@@ -1,0 +1,198 @@
+"""The training loop's face on one process: what is saved when, what stays, and where a job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CorruptError, NamesError, NotFoundError, StorageError
+from ckpt.formats.native.writer import set_tags
+from ckpt.io_backends.faulty import Fault, FaultyProcess
+from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, OnPreemption, Tagged
+
+
+class Job:
+    """A small deterministic training job."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(6, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, n: int) -> float:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(n))
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def run(root: Path, steps: range, job: Job, **options: Any) -> list[float]:
+    losses = []
+    with ckpt.Checkpointer(str(root), **options) as c:
+        for n in steps:
+            losses.append(job.train(n))
+            c.step(n, job.state(), metrics={"loss": losses[-1]})
+    return losses
+
+
+def numbers(root: Path) -> list[int | None]:
+    return [s.number for s in ckpt.list_steps(str(root)) if s.committed]
+
+
+def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", range(1, 31), Job(), save=EverySteps(1000))
+    root = tmp_path / "run"
+    first = run(root, range(1, 18), Job(), save=EverySteps(5))
+    assert numbers(root) == [5, 10, 15] and first == whole[:17]
+    job = Job(seed=9)
+    with ckpt.Checkpointer(str(root), save=EverySteps(5)) as c:
+        assert c.latest == 15
+        step = c.restore(job.state())
+        assert step == 15
+        rest = []
+        for n in range(16, 31):
+            rest.append(job.train(n))
+            assert c.step(n, job.state()) == (n in (20, 25, 30))
+    assert rest == whole[15:] and numbers(root) == [5, 10, 15, 20, 25, 30]
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(str(tmp_path / "none")) as c:
+        assert c.restore(Job().state()) is None and c.latest is None and c.steps() == [] and c.best("loss", mode="min") is None
+        with pytest.raises(NotFoundError):
+            c.restore(Job().state(), step=3)
+
+
+def flip(directory: Path) -> None:
+    (path,) = directory.glob("data/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    run(tmp_path, range(1, 7), job, save=EverySteps(2))
+    flip(tmp_path / "step-00000006")
+    os.truncate(next((tmp_path / "step-00000004").glob("index-*/tensors.arrow")), 40)
+    again = Job(seed=3)
+    with ckpt.Checkpointer(str(tmp_path)) as c:
+        assert c.restore(again.state()) == 2
+        assert "step-00000006 is passed over" in caplog.text and "step-00000004 is passed over" in caplog.text
+        with pytest.raises(CorruptError):
+            c.restore(again.state(), step=6)
+    flip(tmp_path / "step-00000002")
+    with ckpt.Checkpointer(str(tmp_path)) as c, pytest.raises(CorruptError):
+        c.restore(again.state())
+
+
+def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    run(tmp_path, range(1, 5), Job(), save=EverySteps(2))
+    with ckpt.Checkpointer(str(tmp_path)) as c, pytest.raises(NamesError):
+        c.restore({"model": torch.nn.Linear(6, 3)})
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    job = Job()
+    with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1), keep=Latest(2) | Best("score", mode="max") | Tagged("keep*")) as c:
+        for n in range(1, 8):
+            job.train(n)
+            c.step(n, job.state(), metrics={"score": 100.0 if n == 3 else n})
+            c.wait()
+            if n == 2:
+                set_tags(open_backend(c.url(2)), ["keep me"])
+        assert [s.number for s in c.steps()] == [2, 3, 6, 7]
+        assert c.best("score", mode="max") == 3 and c.best("score", mode="min") == 2 and c.latest == 7
+        assert c.steps()[0].tags == ("keep me",) and c.steps()[1].metrics == {"score": 100.0}
+    left = {p.relative_to(tmp_path).parts[0] for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == {f"step-{n:08d}" for n in (2, 3, 6, 7)}
+    assert ckpt.open(str(tmp_path / "step-00000002"))["model.weight"].read().shape == (3, 6)
+
+
+def test_metrics_that_are_no_finite_number_come_back(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(str(tmp_path)) as c:
+        c.save(1, {"x": torch.ones(2)}, metrics={"nan": float("nan"), "inf": float("inf"), "n": 3})
+        c.wait()
+        found = c.steps()[0].metrics
+    assert found["inf"] == float("inf") and found["n"] == 3.0 and found["nan"] != found["nan"]
+
+
+def test_a_notice_saves_once_and_says_so(tmp_path: Path) -> None:
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *a: seen.append(1))
+    try:
+        job = Job()
+        with ckpt.Checkpointer(str(tmp_path), save=EverySteps(100) | OnPreemption()) as c:
+            for n in range(1, 10):
+                job.train(n)
+                if n == 4:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                assert c.step(n, job.state()) == (n == 4)
+                assert c.preempted == (n >= 4)
+        assert seen == [1] and numbers(tmp_path) == [4]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_clock(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(str(tmp_path), save=EveryMinutes(0.005)) as c:
+        saved = []
+        for n in range(1, 9):
+            time.sleep(0.1)
+            if c.step(n, {"x": torch.ones(1)}):
+                saved.append(n)
+    assert 1 <= len(saved) <= 3 and numbers(tmp_path) == saved
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_step(tmp_path: Path) -> None:
+    process = FaultyProcess(Fault(at=4, kind="no_space"))
+    c = ckpt.Checkpointer(str(tmp_path), save=AtSteps(2, 3, 6))
+    with wrap_backends(process.wrap):
+        assert c.step(2, {"x": torch.ones(3)})
+        assert c.handle is not None and c.handle.wait(20)
+    with pytest.raises(StorageError):
+        c.step(3, {"x": torch.ones(3)})
+    assert c.step(4, {"x": torch.ones(3)}), "what was due and failed is still due"
+    assert not c.step(5, {"x": torch.ones(3)})
+    assert c.step(6, {"x": torch.ones(3)})
+    c.close()
+    assert numbers(tmp_path) == [4, 6]
+
+
+def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:
+    def train(root: Path) -> None:
+        with ckpt.Checkpointer(str(root), save=EverySteps(1)) as c:
+            c.step(1, {"x": torch.ones(3)})
+            raise ZeroDivisionError
+
+    process = FaultyProcess(Fault(at=4, kind="error"))
+    with pytest.raises(ZeroDivisionError), wrap_backends(process.wrap):
+        train(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "b")
+    assert numbers(tmp_path) == []
+    assert numbers(tmp_path / "b") == [1]
+
+
+def test_a_step_with_nothing_due_is_cheap(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(str(tmp_path), save=EverySteps(10**6) | OnPreemption() | EveryMinutes(10)) as c:
+        state = Job().state()
+        c.step(1, state)
+        began = time.process_time()
+        for n in range(2, 1002):
+            c.step(n, state)
+        assert (time.process_time() - began) / 1000 < 150e-6  # some 10 µs on an idle machine

@@ -1,0 +1,87 @@
+"""``ckpt gc`` and ``ckpt tag``: nothing goes that is not named before, and never the newest."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.registry import wrap_backends
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    with ckpt.Checkpointer(str(tmp_path / "run")) as c:
+        for n in (1, 2, 3, 4):
+            c.save(n, {"x": torch.full((10,), float(n))}, metrics={"loss": float("nan") if n == 1 else 1 / n})
+            c.wait()
+    return str(tmp_path / "run")
+
+
+def numbers(root: str) -> list[int | None]:
+    return [s.number for s in ckpt.list_steps(root) if s.committed]
+
+
+def test_telling_removes_nothing(root: str) -> None:
+    found = run("gc", root, "--keep", "latest=2", "--json")
+    assert found.exit_code == 0
+    said = json.loads(found.stdout)
+    assert [(s["step"], s["outcome"]) for s in said["steps"]] == [(1, "removed"), (2, "removed"), (3, "kept"), (4, "kept")]
+    assert not said["acted"] and numbers(root) == [1, 2, 3, 4]
+    assert run("gc", root, "--keep", "latest=2", "--dry-run").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
+    assert run("gc", root, "--yes", "--dry-run").exit_code == 2
+
+
+def test_what_is_tagged_and_newest_stays(root: str) -> None:
+    assert run("tag", f"{root}/step-00000002", "release").stdout == "release\n"
+    assert json.loads(run("ls", root, "--json").stdout)["steps"][1]["tags"] == ["release"]
+    assert run("gc", root, "--keep", "latest=1", "--yes").exit_code == 0
+    assert numbers(root) == [2, 4]
+    assert run("verify", f"{root}/step-00000002").exit_code == 0
+    assert run("tag", "-d", f"{root}/step-00000002", "other").exit_code == 2
+    assert run("tag", "-d", f"{root}/step-00000002", "release").stdout == ""
+    assert run("gc", root, "--keep", "latest=1", "--yes").exit_code == 0 and numbers(root) == [4]
+    assert run("gc", root, "--keep", "latest=0", "--yes").exit_code == 2 and numbers(root) == [4]
+
+
+def test_without_a_rule_everything_stays(root: str) -> None:
+    assert run("gc", root, "--yes").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
+
+
+def test_debris_goes_only_when_asked_and_only_below_the_newest(root: str) -> None:
+    for n in (0, 9):
+        process = FaultyProcess(Fault(at=6, kind="crash"))
+        with wrap_backends(process.wrap), pytest.raises(SimulatedCrash):
+            ckpt.save(f"{root}/step-{n:08d}", {"x": torch.ones(10)})
+    assert len(ckpt.list_steps(root)) == 6
+    run("gc", root, "--yes")
+    assert len(ckpt.list_steps(root)) == 6
+    assert run("gc", root, "--debris", "--yes").exit_code == 0
+    assert [s.number for s in ckpt.list_steps(root)] == [1, 2, 3, 4, 9]
+
+
+def test_killed_in_the_middle_of_removing(root: str) -> None:
+    """Whatever is cut off, each checkpoint is whole or does not exist."""
+    count = FaultyProcess()
+    with wrap_backends(count.wrap):
+        run("gc", root, "--keep", "latest=2")
+    listing = count.operations
+    for n in range(listing, listing + 9):
+        with wrap_backends(FaultyProcess(Fault(at=n, kind="crash")).wrap), suppress(SimulatedCrash):
+            run("gc", root, "--keep", "latest=1", "--yes")
+        for step in ckpt.list_steps(root):
+            if step.committed:
+                assert run("verify", step.url).exit_code == 0
+        assert 4 in numbers(root)
