@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -155,6 +155,10 @@ class Placer:
             return self.tensors[first]
         self.tensors[name] = local
         return local
+
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it."""
+        return ((name, tensor) for entries in self._seen.values() for name, tensor, _ in entries)
 
     def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
         """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""

@@ -60,12 +60,9 @@ class Capture:
         ranks or sent to them has no place there.
         """
         eager = self._eager()
-        self._versions = [
-            (name, part.memory, part.memory._version)
-            for name, local in self.placer.tensors.items()
-            if name not in eager
-            for part in local.parts
-        ]
+        # What is done to a DTensor shows in its own version, not in that of its local tensor.
+        memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
+        self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
         self.source.set_aside(eager)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -125,7 +122,7 @@ class Capture:
             self.captured += batch.length
 
     def _check_unchanged(self) -> None:
-        changed = [name for name, memory, version in self._versions if memory._version != version]
+        changed = list(dict.fromkeys(name for name, tensor, version in self._versions if tensor._version != version))
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise ConsistencyError(

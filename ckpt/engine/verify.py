@@ -173,11 +173,12 @@ def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
     """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
     job: list[_Chunk] = []
     for chunk in sorted(chunks, key=lambda c: (c.extent.path, c.extent.offset, c.extent.length)):
-        last = job[-1] if job else chunk
-        fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
-        if job and (not fits or chunk.extent.codec is not None or last.extent.codec is not None):
-            yield job
-            job = []
+        if job:
+            last = job[-1]
+            fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
+            if not fits or chunk.extent.codec is not None or last.extent.codec is not None:
+                yield job
+                job = []
         job.append(chunk)
     if job:
         yield job
