@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.catalog import DataFile
+from ckpt.catalog import Contents, DataFile
 from ckpt.dtypes import dtype
-from ckpt.engine.save import SaveOptions, _Save
-from ckpt.engine.writer import chunks_of, specs_of
+from ckpt.engine.leader import Leader, Tables
+from ckpt.engine.plan import chunks_of, specs_of
 from ckpt.formats.native.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.group import Group
+from ckpt.io_backends.registry import open_backend
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global, Owned, assign
@@ -111,9 +112,10 @@ class _Ours(_Timed):
 
     def lead(self, sent: bytes) -> dict[str, bytes]:
         call = Group(0, tuple(range(self.ranks))).call("save", "benchmark", 1.0)
-        save = _Save(call, SaveOptions(layout=None, timeout=1.0, check_replicas=False, threads=1))
-        save.joined = join_tables([(range(self.ranks), Table.from_bytes(sent))])
-        return encode_index(save.contents(self.files, ID))
+        leader = Leader(call, open_backend("memory://benchmark"), [], merge=False)
+        leader.tables = Tables(said=(), joined=join_tables([(range(self.ranks), Table.from_bytes(sent))]), own={})
+        entries, kept = leader.entries(self.files, coded=False)
+        return encode_index(Contents(tensors=entries, files=tuple(self.files), state=None, ranks={}), kept)
 
 
 def _plan(tensors: Sequence[Global], owned: dict[str, Owned], rank: int) -> list[DataFilePlan]:

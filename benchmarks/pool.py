@@ -29,10 +29,12 @@ class TaskError(RuntimeError):
 
 @dataclass(eq=False)
 class Rank:
-    """This process as the tasks see it. ``groups`` has the first n ranks under n; ``kept`` is what tasks leave for later ones."""
+    """This process as the tasks see it. ``groups`` has the first n ranks under n, ``second`` other groups of the same, for what goes on in
+    another thread; ``kept`` is what tasks leave for later ones."""
 
     number: int
     groups: dict[int, ProcessGroup]
+    second: dict[int, ProcessGroup]
     kept: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,5 +129,10 @@ def _join(number: int, count: int, pipe: Connection) -> Rank:
     if number == 0:
         pipe.send((True, store.port))
     dist.init_process_group("gloo", store=store, rank=number, world_size=count)
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, count + 1)}
-    return Rank(number, {n: g for n, g in groups.items() if number < n and isinstance(g, dist.ProcessGroup)})
+    groups, second = ({n: dist.new_group(list(range(n))) for n in range(1, count + 1)} for _ in range(2))
+    return Rank(number, _mine(number, groups), _mine(number, second))
+
+
+def _mine(number: int, groups: dict[int, Any]) -> dict[int, ProcessGroup]:
+    """The groups that this rank is in; for others torch gives a constant."""
+    return {n: group for n, group in groups.items() if number < n}

@@ -15,12 +15,27 @@ from typing import Any
 import click
 
 from . import machine
+from .findings import Finding
 from .places import Place
 from .pool import Pool
 from .report import Check, checks_of, planning_table, rows_of, tables
 
 SCHEMA = 1
-SCENARIOS = ("sharded", "replicated", "small", "reshard", "planning")
+SCENARIOS = (
+    "sharded",
+    "replicated",
+    "small",
+    "reshard",
+    "planning",
+    "async",
+    "background",
+    "merge",
+    "codecs",
+    "memory",
+    "plan-large",
+)
+ONCE = ("codecs", "plan-large")
+"""Scenarios that use no storage."""
 MB = 1_000_000
 
 
@@ -42,6 +57,8 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--small-tensors", type=click.IntRange(1), default=20_000, help="Tensors of the scenario 'small'.")
 @click.option("--plan-tensors", type=click.IntRange(1), default=4_000, help="Tensors of the scenario 'planning'.")
 @click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
+@click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the scenario 'plan-large'.")
+@click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the scenario 'plan-large'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
 def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:
     """Compare ckpt with torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""
@@ -80,6 +97,7 @@ def benchmark(given: dict[str, int], directories: Sequence[str], scenarios: Sequ
 
 def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     from . import planning, tasks  # these import torch
+    from .more import MORE
     from .scenarios import MOVING, Settings
 
     def tell(text: str) -> None:
@@ -95,9 +113,17 @@ def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: 
         os.mkdir(directory)
         plan = pool.run(planning.measure, on=1, directory=directory, **arguments)[0]
     rows = rows_of(measured)
-    checks: list[Check] = checks_of(rows, plan)
+    findings = [
+        finding
+        for name in scenarios
+        if name in MORE
+        for place in (places[:1] if name in ONCE else places)
+        for finding in MORE[name](settings, pool, place, tell)
+    ]
+    checks: list[Check] = [*checks_of(rows, plan), *(check for finding in findings for check in finding.checks)]
     versions = pool.run(tasks.versions, on=1)[0]
-    return {"versions": versions, "results": rows, "planning": plan, "checks": [asdict(c) for c in checks]}
+    document = {"versions": versions, "results": rows, "planning": plan, "findings": [f.to_json() for f in findings]}
+    return document | {"checks": [asdict(c) for c in checks]}
 
 
 def text_of(document: dict[str, Any]) -> list[str]:
@@ -111,5 +137,7 @@ def text_of(document: dict[str, Any]) -> list[str]:
     ]
     if document["planning"] is not None:
         lines += planning_table(document["planning"])
+    for finding in document["findings"]:
+        lines += Finding.from_json(finding).lines()
     checks = [f"{'PASS' if c['ok'] else 'FAIL'}  {c['name']}: {c['detail']}" for c in document["checks"]]
     return [*lines, "", *checks]

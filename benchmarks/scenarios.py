@@ -26,6 +26,8 @@ class Settings:
     small_tensors: int
     plan_tensors: int
     plan_ranks: int
+    large_layers: int = 126
+    large_ranks: int = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)

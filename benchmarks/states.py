@@ -107,7 +107,7 @@ def _adam(recipe: Recipe, group: dist.ProcessGroup) -> tuple[dict[str, Any], dic
         if recipe.kind == "replicated":
             local[name] = pattern(shape, seed)
             return local[name]
-        return _dtensor(local, name, shape, seed, mesh, min(recipe.dim, len(shape) - 1))
+        return dtensor(local, name, shape, seed, mesh, min(recipe.dim, len(shape) - 1))
 
     model, state = {}, {}
     for name, shape in shapes(recipe.size).items():
@@ -131,7 +131,7 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     return found | {"norm.weight": (hidden,), "output.weight": (4 * hidden, hidden)}
 
 
-def _dtensor(local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, dim: int) -> DTensor:
+def dtensor(local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, dim: int) -> DTensor:
     placements = [Shard(dim)]
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     local[name] = pattern(shape, seed, tuple(offset), tuple(size))

@@ -1,0 +1,21 @@
+"""The scenarios that compare other things than the contestants' saves and loads, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import async_saves, background, coding, footprint, merging, planning_large
+from .findings import Finding
+from .places import Place
+from .pool import Pool
+from .scenarios import Settings, Tell
+
+MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
+    "async": async_saves.run,
+    "background": background.run,
+    "merge": merging.run,
+    "codecs": coding.run,
+    "memory": footprint.run,
+    "plan-large": planning_large.run,
+}
+"""Each gives findings for one place."""
