@@ -91,7 +91,8 @@ def save_async(
 
     The state's tensors are copied into host memory that is kept for the next save. With ``capture="lazy"`` that happens during the next
     forward and backward pass: every ``torch.optim`` optimizer waits in ``step()`` until it is done. Code that changes parameters or other
-    tensors of the state by hand calls ``handle.fence()`` before. What changes before it was captured fails the save. Values that are not
+    tensors of the state by hand calls ``handle.fence()`` before. What torch sees change before it was captured fails the save; it does not
+    see what is done through ``tensor.data`` or numpy. Values that are not
     tensors, buffers of modules and small tensors outside of modules and optimizers are captured before the call returns.
 
     An error is raised by the handle's methods and futures; if nobody asks, the next call of :func:`save`, :func:`save_async` or
@@ -107,7 +108,7 @@ def save_async(
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
-    from .engine.background import settle, start_save
+    from .engine.background import refuse_if_busy, settle, start_save
 
     group = current_group(process_group)
     with _told(group, "save", url):
@@ -115,9 +116,12 @@ def save_async(
             raise UsageError(f"capture is 'lazy' or 'eager', when_busy 'wait' or 'refuse', not {capture!r} and {when_busy!r}")
         if staging_bytes is not None and staging_bytes <= 0:
             raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")
-        settle(group, when_busy)
         _check_layout(layout, group)
         options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec, staging=staging_bytes)
+    if when_busy == "refuse":
+        refuse_if_busy(group, url, options.timeout)
+    with _told(group, "save", url):
+        settle(group)
     return start_save(url, state, group, options, capture)
 
 

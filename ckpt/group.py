@@ -52,6 +52,8 @@ class Group:
     rank: int
     ranks: tuple[int, ...]
     store: Store | None = None
+    served: object = None
+    """The job's own store. As long as it is referred to, its server runs, also after ``destroy_process_group``: a save may be going on."""
     calls: int = 0
     _written: dict[int, list[str]] = field(default_factory=dict)
     """Keys by number of the call. All calls before number ``_past`` are over on all ranks."""
@@ -65,12 +67,13 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def call(self, kind: str, url: str, timeout: float) -> Call:
-        """Begin a collective call; every rank makes the same calls in the same order."""
+    def call(self, kind: str, url: str, timeout: float, *, overlaps: bool = False) -> Call:
+        """Begin a collective call; every rank makes the same calls in the same order. ``overlaps``: an earlier one may go on in the
+        background, on any rank."""
         self.calls += 1
         if self.store is not None:
             self._forget()
-        return Call(self, f"{self.calls}", kind, url, timeout)
+        return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
 
     def settled(self, number: str) -> None:
         """Every rank has come to this call, so all have left those before it: what they wrote there is not read any more. It may still be
@@ -120,7 +123,7 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
         life = base.add(f"ckpt/{pg.group_name}/life/{rank}", 1)
         # A connection of its own: whoever waits for a key in the job's store does not hold up a save in the background.
         store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}/{life}", _cloned(base)))
-        known = _groups[pg] = Group(rank, ranks, store)
+        known = _groups[pg] = Group(rank, ranks, store, base)
     return known
 
 
@@ -143,6 +146,7 @@ class Call:
     kind: str
     url: str
     timeout: float
+    overlaps: bool = False
     undecided: bool = False
     """This rank has done its part and does not know what the leader decided, which may still do anything."""
     _phase: str = "start"
@@ -214,6 +218,10 @@ class Call:
         if not self._has(f"blob/{digest}"):
             raise DeadlineError(f"{self.kind}: the job's store has lost what a rank left in it", where=self.url, hint="try again")
         return self._get(f"blob/{digest}")
+
+    def _settle(self) -> None:
+        if not self.overlaps:
+            self.group.settled(self.number)
 
     # ---- the protocol
 
@@ -287,7 +295,7 @@ class Call:
             self._tell(err, decided=True)
             raise
         self._publish({"found": found})
-        self.group.settled(self.number)
+        self._settle()
         return found
 
     def _gather(self) -> dict[int, Row]:
@@ -317,7 +325,7 @@ class Call:
         self.undecided = False
         if "error" in verdict:
             raise _failure_of(self.kind, self._phase, verdict)
-        self.group.settled(self.number)
+        self._settle()
         return verdict["found"]
 
     def _arrived(self, name: str) -> bool:

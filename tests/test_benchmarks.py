@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.contestants import cut, share
+from benchmarks.findings import at_least, at_most
 from benchmarks.measure import RankCost, Sample
 from benchmarks.places import Place, filesystem_of
 from benchmarks.report import aligned, checks_of, rows_of
@@ -30,7 +31,16 @@ ALL, RESHARD = {"ckpt", "dcp", "torch.save", "raw"}, {"ckpt", "ckpt partial", "d
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """One rank (two where the scenario doubles them), a megabyte, two repetitions; the finished process and its JSON."""
     folder = tmp_path_factory.mktemp("bench")
-    options = {"size": 1, "ranks": 1, "repeat": REPEAT, "small-tensors": SMALL, "plan-tensors": 36, "plan-ranks": 8}
+    options = {
+        "size": 1,
+        "ranks": 1,
+        "repeat": REPEAT,
+        "small-tensors": SMALL,
+        "plan-tensors": 36,
+        "plan-ranks": 8,
+        "large-layers": 2,
+        "large-ranks": 64,
+    }
     command = [sys.executable, "-m", "benchmarks", "--dir", str(folder), "--json", str(folder / "out.json"), "-q"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -97,6 +107,17 @@ def test_planning_counts_the_chunks_of_the_layout(run: tuple[Any, dict[str, Any]
     assert all(len(planning["ckpt"][k]) == REPEAT for k in ("rank_cpu", "leader_cpu", "read_cpu"))
 
 
+def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]) -> None:
+    done, document = run
+    found = [(f["scenario"], len(f["rows"])) for f in document["findings"]]
+    assert found == [("async", 4), ("async", 3), ("background", 2), ("merge", 3), ("codecs", found[4][1]), ("memory", 4), ("plan-large", 6)]
+    merge, large = document["findings"][3]["figures"]["medians"], document["findings"][6]["figures"]
+    assert merge["boxes"]["sent"] == 0 < merge["merge"]["sent"] < merge["gather"]["sent"]
+    assert merge["merge"]["chunks"] < merge["boxes"]["chunks"]
+    assert large["tensors"] == 4 * (9 * 2 + 3)
+    assert all(f"{f['scenario']}: {f['title']}" in done.stdout for f in document["findings"])
+
+
 def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]]) -> None:
     done, document = run
     printed = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
@@ -108,6 +129,11 @@ def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]
         "load CPU seconds below DCP's",
         "bytes per rank max/mean <= 1.05",
         "index of 36 tensors on 8",
+        "eager call in copies of the same bytes",
+        "lazy call",
+        "speed beside a save, of idle speed",
+        "memory of a load beside the state",
+        "plan of the next save",
     ):
         assert text in names
 
@@ -193,6 +219,11 @@ def test_a_place_is_on_its_file_system_and_leaves_nothing(tmp_path: Path) -> Non
         Path(place.fresh("a b")).mkdir()
         assert Path(place.path).parent == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+def test_marks_are_limits_that_may_be_reached() -> None:
+    assert [at_most("a", v, 2.0).ok for v in (1.9, 2.0, 2.1)] == [True, True, False]
+    assert [at_least("a", v, 2.0).ok for v in (1.9, 2.0, 2.1)] == [False, True, True]
 
 
 def test_columns_are_aligned() -> None:

@@ -7,6 +7,7 @@ An error is raised by the handle, or else by the job's next call; it is never on
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -225,18 +226,24 @@ def watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def settle(group: Group, busy: Busy = "wait") -> None:
+def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
+    """Raise BusyError on all ranks if a save of the job is still going on for any of them: the ranks' saves do not end at one moment."""
+    handle = _in_flight.get(group)
+    mine = handle is not None and not handle.done()
+    call = group.call("save", url, timeout, overlaps=True)
+    if call.agree("busy", lambda: {"busy": mine}, lambda rows: any(row["busy"] for row in rows.values())):
+        raise BusyError("a save of this job is still going on", where=url, hint='wait for its handle, or save with when_busy="wait"')
+
+
+def settle(group: Group) -> None:
     """End what is in flight before the job's next call.
 
     Raises:
-        BusyError: a save is going on, and ``busy`` is ``"refuse"``.
         CkptError: the last save failed, and nobody has been told.
     """
     handle = _in_flight.get(group)
     if handle is None:
         return
-    if busy == "refuse" and not handle.done():
-        raise BusyError(f"the save of {handle.url} is still going on", hint='wait for its handle, or save with when_busy="wait"')
     handle.wait()
     del _in_flight[group]
     if not handle.told():
@@ -269,4 +276,14 @@ def start_save(
     return handle
 
 
-__all__ = ["Busy", "CkptError", "Pending", "Progress", "SaveHandle", "fence", "settle", "start_save"]
+def _forget_parent() -> None:
+    """In a forked child no thread of the parent goes on: there is nothing to wait for."""
+    global _lock
+    _lock = threading.Lock()
+    _capturing.clear()
+    _in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+__all__ = ["Busy", "CkptError", "Pending", "Progress", "SaveHandle", "fence", "refuse_if_busy", "settle", "start_save"]

@@ -4,13 +4,15 @@
 parameters; an optimizer's step waits for the rest. What a forward pass may change is set aside before the call returns: buffers of
 modules, and small tensors that belong to no module or optimizer.
 
-Invariant: a tensor that changed before it was captured fails the save; it is never stored as it was not at the time of the call.
+Invariant: a tensor that torch knows to have changed (its version) or moved before it was captured fails the save. What torch does not
+count (``tensor.data``, numpy views of the same memory, fused optimizer kernels called without their optimizer) needs ``fence()``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -49,7 +51,8 @@ class Capture:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self._stream = _side_stream(placer)
+        self._streams = _side_streams(placer)
+        self._follow()
 
     # ---- in the caller's thread
 
@@ -64,8 +67,23 @@ class Capture:
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
         self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
         self.source.set_aside(eager)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._follow()
+        self.source.note_addresses()
+
+    def _follow(self) -> None:
+        """Let the side streams come after all that the caller has queued."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """This thread's copies from devices go through the side streams, and have arrived at the end of the block."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            for stream in self._streams:
+                stream.synchronize()
 
     def _eager(self) -> set[str]:
         placer = self.placer
@@ -86,7 +104,8 @@ class Capture:
         batches = [batch for batches in self.plan.batches for batch in batches]
         try:
             if self.merge is not None:
-                self.merge.take()
+                with self._aside():
+                    self.merge.take()
             if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
                 step = -(-len(batches) // threads)
                 parts = [batches[i : i + step] for i in range(0, len(batches), step)]
@@ -94,8 +113,8 @@ class Capture:
             else:
                 self.stage.capture(batches, self._fill)
             if self.replicas is not None:
-                with self.spans.span("hash"):
-                    self.replicas.hash(threads, beat)
+                with self.spans.span("hash"), self._aside():
+                    self.replicas.hash(threads if not self._streams else 1, beat)
             self._check_unchanged()
         except BaseException as err:
             self.error = err
@@ -112,12 +131,11 @@ class Capture:
 
     def _fill(self, batch: Batch, at: int) -> None:
         with self.spans.span("capture", batch.length):
-            if self._stream is None:
-                self.source.fill_batch(batch, self.stage.memory, at)
-            else:
-                with torch.cuda.stream(self._stream):
+            if self._streams:
+                with self._aside():
                     self.source.fill_batch(batch, self.stage.memory, at)
-                self._stream.synchronize()
+            else:
+                self.source.fill_batch(batch, self.stage.memory, at)
         with self._lock:
             self.captured += batch.length
 
@@ -132,12 +150,7 @@ class Capture:
             )
 
 
-def _side_stream(placer: Placer) -> torch.cuda.Stream | None:
-    """A stream for copies from the device, behind what the caller has queued so far; None if all memory is on the host."""
+def _side_streams(placer: Placer) -> list[torch.cuda.Stream]:
+    """For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host."""
     devices = {p.memory.device for local in placer.tensors.values() for p in local.parts if p.memory.is_cuda}
-    if not devices:
-        return None
-    device = next(iter(devices))
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
+    return [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]

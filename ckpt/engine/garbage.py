@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,18 @@ from contextlib import contextmanager
 _lock = threading.Lock()
 _paused = 0
 _was_on = False
+
+
+def _resume() -> None:
+    """In a forked child nobody leaves the blocks that the parent's threads were in."""
+    global _lock, _paused
+    _lock = threading.Lock()
+    if _paused and _was_on:
+        gc.enable()
+    _paused = 0
+
+
+os.register_at_fork(after_in_child=_resume)
 
 
 @contextmanager

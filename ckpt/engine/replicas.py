@@ -45,12 +45,12 @@ class Replicas:
             beat()
 
     def _bytes(self, name: str, box: Box) -> memoryview:
-        return as_bytes(self.source.tensors[name].gather(box)) if box.numel else memoryview(b"")
+        return as_bytes(self.source.tensor(name).gather(box)) if box.numel else memoryview(b"")
 
     def _flat(self, name: str) -> int:
         """Digest of all that this rank has of a tensor that is cut into flat ranges: its chunks are of other ranks' bytes, too."""
         digest = xxhash.xxh3_64()
-        for part in self.source.tensors[name].parts:
+        for part in self.source.tensor(name).parts:
             digest.update(as_bytes(part.memory))
         return digest.intdigest()
 

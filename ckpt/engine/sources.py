@@ -14,7 +14,7 @@ import torch
 
 from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
 from ckpt.adapters.tensors import Held, LocalTensor
-from ckpt.errors import CoverageError
+from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.geometry import row_major_strides
 
 from .plan import Batch, RankPlan
@@ -30,6 +30,25 @@ class Source:
         self.plan = plan
         self.tensors = tensors
         self.received: dict[int, list[tuple[int, int, memoryview]]] = {}
+        self._addresses: dict[str, tuple[int, ...]] = {}
+
+    def note_addresses(self) -> None:
+        """From now on a tensor whose memory is freed or moved is an error."""
+        self._addresses = {name: _addresses(local) for name, local in self.tensors.items()}
+
+    def tensor(self, name: str) -> LocalTensor:
+        """A tensor whose memory is where it was.
+
+        Raises:
+            ConsistencyError: its memory was freed or moved since ``note_addresses``.
+        """
+        local = self.tensors[name]
+        if self._addresses and self._addresses[name] != _addresses(local):
+            raise ConsistencyError(
+                f"the memory of tensor {name} was freed or moved before the save had captured it",
+                hint='call handle.fence() before that, or save with capture="eager"',
+            )
+        return local
 
     def set_aside(self, names: AbstractSet[str]) -> None:
         """Read these tensors from a copy that is made now."""
@@ -45,7 +64,7 @@ class Source:
             self.fill(number, whole)
             self.patch(number, whole)
             return as_bytes(whole)
-        return as_bytes(self.tensors[chunk.name].gather(chunk.box))
+        return as_bytes(self.tensor(chunk.name).gather(chunk.box))
 
     def nbytes(self, number: int) -> int:
         chunk = self.plan.chunks[number]
@@ -65,7 +84,7 @@ class Source:
     def _plain(self, number: int) -> torch.Tensor | None:
         """The memory of a chunk that is all that this rank has of its tensor, if it can be copied as it is."""
         chunk = self.plan.chunks[number]
-        parts = self.tensors[chunk.name].parts
+        parts = self.tensor(chunk.name).parts
         if len(parts) != 1 or parts[0].box != chunk.box:
             return None
         memory = parts[0].memory
@@ -74,7 +93,7 @@ class Source:
     def fill(self, number: int, into: torch.Tensor) -> None:
         """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
         chunk = self.plan.chunks[number]
-        local = self.tensors[chunk.name]
+        local = self.tensor(chunk.name)
         if self.plan.owned[chunk.name].merged:
             self._fill_merged(number, local, into)
             return
@@ -107,7 +126,7 @@ class Source:
 
     def fragment(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on the host."""
-        local = self.tensors[name]
+        local = self.tensor(name)
         size = local.info.dtype.itemsize
         whole = torch.empty((stop - start) * size, dtype=torch.uint8)
         done = 0
@@ -121,6 +140,10 @@ class Source:
 
 def _copied(local: LocalTensor) -> LocalTensor:
     return LocalTensor(local.info, [Held(part.box, part.memory.detach().clone()) for part in local.parts], local.said)
+
+
+def _addresses(local: LocalTensor) -> tuple[int, ...]:
+    return tuple(part.memory.data_ptr() for part in local.parts)
 
 
 def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:

@@ -42,7 +42,8 @@ class Arena:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE)
+    # Private: a forked child must not write into the parent's.
+    memory = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults when it is first written
     return torch.frombuffer(memory, dtype=torch.uint8)

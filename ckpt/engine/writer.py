@@ -26,6 +26,8 @@ from .staging import Stage
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
+COMMITS = 4
+"""Files of one rank that are made durable at once."""
 SLOWEST = 10e6
 """Bytes a second: storage that makes a file durable more slowly than this counts as hanging."""
 
@@ -87,6 +89,8 @@ class RankWriter:
                 for number in range(len(self.plan.batches)):
                     writer, plan, header = self._file(number)
                     commits.append((writer, Pending(partial(self._commit, writer, plan.size), "ckpt-sync")))
+                    if len(commits) >= COMMITS:
+                        commits[-COMMITS][1].wait()
                     files.append(plan.row(header))
             finally:
                 for _, commit in commits:

@@ -249,8 +249,8 @@ def disagree(here: int, there: int) -> tuple[str, str]:
 def test_ranks_that_disagree_about_sizes(ranks: Ranks) -> None:
     (first, told_first), (second, told_second) = ranks.run(2, disagree, 100, 90)
     assert first == second == "ConsistencyError"
-    assert "100 bytes for rank 1" in told_first
-    assert "100 bytes for rank 1, which expects 90" in told_second
+    assert "108 bytes for rank 1" in told_first  # with the digest
+    assert "108 bytes for rank 1, which expects 98" in told_second
 
 
 def misuse() -> list[str]:
