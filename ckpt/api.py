@@ -50,7 +50,7 @@ def save(
             each boundary. Without it each shard is stored as the boxes that it is made of, and nothing is sent.
         codec: ``"planes-zstd"`` (byte planes of floating-point numbers) or ``"zstd"``; chunks that do not shrink are stored as they are.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
-        threads: threads that this rank writes with (``CKPT_THREADS``, 4).
+        threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
         process_group: the ranks that take part, if not all.
 
     Raises:

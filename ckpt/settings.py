@@ -2,7 +2,8 @@
 
 =====================  =======  ==============================================================================
 ``CKPT_TIMEOUT``       600      seconds without a sign of life after which a rank counts as dead
-``CKPT_THREADS``       4        threads that each rank reads or writes with
+``CKPT_THREADS``       cores    threads that each rank reads or writes with; by default its share of the
+                                machine's cores, at most 4
 ``CKPT_DIRECT``        auto     ``on``, ``off``: files are written past the page cache where the file
                                 system can, or never; ``auto``: large files, where trying shows that it pays
 ``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
@@ -26,7 +27,14 @@ def timeout(given: float | None) -> float:
 
 
 def threads(given: int | None) -> int:
-    return max(1, int(_positive("threads", given, "CKPT_THREADS", 4.0)))
+    return max(1, int(_positive("threads", given, "CKPT_THREADS", float(_cores()))))
+
+
+def _cores() -> int:
+    """Cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
+    shared = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
 
 
 def direct() -> Direct:

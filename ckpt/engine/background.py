@@ -101,10 +101,18 @@ class SaveHandle:
 
         Raises what capturing raised.
         """
+        self._hurry()
         self.captured.result()
+
+    def _hurry(self) -> None:
+        """Somebody waits."""
+        save = self._save
+        if save is not None and save.capture is not None:
+            save.capture.stage.pace.hurry()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
+        self._hurry()
         try:
             self.durable.error(timeout)
         except (FutureTimeoutError, TimeoutError):
@@ -126,6 +134,7 @@ class SaveHandle:
             TimeoutError: it is still going on after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
+        self._hurry()
         return self.durable.result(timeout)
 
     def progress(self) -> Progress:
@@ -150,16 +159,21 @@ class SaveHandle:
 
     # ---- the work
 
-    def start(self, threads: int, then: Callable[[], None] | None = None) -> None:
-        """Begin to capture, with so many threads, and to write. ``then`` is run on the leading rank when the save is committed, before the
-        handle says so."""
+    def start(self, threads: int, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
+        """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
+        rank when the save is committed, before the handle says so."""
         save = self._save
         assert save is not None and save.capture is not None
         watch_steps()
         _in_flight[save.call.group] = self
         with _lock:
             _capturing.add(self)
-        capture = Pending(partial(self._capture, save, save.capture, threads), "ckpt-capture")
+        capture: Pending[None] | None = None
+        if now:
+            self._hurry()
+            self._capture(save, save.capture, threads)
+        else:
+            capture = Pending(partial(self._capture, save, save.capture, threads), "ckpt-capture")
         # Not a daemon: a program that ends waits for the save that it began.
         threading.Thread(target=self._run, args=(save, capture, then), name="ckpt-save").start()
 
@@ -176,7 +190,7 @@ class SaveHandle:
         else:
             self.captured.set_exception(error)
 
-    def _run(self, save: BackgroundSave, capture: Pending[None], then: Callable[[], None] | None) -> None:
+    def _run(self, save: BackgroundSave, capture: Pending[None] | None, then: Callable[[], None] | None) -> None:
         try:
             try:
                 report = save.run(lambda: None)
@@ -187,7 +201,8 @@ class SaveHandle:
                     save.capture.stage.fail(err)
                 raise
             finally:
-                capture.wait()
+                if capture is not None:
+                    capture.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
             self._save = None
@@ -209,6 +224,7 @@ def fence() -> None:
     with _lock:
         handles = list(_capturing)
     for handle in handles:
+        handle._hurry()
         handle.captured.error()
 
 
@@ -270,8 +286,11 @@ def start_save(
         save.call.agree("begin", fail, lambda rows: None)
         raise
     handle = SaveHandle(save)
-    handle.start(1 if when == "lazy" else options.threads, then)
+    # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
+    now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
+    handle.start(1 if when == "lazy" else options.threads, then, now=now)
     if when == "eager":
+        handle._hurry()
         handle.captured.error()  # waits
     return handle
 

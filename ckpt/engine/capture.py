@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from .plan import Batch, RankPlan
 from .replicas import Replicas
 from .sources import Source
 from .staging import Stage
+from .writer import MANY
 
 SMALL = 256 << 10
 """Bytes: a tensor of unknown use that is smaller is set aside."""
@@ -130,7 +131,8 @@ class Capture:
             raise self.error
 
     def _fill(self, batch: Batch, at: int) -> None:
-        with self.spans.span("capture", batch.length):
+        many = len(batch.numbers) >= MANY
+        with self.stage.pace.work() if many else nullcontext(), self.spans.span("capture", batch.length):
             if self._streams:
                 with self._aside():
                     self.source.fill_batch(batch, self.stage.memory, at)

@@ -19,6 +19,11 @@ from ckpt.geometry import row_major_strides
 
 from .plan import Batch, RankPlan
 
+_SMALL = 256 << 10
+_move_small = ctypes.PyDLL(None).memmove  # does not let go of the interpreter, which costs more than copying so little
+_move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_small.restype = None
+
 Ranges = Sequence[tuple[int, int, memoryview]]
 """First and last element of a flat range, and its bytes."""
 
@@ -76,7 +81,7 @@ class Source:
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
             memory = self._plain(number)
             if memory is not None:
-                ctypes.memmove(base + at, memory.data_ptr(), length)
+                (_move_small if length < _SMALL else ctypes.memmove)(base + at, memory.data_ptr(), length)
             elif length:
                 self.fill(number, into[at : at + length])
             at += length

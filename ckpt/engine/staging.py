@@ -16,6 +16,7 @@ import torch
 
 from ckpt.errors import UsageError
 
+from .pace import Pace
 from .plan import Batch
 
 PAGE = 4096
@@ -107,6 +108,7 @@ class Stage:
 
     def __init__(self, segments: Sequence[Segment], memory: torch.Tensor) -> None:
         self.memory = memory
+        self.pace = Pace()
         self.segments = segments
         self._segment_of = {id(batch): number for number, segment in enumerate(segments) for batch in segment.batches}
         self._captured: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,8 @@ from .staging import Stage
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
+MANY = 8
+"""A batch of so many chunks is mostly Python."""
 COMMITS = 4
 """Files of one rank that are made durable at once."""
 SLOWEST = 10e6
@@ -148,7 +150,7 @@ class RankWriter:
     def _batch(self, writer: Writer, batch: Batch) -> None:
         staged = self.staged(batch)
         self.alive.beat()
-        with self.spans.span("write", batch.length):
+        with self._paced(batch), self.spans.span("write", batch.length):
             if len(batch.numbers) > 1:
                 self._small(writer, batch, self._scratch(batch) if staged is None else staged)
             else:
@@ -156,6 +158,10 @@ class RankWriter:
                 self._large(writer, batch.start, number, self.source.view(number) if staged is None else staged)
         if self.stage is not None:
             self.stage.release(batch)
+
+    def _paced(self, batch: Batch) -> AbstractContextManager[None]:
+        """In the background, small chunks are worked on in a pace that leaves training its speed."""
+        return nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.pace.work()
 
     def staged(self, batch: Batch) -> memoryview | None:
         """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""
