@@ -74,15 +74,19 @@ def _check_paths(state: Node) -> None:
 
 def _check_complete(tensor: LocalTensor, rank: int) -> None:
     """Raise unless a tensor has values for all that its layout gives this rank."""
-    if any(_without_memory(part.memory) for part in tensor.parts):
+    parts = tensor.parts
+    if _without_memory(parts[0].memory) if len(parts) == 1 else any(_without_memory(part.memory) for part in parts):
         raise StateError(
             "a tensor on the meta device, or one whose memory was freed, has no values to save",
             where=f"tensor {tensor.said}",
             hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
         )
-    if len(tensor.parts) == 1 and tensor.parts[0].box.shape == tensor.info.shape:
+    if len(parts) == 1 and parts[0].box.shape == tensor.info.shape:
         return
-    held, due = (sum(p.box.numel for p in pieces) for pieces in (tensor.parts, tensor.info.layout.pieces(tensor.info.shape, rank)))
+    pieces = tensor.info.layout.pieces(tensor.info.shape, rank)
+    if len(parts) == len(pieces) == 1 and parts[0].box.shape == pieces[0].box.shape:
+        return
+    held, due = (sum(p.box.numel for p in found) for found in (parts, pieces))
     if held != due:
         raise CoverageError(
             f"rank {rank} has {held} of the {due} elements that the layout gives it",
@@ -115,7 +119,7 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "meta" or (tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0)
+    return tensor.is_meta or (tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0)
 
 
 def check_root(state: object) -> None:

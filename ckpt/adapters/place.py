@@ -162,7 +162,7 @@ class Placer:
 
     def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
         """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
-        address = 0 if memory.device.type == "meta" else memory.data_ptr()
+        address = 0 if memory.is_meta else memory.data_ptr()
         begins_here = self._seen.setdefault(address or id(tensor), [])
         if begins_here:
             info, key, own = local.info, identity(tensor, memory), name in self.own
