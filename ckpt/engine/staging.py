@@ -1,8 +1,8 @@
 """Staging: the bytes of a save, copied out of the state into host memory so that training may go on (DataStates-LLM, arXiv 2406.10707).
 
-Invariants: one copy per byte; the arena is allocated once and used again by the next save; a batch is written only after it was captured,
-and its memory is used again only after it was written. The image of a data file lies in the arena as in the file: addresses and file
-offsets are congruent modulo the page, which direct I/O needs.
+Invariants: one copy per byte, but for what is set aside before (``capture.py``); the arena is allocated once and used again by the next
+save; a batch is written only after it was captured, and its memory is used again only after it was written. The image of a data file lies
+in the arena as in the file: addresses and file offsets are congruent modulo the page, which direct I/O needs.
 """
 
 from __future__ import annotations
