@@ -116,6 +116,8 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     if rank not in ranks:
         raise UsageError(f"rank {rank} is not in the process group {list(ranks)[:8]}")
     known = _groups.get(pg)
+    if known is None and len(ranks) == 1:  # nobody to talk to
+        known = _groups[pg] = Group(rank, ranks)
     if known is None:
         base = dist.distributed_c10d._get_default_store()
         # The name is the same on all ranks; several groups may have the same ranks. A store may outlive its group (torchrun's does),
