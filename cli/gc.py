@@ -62,10 +62,10 @@ def _debris(steps: list[Step]) -> list[Step]:
 def _tell(output: Output, root: str, steps: list[Step], verdicts: Verdicts, going: list[Step], *, removed: bool) -> None:
     why = {v.step: v.reasons for v in verdicts}
     gone = {s.url for s in going}
-    rows = []
-    for step in steps:
-        reasons = ("debris of a save that did not finish",) if step.url in gone and not step.committed else why.get(step.number or -1, ())
-        rows.append((step, "removed" if step.url in gone else "kept", reasons or ("it has no step number",)))
+    rows = [
+        (step, "removed" if step.url in gone else "kept", _reasons(step, why, debris=step.url in gone and not step.committed))
+        for step in steps
+    ]
     if output.json:
         found = [{"url": s.url, "step": s.number, "outcome": outcome, "reasons": list(reasons)} for s, outcome, reasons in rows]
         output.document({"root": root, "acted": removed, "steps": found})
@@ -77,3 +77,9 @@ def _tell(output: Output, root: str, steps: list[Step], verdicts: Verdicts, goin
         output.table(("CHECKPOINT", "WHAT", "WHY"), [(s.url, words[outcome], "; ".join(reasons)) for s, outcome, reasons in rows])
         if going and not removed:
             output.talk(f"{len(going)} would be removed; --yes removes them")
+
+
+def _reasons(step: Step, why: dict[int, tuple[str, ...]], *, debris: bool) -> tuple[str, ...]:
+    if debris:
+        return ("debris of a save that did not finish",)
+    return ("it has no step number",) if step.number is None else why.get(step.number, ())

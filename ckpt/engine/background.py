@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ckpt.errors import BusyError, CkptError
+from ckpt.errors import BusyError
 from ckpt.group import Group
 from ckpt.workers import Pending
 
@@ -304,5 +304,3 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-
-__all__ = ["Busy", "CkptError", "Pending", "Progress", "SaveHandle", "fence", "refuse_if_busy", "settle", "start_save"]

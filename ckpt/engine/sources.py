@@ -7,7 +7,7 @@ into it by whoever received it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -23,9 +23,6 @@ _SMALL = 256 << 10
 _move_small = ctypes.PyDLL(None).memmove  # does not let go of the interpreter, which costs more than copying so little
 _move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_small.restype = None
-
-Ranges = Sequence[tuple[int, int, memoryview]]
-"""First and last element of a flat range, and its bytes."""
 
 
 class Source:

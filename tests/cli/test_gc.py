@@ -56,6 +56,12 @@ def test_what_is_tagged_and_newest_stays(root: str) -> None:
     assert run("gc", root, "--keep", "latest=0", "--yes").exit_code == 2 and numbers(root) == [4]
 
 
+def test_step_0_has_a_reason_too(root: str) -> None:
+    ckpt.save(f"{root}/step-00000000", {"x": torch.ones(3)})
+    said = json.loads(run("gc", root, "--keep", "latest=1", "--json").stdout)["steps"][0]
+    assert (said["step"], said["reasons"]) == (0, ["written last"])
+
+
 def test_without_a_rule_everything_stays(root: str) -> None:
     assert run("gc", root, "--yes").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
 
