@@ -1,0 +1,310 @@
+"""Logical tensors made of boxes of stored ones: renamed, cut, concatenated, stacked, interleaved, transposed. Pure.
+
+A view moves no element: it says for each box of the logical tensor which box of which stored tensor it is. So views of views are views, and
+a view can be turned round: what makes a fused tensor of three also makes the three of the fused one.
+
+Invariants: the pieces of a view do not overlap. Axes are counted from 0. Everything is in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from ckpt.errors import UsageError
+from ckpt.geometry import Box, Fault, even_cuts, find_fault
+
+_T = TypeVar("_T")
+
+
+class Piece(NamedTuple):
+    """``box`` of the logical tensor is ``part`` of the stored tensor ``source``.
+
+    ``axes`` has an entry for each axis of the box: the axis of the part that runs along it, or None for an axis of size 1 that the part does
+    not have. Axes of the part that are not named have size 1.
+    """
+
+    box: Box
+    source: str
+    part: Box
+    axes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A logical tensor of ``shape``. Elements that no piece has are filling: a load gives zeros there."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one stored tensor as it is, under whatever name."""
+        if len(self.pieces) != 1:
+            return False
+        box, _, part, axes = self.pieces[0]
+        return box == part == Box.whole(self.shape) and axes == tuple(range(len(self.shape)))
+
+    def fault(self) -> Fault | None:
+        """A box that no piece fills, or that several do; None if the pieces tile the view."""
+        boxes = [p.box for p in self.pieces]
+        rank = len(self.shape)
+        offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), rank)
+        return find_fault(self.shape, offsets, np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), rank))
+
+    def overlapping(self, box: Box) -> Iterator[Piece]:
+        """What the pieces have of ``box``, in the coordinates of the view: what has to be read to get this box."""
+        for piece in self.pieces:
+            common = piece.box.intersect(box)
+            if common is not None:
+                yield _cut(piece, common)
+
+
+def whole(source: str, shape: Sequence[int]) -> View:
+    """The stored tensor itself."""
+    box = Box.whole(shape)
+    return View(shape=box.shape, pieces=(Piece(box, source, box, tuple(range(len(box.shape)))),))
+
+
+def part(view: View, box: Box) -> View:
+    """A box of a view.
+
+    Raises:
+        UsageError: it does not lie in the view.
+    """
+    if len(box.shape) != len(view.shape) or not Box.whole(view.shape).contains(box):
+        raise UsageError(f"{box} does not lie in a tensor of shape {list(view.shape)}")
+    back = tuple(-o for o in box.offset)
+    return View(shape=box.shape, pieces=tuple(_shifted(piece, back) for piece in view.overlapping(box)))
+
+
+def split(view: View, axis: int, sizes: Sequence[int]) -> list[View]:
+    """A view cut along an axis in parts of these sizes.
+
+    Raises:
+        UsageError: the sizes do not add up to the axis.
+    """
+    _check_axis(view, axis)
+    if sum(sizes) != view.shape[axis]:
+        raise UsageError(f"parts of {list(sizes)} do not make up axis {axis} of shape {list(view.shape)}")
+    cuts = np.cumsum([0, *sizes]).tolist()
+    return [part(view, _along(view.shape, axis, a, b)) for a, b in pairwise(cuts)]
+
+
+def concat(views: Sequence[View], axis: int) -> View:
+    """Views one after another along an axis.
+
+    Raises:
+        UsageError: there are none, or they differ in another axis.
+    """
+    _check_alike(views, axis)
+    pieces: list[Piece] = []
+    at = 0
+    for view in views:
+        pieces += [_shifted(p, _unit(len(view.shape), axis, at)) for p in view.pieces]
+        at += view.shape[axis]
+    shape = views[0].shape
+    return View(shape=(*shape[:axis], at, *shape[axis + 1 :]), pieces=tuple(pieces))
+
+
+def stack(views: Sequence[View], axis: int) -> View:
+    """Views one after another along a new axis.
+
+    Raises:
+        UsageError: there are none, or their shapes differ.
+    """
+    return concat([_with_axis(view, axis) for view in views], axis)
+
+
+def unstack(view: View, axis: int) -> list[View]:
+    """What :func:`stack` put together."""
+    _check_axis(view, axis)
+    return [_without_axis(v, axis) for v in split(view, axis, [1] * view.shape[axis])]
+
+
+def interleave(views: Sequence[View], axis: int, groups: int) -> View:
+    """Each view cut in ``groups`` equal parts along an axis: the first part of each, then the second of each, and so on.
+
+    With the rows of queries, keys and values, and a group for each key-value head, this is Megatron's fused QKV
+    (core/transformer/attention.py).
+
+    Raises:
+        UsageError: the groups do not divide an axis, or the views differ in another.
+    """
+    _check_alike(views, axis)
+    parts = [split(view, axis, _equal(view.shape[axis], groups)) for view in views]
+    return concat([v for group in zip(*parts, strict=True) for v in group], axis)
+
+
+def deinterleave(view: View, axis: int, groups: int, sizes: Sequence[int]) -> list[View]:
+    """What :func:`interleave` put together; ``sizes`` are those of its views along the axis.
+
+    Raises:
+        UsageError: the sizes do not add up to the axis, or the groups do not divide them.
+    """
+    per_group = [_equal(size, groups)[0] for size in sizes]
+    parts = split(view, axis, per_group * groups)
+    return [concat(parts[i :: len(sizes)], axis) for i in range(len(sizes))]
+
+
+def transpose(view: View, axes: Sequence[int]) -> View:
+    """A view with its axes in another order, as ``numpy.transpose``.
+
+    Raises:
+        UsageError: ``axes`` is no permutation of the view's axes.
+    """
+    if sorted(axes) != list(range(len(view.shape))):
+        raise UsageError(f"{list(axes)} is no order of the {len(view.shape)} axes of shape {list(view.shape)}")
+    pieces = [Piece(_ordered(p.box, axes), p.source, p.part, tuple(p.axes[a] for a in axes)) for p in view.pieces]
+    return View(shape=tuple(view.shape[a] for a in axes), pieces=tuple(pieces))
+
+
+def padded(view: View, axis: int, size: int) -> View:
+    """A view with filling at the end of an axis.
+
+    Raises:
+        UsageError: the axis has more elements than ``size``.
+    """
+    _check_axis(view, axis)
+    if size < view.shape[axis]:
+        raise UsageError(f"axis {axis} of shape {list(view.shape)} has more than {size} elements")
+    return View(shape=(*view.shape[:axis], size, *view.shape[axis + 1 :]), pieces=view.pieces)
+
+
+def composed(view: View, sources: Mapping[str, View]) -> View:
+    """The view with each stored tensor replaced by what it is made of.
+
+    Raises:
+        UsageError: a source is missing, or has not the shape that the view takes of it.
+    """
+    pieces: list[Piece] = []
+    for piece in view.pieces:
+        below = sources.get(piece.source)
+        if below is None:
+            raise UsageError(f"nothing says what {piece.source!r} is made of")
+        pieces += [_through(piece, p) for p in below.overlapping(piece.part)]
+    return View(shape=view.shape, pieces=tuple(pieces))
+
+
+def inverse(views: Mapping[str, View], shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+    """The stored tensors as views of the logical ones: ``shapes`` has their shapes.
+
+    Raises:
+        UsageError: a part of a stored tensor is in no logical one, or in several.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for name, view in views.items():
+        for piece in view.pieces:
+            if piece.source not in pieces:
+                raise UsageError(f"{name!r} takes elements of {piece.source!r}, which is not among the stored tensors")
+            pieces[piece.source].append(_turned(piece, name))
+    found = {name: View(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
+    for name, view in found.items():
+        fault = view.fault()
+        if fault is not None:
+            where = "no logical tensor" if fault.times == 0 else f"{fault.times} logical tensors"
+            raise UsageError(f"{name}{fault.box} is in {where}, so the mapping cannot be turned round")
+    return found
+
+
+def filled(view: View) -> int:
+    """How many elements come from stored tensors; the others are filling."""
+    return sum(math.prod(p.box.shape) for p in view.pieces)
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _cut(piece: Piece, box: Box) -> Piece:
+    """The piece of ``box``, which lies in ``piece.box``."""
+    offset, shape = list(piece.part.offset), list(piece.part.shape)
+    for i, axis in enumerate(piece.axes):
+        if axis is not None:
+            offset[axis] += box.offset[i] - piece.box.offset[i]
+            shape[axis] = box.shape[i]
+    return Piece(box, piece.source, Box(tuple(offset), tuple(shape)), piece.axes)
+
+
+def _shifted(piece: Piece, by: Sequence[int]) -> Piece:
+    return piece._replace(box=piece.box.shifted(by))
+
+
+def _through(piece: Piece, below: Piece) -> Piece:
+    """``piece`` takes ``piece.part`` of a view; ``below`` is a piece of that view, cut to that part."""
+    offset, shape = list(piece.box.offset), list(piece.box.shape)
+    for i, axis in enumerate(piece.axes):
+        if axis is not None:
+            offset[i] += below.box.offset[axis] - piece.part.offset[axis]
+            shape[i] = below.box.shape[axis]
+    axes = tuple(None if axis is None else below.axes[axis] for axis in piece.axes)
+    return Piece(Box(tuple(offset), tuple(shape)), below.source, below.part, axes)
+
+
+def _turned(piece: Piece, name: str) -> Piece:
+    """The same piece with stored and logical tensor in each other's place."""
+    axes: list[int | None] = [None] * len(piece.part.shape)
+    for i, axis in enumerate(piece.axes):
+        if axis is not None:
+            axes[axis] = i
+    return Piece(piece.part, name, piece.box, tuple(axes))
+
+
+def _with_axis(view: View, axis: int) -> View:
+    if not 0 <= axis <= len(view.shape):
+        raise UsageError(f"shape {list(view.shape)} cannot get a new axis {axis}")
+    return View(
+        shape=_inserted(view.shape, axis, 1),
+        pieces=tuple(
+            Piece(Box(_inserted(p.box.offset, axis, 0), _inserted(p.box.shape, axis, 1)), p.source, p.part, _inserted(p.axes, axis, None))
+            for p in view.pieces
+        ),
+    )
+
+
+def _without_axis(view: View, axis: int) -> View:
+    """A view without an axis of size 1."""
+    kept = [i for i in range(len(view.shape)) if i != axis]
+    pieces = [Piece(_ordered(p.box, kept), p.source, p.part, tuple(p.axes[i] for i in kept)) for p in view.pieces]
+    return View(shape=tuple(view.shape[i] for i in kept), pieces=tuple(pieces))
+
+
+def _ordered(box: Box, axes: Sequence[int]) -> Box:
+    return Box(tuple(box.offset[a] for a in axes), tuple(box.shape[a] for a in axes))
+
+
+def _inserted(values: tuple[_T, ...], at: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:at], value, *values[at:])
+
+
+def _unit(rank: int, axis: int, value: int) -> tuple[int, ...]:
+    return tuple(value if i == axis else 0 for i in range(rank))
+
+
+def _along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
+    rank = len(shape)
+    return Box(_unit(rank, axis, start), tuple(stop - start if i == axis else s for i, s in enumerate(shape)))
+
+
+def _equal(size: int, groups: int) -> list[int]:
+    if groups < 1 or size % groups:
+        raise UsageError(f"{size} elements cannot be cut in {groups} equal groups")
+    return [b - a for a, b in pairwise(even_cuts(size, groups))]
+
+
+def _check_axis(view: View, axis: int) -> None:
+    if not 0 <= axis < len(view.shape):
+        raise UsageError(f"shape {list(view.shape)} has no axis {axis}")
+
+
+def _check_alike(views: Sequence[View], axis: int) -> None:
+    if not views:
+        raise UsageError("there is nothing to put together")
+    _check_axis(views[0], axis)
+    others = {(len(v.shape), v.shape[:axis], v.shape[axis + 1 :]) for v in views}
+    if len(others) > 1:
+        raise UsageError(f"shapes {', '.join(str(list(v.shape)) for v in views)} cannot be put together along axis {axis}")
