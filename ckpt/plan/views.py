@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 class Piece(NamedTuple):
     """``box`` of the logical tensor is ``part`` of the stored tensor ``source``.
 
-    ``axes`` has an entry for each axis of the box: the axis of the part that runs along it, or None for an axis of size 1 that the part does
-    not have. Axes of the part that are not named have size 1.
+    ``axes`` has an entry for each axis of the box: the axis of the part that runs along it, or None for an axis of size 1 that the part
+    does not have. Axes of the part that are not named have size 1.
     """
 
     box: Box
