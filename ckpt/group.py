@@ -34,6 +34,9 @@ R = TypeVar("R")
 
 log = logging.getLogger("ckpt")
 
+_SEE_OFF = 2.0
+"""Seconds that a leader waits at the end of a call for ranks that may be dead."""
+
 
 class Store(Protocol):
     """The part of ``torch.distributed.Store`` that is used."""
@@ -243,15 +246,26 @@ class Call:
                 hint="look at the log of rank 0; `ckpt ls` shows what is committed",
             ) from err
 
+    def see_off(self) -> None:
+        """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
+        as soon as the call does."""
+        if self.group.store is None or not self.is_leader:
+            return
+        end, pause = time.monotonic() + _SEE_OFF, 0.0005
+        with suppress(DeadlineError):
+            while self._add(f"{self._turn}/heard", 0) < self.group.size - 1 and time.monotonic() < end:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+
     def _set(self, name: str, data: bytes) -> None:
         with self._store() as store:
             store.set(self._key(name), data)
         self.group.remember(self._key(name))
 
-    def _add(self, name: str) -> int:
+    def _add(self, name: str, amount: int = 1) -> int:
         with self._store() as store:
-            count = store.add(self._key(name), 1)
-        if count == 1:
+            count = store.add(self._key(name), amount)
+        if count == amount == 1:
             self.group.remember(self._key(name))
         return count
 
@@ -282,6 +296,7 @@ class Call:
                 self._post(told)
             if self.is_leader:
                 self._publish(told)
+                self.see_off()
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
@@ -325,6 +340,7 @@ class Call:
             watch.check([self.group.leader])
         verdict = self._read(f"{self._turn}/verdict")
         self.undecided = False
+        self._add(f"{self._turn}/heard")
         if "error" in verdict:
             raise _failure_of(self.kind, self._phase, verdict)
         self._settle()

@@ -131,6 +131,7 @@ class _Load:
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
+        self.call.see_off()
         return names
 
     def span(self, phase: str) -> AbstractContextManager[object]:

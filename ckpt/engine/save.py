@@ -175,6 +175,7 @@ class Save:
             self.leader.remove_older(begin["id"])
             self._rows[0] = self.spans.to_json()
             self.leader.keep_spans(begin["id"], self._rows)
+            self.call.see_off()
         return self.report(found)
 
     def report(self, found: Row) -> SaveReport:

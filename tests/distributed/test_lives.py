@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,34 @@ def _slow_flush(root: str) -> str:
 
 def test_a_slow_flush_of_many_bytes_is_no_death(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, _slow_flush, str(tmp_path)) == ["saved", "saved"]
+
+
+def _leader_ends_at_once(root: str, kind: str) -> str:
+    """Rank 0 serves the store, and its process is gone the moment its call returns; rank 1 is slow to ask what was decided."""
+    if dist.get_rank() == 1:
+        ask = group.Call._has
+        group.Call._has = lambda self, name: (time.sleep(0.3 if "verdict" in name else 0), ask(self, name))[1]  # type: ignore[method-assign]
+    state = {"w": torch.ones(3)}
+    if kind == "save":
+        ckpt.save(root, state, timeout=20)
+    elif kind == "async":
+        ckpt.save_async(root, state, timeout=20).result()
+    elif kind == "load":
+        ckpt.load(root, state, timeout=20)
+    else:
+        with pytest.raises(NamesError, match="other"):
+            ckpt.load(root, {"other": torch.ones(3)}, timeout=20)
+    if dist.get_rank() == 0:
+        os._exit(0)
+    return "heard"
+
+
+@pytest.mark.parametrize("kind", ["save", "async", "load", "fails"])
+def test_the_process_that_serves_the_store_ends_only_when_all_have_heard(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    if kind in ("load", "fails"):
+        ckpt.save(str(tmp_path / "c"), {"w": torch.zeros(3)})
+    found = ranks.run(2, _leader_ends_at_once, str(tmp_path / "c"), kind, allow_death=True, store_on_rank0=True)
+    assert found[1] == "heard"
 
 
 def _on_one_rank_only(root: str) -> Any:
