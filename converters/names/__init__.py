@@ -1,0 +1,1 @@
+"""Translations that come with the package, one TOML file each (docs/translations.md)."""
