@@ -8,7 +8,7 @@ No elements are touched: what comes out are views (ckpt/plan/views.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -84,12 +84,14 @@ Rows = list[list[View]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """``left`` and ``right`` are patterns of names. ``optional``: no fault if no name fits, as for biases that some models have."""
+    """``left`` and ``right`` are patterns of names. ``optional``: no fault if no name fits, as for biases that some models have.
+    ``beside``: on the way to the right only for names beside which this one is there, too: layers with experts may be told differently."""
 
     left: tuple[str, ...]
     right: str
     steps: tuple[Step, ...] = ()
     optional: bool = False
+    beside: str | None = None
 
     def __post_init__(self) -> None:
         over = [s.over for s in self.steps if s.over is not None]
@@ -98,11 +100,17 @@ class Term:
             raise UsageError(f"{self}: at most one step goes over a number")
         if any(n != numbers[0] for n in numbers) or numbers[0] != {*numbers_of(self.right), *over}:
             raise UsageError(f"{self}: the sides have different numbers")
+        if self.beside is not None and not numbers[0] >= set(numbers_of(self.beside)):
+            raise UsageError(f"{self}: beside has other numbers than the left side")
         if len(self.left) > 1 and not any(s.kind in ("concat", "interleave") and s.over is None for s in self.steps):
             raise UsageError(f"{self}: several patterns need a step that puts them together")
 
     def __str__(self) -> str:
         return f"{' + '.join(self.left)} → {self.right}"
+
+    def takes(self, found: Found, names: Container[str]) -> bool:
+        """Whether a name of the left that fits one of the patterns is meant."""
+        return self.beside is None or spelled(self.beside, dict(found.numbers)) in names
 
     @property
     def over(self) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan.match import report_names
-from ckpt.plan.views import View
+from ckpt.plan.views import View, whole
 
 from .terms import Dimensions, Found, Kind, Patterns, Step, Term
 
@@ -39,13 +39,15 @@ Direction = Literal["rightwards", "leftwards"]
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """``left`` and ``right`` are names of spellings; names that fit a glob of ``left_ignores`` or ``right_ignores`` are left out."""
+    """``left`` and ``right`` are names of spellings; names that fit a glob of ``left_ignores`` or ``right_ignores`` are left out. With
+    ``keeps_others`` names that no term takes are the same on both sides."""
 
     left: str
     right: str
     terms: tuple[Term, ...]
     left_ignores: tuple[str, ...] = ()
     right_ignores: tuple[str, ...] = ()
+    keeps_others: bool = False
 
     def views(
         self, shapes: Mapping[str, Sequence[int]], direction: Direction, numbers: Mapping[str, int] | None = None, *, partial: bool = False
@@ -58,28 +60,33 @@ class Translation:
             NamesError: names that no term takes, or terms that no name fits.
             UsageError: a name fits two terms, a tensor's partners are missing, or shapes do not fit the steps; all of them in one message.
         """
-        found = self._found(shapes, direction, partial=partial)
+        found, others = self._found(shapes, direction, partial=partial)
         known = Dimensions(numbers or {})
-        made: dict[str, View] = {}
+        made = {name: whole(name, shapes[name]) for name in others}
         faults: list[str] = []
         for term, names in zip(self.terms, found, strict=True):
             try:
-                made.update(getattr(term, direction)(names, lambda name: shapes[name], known))
+                told = getattr(term, direction)(names, lambda name: shapes[name], known)
             except UsageError as err:
                 faults.append(str(err))
+                continue
+            faults += [f"{name!r} would be there twice" for name in told if name in made]
+            made.update(told)
         if faults:
             raise UsageError("\n".join([f"{len(faults)} tensors cannot be translated:", *faults[:20]]))
         return made
 
-    def _found(self, shapes: Mapping[str, Sequence[int]], direction: Direction, *, partial: bool) -> list[dict[str, Found]]:
-        """For each term the names that fit it."""
+    def _found(
+        self, shapes: Mapping[str, Sequence[int]], direction: Direction, *, partial: bool
+    ) -> tuple[list[dict[str, Found]], list[str]]:
+        """For each term the names that fit it; and the names that stay as they are."""
         rightwards = direction == "rightwards"
         ignored = self.left_ignores if rightwards else self.right_ignores
         patterns = self._left_patterns if rightwards else self._right_patterns
         found: list[dict[str, Found]] = [{} for _ in self.terms]
         strange = []
         for name in shapes:
-            hits = patterns.find(name)
+            hits = [(i, f) for i, f in patterns.find(name) if not rightwards or self.terms[i].takes(f, shapes)]
             if len(hits) > 1:
                 raise UsageError(
                     f"{name!r} fits {' and '.join(repr(str(self.terms[i])) for i, _ in hits)}", hint="make the terms exclusive"
@@ -89,9 +96,9 @@ class Translation:
             elif not any(fnmatchcase(name, glob) for glob in ignored):
                 strange.append(name)
         idle = [] if partial else [str(term) for term, names in zip(self.terms, found, strict=True) if not names and not term.optional]
-        if strange or idle:
-            raise self._misfit(strange, idle, direction)
-        return found
+        if idle or (strange and not self.keeps_others):
+            raise self._misfit([] if self.keeps_others else strange, idle, direction)
+        return found, strange
 
     def _misfit(self, strange: Sequence[str], idle: Sequence[str], direction: Direction) -> NamesError:
         sides = (self.left, self.right) if direction == "rightwards" else (self.right, self.left)
@@ -148,7 +155,9 @@ def parse_translation(text: str, where: str) -> Translation:
         if {"left", "right"} - set(data) or set(data) - known:
             raise UsageError(f"it needs left and right, and may have {', '.join(sorted(known - {'left', 'right'}))} and terms")
         ignored = {k: tuple(data[k]) for k in ("left_ignores", "right_ignores") if k in data}
-        return Translation(left=data["left"], right=data["right"], terms=tuple(terms), **ignored)
+        return Translation(
+            left=data["left"], right=data["right"], terms=tuple(terms), keeps_others=data.get("keeps_others", False), **ignored
+        )
     except tomllib.TOMLDecodeError as err:
         raise UsageError(f"this is no TOML: {err}", where=where) from err
     except UsageError as err:
@@ -157,9 +166,11 @@ def parse_translation(text: str, where: str) -> Translation:
 
 def _terms(row: dict[str, Any]) -> list[Term]:
     """The terms of one row: one for each choice among the words of ``each``, such as ``each = {kind = ["weight", "bias"]}``."""
-    strange = set(row) - {"left", "right", "steps", "optional", "each"}
+    strange = set(row) - {"left", "right", "steps", "optional", "each", "beside"}
     if strange or "left" not in row or "right" not in row:
-        raise UsageError(f"a term needs left and right, and may have steps, optional and each; this one has {', '.join(sorted(row))}")
+        raise UsageError(
+            f"a term needs left and right, and may have steps, optional, beside and each; this one has {', '.join(sorted(row))}"
+        )
     left = [row["left"]] if isinstance(row["left"], str) else row["left"]
     steps = tuple(_step(dict(s)) for s in row.get("steps", []))
     each = row.get("each", {})
@@ -167,7 +178,8 @@ def _terms(row: dict[str, Any]) -> list[Term]:
     for words in product(*each.values()):
         chosen = dict(zip(each, words, strict=True))
         spelt = [_filled(p, chosen) for p in [*left, row["right"]]]
-        found.append(Term(left=tuple(spelt[:-1]), right=spelt[-1], steps=steps, optional=row.get("optional", False)))
+        beside = _filled(row["beside"], chosen) if "beside" in row else None
+        found.append(Term(left=tuple(spelt[:-1]), right=spelt[-1], steps=steps, optional=row.get("optional", False), beside=beside))
     return found
 
 

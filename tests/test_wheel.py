@@ -33,7 +33,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected_names() -> set[str]:
-    names = {f"ckpt/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    paths = [path for room in ROOMS for kind in ("*.py", "*.toml") for path in (ROOT / room).rglob(kind)]
+    names = {f"ckpt/{path.relative_to(ROOT).as_posix()}" for path in paths}
     own = (path.relative_to(ROOT) for path in (ROOT / "ckpt").rglob("*.py"))
     return names | {path.as_posix() for path in own if path.parts[1] not in ROOMS} | {"ckpt/py.typed"}
 
@@ -56,7 +57,8 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         scripts = archive.read(f"{folder}/entry_points.txt").decode()
         licence = archive.read(f"{folder}/licenses/LICENSE").decode()
     assert f"Name: ckpt-toolkit\nVersion: {version}\n" in metadata
-    assert {f"Requires-Dist: {need}" for need in project["dependencies"]} <= set(metadata.splitlines())
+    needs = {f"Requires-Dist: {need}".replace("'", '"') for need in project["dependencies"]}
+    assert needs <= set(metadata.replace("'", '"').splitlines())
     assert "ckpt = ckpt.cli.main:main" in scripts
     assert "Apache License" in licence
 
