@@ -115,6 +115,17 @@ class Extent(NamedTuple):
     codec: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A file of others that a virtual checkpoint points into: ``path`` below ``root``, a URL. ``size`` in bytes; ``stamp`` is what its
+    storage gave to tell versions of the file apart, or None if it cannot."""
+
+    root: str
+    path: str
+    size: int
+    stamp: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """All that an index says: what a writer writes and a reader reads. ``state`` and ``ranks`` are JSON nodes (docs/format.md §8)."""
@@ -123,6 +134,10 @@ class Contents:
     files: tuple[DataFile, ...]
     state: Any = None
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+    """Of a virtual checkpoint, in the place of ``files``: grids number these."""
+    extents: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
+    """Of a virtual checkpoint: the chunks of each tensor that is no alias, in their order. Paths do not count: grids name the source."""
 
 
 class Catalog(Protocol):

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -27,8 +28,9 @@ COMMANDS = {
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "gc": "Remove the checkpoints of a run that no rule keeps.",
+    "import": "Point a checkpoint at the files of another, of any format.",
 }
-"""Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""
+"""Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
 
 INTERRUPTED = 130
 
@@ -42,7 +44,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"ckpt.cli.{cmd_name}").command
+        module = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command = importlib.import_module(f"ckpt.cli.{module}").command
         assert isinstance(command, click.Command)
         return command
 

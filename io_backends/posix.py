@@ -102,6 +102,12 @@ class PosixBackend(Backend):
         with storage_errors(file, "get the size", reading=True):
             return _regular_size(os.stat(file), file)
 
+    def stamp(self, path: str) -> str:
+        """See ``stamp_of``: when the file changed last."""
+        file = self._file(path)
+        with storage_errors(file, "get the time of", reading=True):
+            return f"mtime {os.stat(file).st_mtime_ns}"
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See ``Backend.list``."""
         check_prefix(prefix)

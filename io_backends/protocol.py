@@ -96,6 +96,16 @@ class Writer(Protocol):
         self.abort()  # does nothing after commit
 
 
+def stamp_of(backend: Backend, path: str) -> str | None:
+    """What tells versions of an object of one size apart: a time, an ETag. None if the backend has no method ``stamp(path) -> str`` for it.
+
+    Raises:
+        NotFoundError: ``path`` is absent or a directory.
+    """
+    stamp = getattr(backend, "stamp", None)
+    return None if stamp is None else str(stamp(path))
+
+
 class Backend(Protocol):
     """A storage opened at a root: the directory of a checkpoint or of a run."""
 

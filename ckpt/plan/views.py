@@ -176,6 +176,11 @@ def padded(view: View, axis: int, size: int) -> View:
     return View(shape=(*view.shape[:axis], size, *view.shape[axis + 1 :]), pieces=view.pieces)
 
 
+def within(piece: Piece, part: Box) -> Piece:
+    """What of a piece takes ``part`` of its stored tensor, a box inside of ``piece.part``."""
+    return _turned(_cut(_turned(piece, ""), part), piece.source)
+
+
 def composed(view: View, sources: Mapping[str, View]) -> View:
     """The view with each stored tensor replaced by what it is made of.
 

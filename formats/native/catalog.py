@@ -17,11 +17,12 @@ from ckpt.geometry import Box, IntArray
 
 from .checks import find_excess
 from .codecs import CODECS
-from .commit import CODED, COMMIT_PATH, VERSION, CommitRecord
+from .commit import CODED, COMMIT_PATH, VERSION, VIRTUAL, CommitRecord
 from .header import Header, StoredChunk, parse_header
 from .index import decode_index
 from .keys import chunk_key, coded_key
-from .paths import INDEX_NAMES, has_debris
+from .paths import TENSORS, has_debris
+from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -41,9 +42,11 @@ class NativeCatalog:
         CorruptError: the record or an index file is damaged, missing or truncated.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, record: CommitRecord | None = None, contents: Contents | None = None) -> None:
         self._backend = backend
-        self._record, self._contents = _open(backend)
+        if record is None or contents is None:
+            record, contents = _open(backend)
+        self._record, self._contents = record, contents
         self._coded = CODED in self._record.features
         self._tensors = {t.name: t for t in self._contents.tensors}
         self._headers: dict[int, Header] = {}
@@ -240,8 +243,8 @@ def _open(backend: Backend) -> tuple[CommitRecord, Contents]:
 
 
 def _contents(backend: Backend, record: CommitRecord) -> Contents:
-    files = {n: read_index_file(backend, record, n) for n in INDEX_NAMES}
-    where = _join(backend.url, record.index[INDEX_NAMES[0]].path.rpartition("/")[0])
+    files = {n: read_index_file(backend, record, n) for n in record.index}
+    where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     contents = decode_index(files, where)
     excess = find_excess(contents)
     if excess is not None:
@@ -266,5 +269,11 @@ def not_committed(url: str) -> NotCommittedError:
     )
 
 
-FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=NativeCatalog)
+def open_native(backend: Backend) -> NativeCatalog | VirtualCatalog:
+    """The checkpoint here, whose chunks are in its own files or in those of others. Errors as for the catalogs."""
+    record, contents = _open(backend)
+    return VirtualCatalog(backend, record, contents) if VIRTUAL in record.features else NativeCatalog(backend, record, contents)
+
+
+FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=open_native)
 """This format, for ckpt.formats.registry."""

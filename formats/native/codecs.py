@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ckpt.errors import FormatError
+from ckpt.formats.strided import PREFIX, gather
 
 from .frames import Bytes, damaged, decode_zstd, encode_zstd, worth
 from .planes import decode_planes, encode_planes
@@ -50,10 +51,12 @@ def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int) -> None
         CorruptError: ``blob`` is not what the codec makes of as many bytes as ``out`` has.
         ValueError: ``out`` is not a whole number of elements, or elements of this size have no planes.
     """
+    if codec.startswith(PREFIX):
+        return gather(codec, blob, out, itemsize)
     coder = _coder(codec, out.nbytes, itemsize)[1]
     if not 0 < blob.nbytes <= out.nbytes:
         raise damaged(f"{blob.nbytes} bytes for a chunk of {out.nbytes}")
-    coder(blob, np.frombuffer(out, dtype=np.uint8), itemsize)
+    return coder(blob, np.frombuffer(out, dtype=np.uint8), itemsize)
 
 
 _Encoder = Callable[[Bytes, int, Bytes], "int | None"]

@@ -17,14 +17,16 @@ import xxhash
 from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError
 
-from .paths import INDEX_NAMES, is_digest, path_problem
+from .paths import INDEX_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
 COMMIT_PATH = "checkpoint.json"
 FORMAT = "ckpt"
 VERSION = 1
 CODED = "codecs"
 """The extension of checkpoints that have coded chunks."""
-FEATURES = frozenset({CODED})
+VIRTUAL = "extents"
+"""The extension of checkpoints whose chunks lie in files of others."""
+FEATURES = frozenset({CODED, VIRTUAL})
 """Extensions that this reader knows."""
 
 _ZEROS = b"0" * 32
@@ -179,7 +181,8 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
     index = _member(members, "index", dict, where)
-    missing = [n for n in INDEX_NAMES if not isinstance(index.get(n), dict)]
+    names = INDEX_NAMES + VIRTUAL_NAMES if VIRTUAL in members["features"] else INDEX_NAMES
+    missing = [n for n in names if not isinstance(index.get(n), dict)]
     if missing:
         _damaged(f"its index lacks {', '.join(missing)}", where)
     return CommitRecord(
@@ -188,7 +191,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         writer=_member(members, "writer", str, where),
         world_size=_member(members, "world_size", int, where),
         features=tuple(members["features"]),
-        index={n: _index_file(index[n], n, where) for n in INDEX_NAMES},
+        index={n: _index_file(index[n], n, where) for n in names},
         tensor_bytes=_member(members, "tensor_bytes", int, where),
         metrics=_metrics(members.get("metrics", {}), where),
         tags=_tags(members.get("tags", []), where),

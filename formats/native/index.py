@@ -20,8 +20,9 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 
 from .checks import find_problem
+from .extents import decode_extents, decode_sources, encode_extents
 from .nodes import node_problem
-from .paths import FILES, GRIDS, INDEX_NAMES, STATE, TENSORS
+from .paths import EXTENTS, FILES, GRIDS, INDEX_NAMES, SOURCES, STATE, TENSORS
 from .recent import Recent
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file
 
@@ -66,7 +67,7 @@ Kept: TypeAlias = dict[str, bytes]
 
 
 def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, bytes]:
-    """The four index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
+    """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
 
     Raises:
         ConsistencyError: the contents contradict themselves; the message names the tensor or file.
@@ -80,10 +81,15 @@ def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, byte
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
         kept |= {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
-    return kept | {
-        FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
-        STATE: _encode_state(contents),
-    }
+    virtual = encode_extents(contents) if contents.sources else {}
+    return (
+        kept
+        | virtual
+        | {
+            FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
+            STATE: _encode_state(contents),
+        }
+    )
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
@@ -171,7 +177,7 @@ def _encode_state(contents: Contents) -> bytes:
 
 
 def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
-    """The contents that the four index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
+    """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
 
     Raises:
         CorruptError: a file is not what the format says, or they contradict each other.
@@ -179,16 +185,18 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
     """
     data_files = decode_files(files[FILES], f"{where}/{FILES}")
     state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
-    key = files[TENSORS], files[GRIDS], len(data_files)
+    sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()
+    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources)
     tensors = _known.get(key)
     known = tensors is not None
     if tensors is None:
         tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}"), f"{where}/{TENSORS}")
-    problem = find_problem(Contents(tensors=() if known else tensors, files=data_files))
+    problem = find_problem(Contents(tensors=() if known else tensors, files=data_files, sources=sources))
     if problem is not None:
         _contradicts(problem, where)
     _known.put(key, tensors)
-    return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks)
+    extents = decode_extents(files[EXTENTS], tensors, sources, where) if EXTENTS in files else {}
+    return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents)
 
 
 _known: Recent[tuple[bytes, bytes, int], tuple[TensorEntry, ...]] = Recent(2)

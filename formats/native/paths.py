@@ -13,6 +13,10 @@ GRIDS = "grids.arrow"
 FILES = "files.arrow"
 STATE = "state.json"
 INDEX_NAMES = (TENSORS, GRIDS, FILES, STATE)
+SOURCES = "sources.arrow"
+EXTENTS = "extents.arrow"
+VIRTUAL_NAMES = (SOURCES, EXTENTS)
+"""Index files that virtual checkpoints have besides."""
 SPANS = "spans.json"
 """Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 

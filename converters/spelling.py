@@ -1,0 +1,62 @@
+"""A checkpoint's tensors in another spelling: which way a translation goes, and what numbers the checkpoint itself tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import open_backend
+from ckpt.plan.views import View
+
+from .numbers import of_config
+from .roles import Shapes, in_all_roles
+from .terms import Dimensions
+from .translation import Direction, Translation, load_translation
+
+CONFIG = "config.json"
+
+
+def translated(
+    url: str, translation: str, spelling: str, numbers: Mapping[str, int]
+) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]]:
+    """From the shapes of the tensors at ``url`` to the same in ``spelling``. ``numbers`` go before what the files tell.
+
+    Raises:
+        UsageError: there is no such translation, or it is not one to or from this spelling.
+    """
+    rules = load_translation(translation)
+    direction = _direction(rules, spelling)
+    known = Dimensions({**told_by(open_backend(url)), **numbers})
+
+    def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+        def translate(some: Shapes, partial: bool) -> dict[str, View]:  # noqa: FBT001  called by place
+            return rules.views(some, direction, known, partial=partial)
+
+        return in_all_roles(translate, shapes)
+
+    return views
+
+
+def told_by(backend: Backend) -> Dimensions:
+    """Numbers that the files of a checkpoint tell: transformers' ``config.json``. None if there is none.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    try:
+        data = backend.read(CONFIG)
+    except NotFoundError:
+        return Dimensions()
+    try:
+        return of_config(json.loads(data))
+    except (ValueError, AttributeError, TypeError) as err:
+        raise CorruptError(f"{CONFIG} cannot be read: {err}", where=backend.url, hint="restore it, or give the numbers: --set") from err
+
+
+def _direction(rules: Translation, spelling: str) -> Direction:
+    if spelling not in (rules.left, rules.right):
+        told = f"this translation is between {rules.left!r} and {rules.right!r}, not to {spelling!r}"
+        raise UsageError(told, hint="`ckpt import --help` names the spellings")
+    return "rightwards" if spelling == rules.right else "leftwards"

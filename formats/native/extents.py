@@ -1,0 +1,136 @@
+"""sources.arrow and extents.arrow: what a virtual checkpoint has in the place of data files (docs/format.md §11)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+
+from ckpt.catalog import Contents, Extent, Grid, Source, TensorEntry
+from ckpt.errors import ConsistencyError, CorruptError
+from ckpt.formats.strided import reach, strided, strides_of
+
+from .paths import EXTENTS, SOURCES, is_digest, path_problem
+from .tables import from_file, to_file
+
+_SOURCES = pa.schema(
+    [
+        pa.field("root", pa.utf8(), nullable=False),
+        pa.field("path", pa.utf8(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),
+        pa.field("stamp", pa.utf8()),
+    ]
+)
+_EXTENTS = pa.schema(
+    [
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("digest", pa.utf8()),
+        pa.field("strides", pa.list_(pa.int64())),
+    ]
+)
+_DIGITS = 16
+
+
+def encode_extents(contents: Contents) -> dict[str, bytes]:
+    """The two index files by name.
+
+    Raises:
+        ConsistencyError: a tensor has not an extent for each chunk, or one does not lie in its source.
+    """
+    rows: list[Extent] = []
+    for entry in _stored(contents.tensors):
+        extents = contents.extents.get(entry.name, ())
+        problem = _problem(entry, extents, contents.sources)
+        if problem is not None:
+            raise ConsistencyError(f"these contents cannot be an index: {problem}")
+        rows += extents
+    columns = {
+        "offset": pa.array([e.offset for e in rows], pa.int64()),
+        "length": pa.array([e.length for e in rows], pa.int64()),
+        "digest": pa.array([e.digest for e in rows], pa.utf8()),
+        "strides": pa.array([strides_of(e.codec) for e in rows], pa.list_(pa.int64())),
+    }
+    sources = {f.name: pa.array([getattr(s, f.name) for s in contents.sources], f.type) for f in _SOURCES}
+    return {SOURCES: to_file(sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
+
+
+def decode_sources(data: bytes, where: str) -> tuple[Source, ...]:
+    """The rows of sources.arrow.
+
+    Raises:
+        CorruptError: it cannot be read, or a row cannot be.
+    """
+    columns = from_file(data, _SOURCES, f"{where}/{SOURCES}")
+    rows = zip(*(columns[n].to_pylist() for n in _SOURCES.names), strict=True)
+    sources = tuple(Source(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
+    for source in sources:
+        problem = path_problem(source.path) or (None if source.root and source.size >= 0 else f"{source} cannot be")
+        if problem is not None:
+            _contradicts(problem, f"{where}/{SOURCES}")
+    return sources
+
+
+def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequence[Source], where: str) -> dict[str, list[Extent]]:
+    """The extents of each tensor's chunks. The paths are those of :func:`source_path`.
+
+    Raises:
+        CorruptError: it cannot be read, or the rows do not fit the tensors and sources.
+    """
+    columns = from_file(data, _EXTENTS, f"{where}/{EXTENTS}")
+    offsets, lengths, digests, strides = (columns[n].to_pylist() for n in _EXTENTS.names)
+    if sum(_chunks(t.grid) for t in _stored(tensors)) != len(offsets):
+        _contradicts(f"{len(offsets)} extents are not those of the tensors' chunks", f"{where}/{EXTENTS}")
+    paths = [source_path(i, s) for i, s in enumerate(sources)]
+    found, at = {}, 0
+    for entry in _stored(tensors):
+        extents = []
+        shapes = entry.grid.all_boxes()[1].tolist()
+        for chunk, shape in enumerate(shapes):
+            steps = strides[at]
+            if steps is not None and reach(shape, steps, entry.dtype.itemsize) != lengths[at]:
+                _contradicts(f"chunk {entry.name}{entry.grid.box(chunk)} has strides that do not fit it", f"{where}/{EXTENTS}")
+            codec = None if steps is None else strided(shape, steps, entry.dtype.itemsize)
+            extents.append(Extent(paths[entry.grid.file(chunk)], offsets[at], lengths[at], digests[at], codec))
+            at += 1
+        problem = _problem(entry, extents, sources)
+        if problem is not None:
+            _contradicts(problem, f"{where}/{EXTENTS}")
+        found[entry.name] = extents
+    return found
+
+
+def source_path(number: int, source: Source) -> str:
+    """What the source of this number is called as a path of a virtual checkpoint: with its own name at the end, for messages."""
+    return f"sources/{number}/{source.path.rpartition('/')[2]}"
+
+
+def _stored(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    return sorted((t for t in tensors if t.alias is None), key=lambda t: t.name)
+
+
+def _chunks(grid: Grid) -> int:
+    """``len(grid)`` without overflow."""
+    return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
+
+
+def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[Source]) -> str | None:
+    if len(extents) != _chunks(entry.grid):
+        return f"tensor {entry.name!r} has {_chunks(entry.grid)} chunks and {len(extents)} extents"
+    shapes = entry.grid.all_boxes()[1]
+    sizes: list[int] = (np.prod(shapes, axis=1, dtype=np.int64) * entry.dtype.itemsize).tolist()
+    for i, (extent, size) in enumerate(zip(extents, sizes, strict=True)):
+        source = sources[entry.grid.file(i)]
+        steps = strides_of(extent.codec)
+        needed = size if steps is None else reach(shapes[i].tolist(), steps, entry.dtype.itemsize)
+        bad = extent.length != needed or extent.offset < 0 or extent.offset + extent.length > source.size
+        if bad or (extent.codec is not None and steps is None) or not (extent.digest is None or is_digest(extent.digest, _DIGITS)):
+            return f"chunk {entry.name}{entry.grid.box(i)} cannot be {extent.length} bytes from {extent.offset} of {source.path}"
+    return None
+
+
+def _contradicts(what: str, where: str) -> NoReturn:
+    raise CorruptError(f"the index contradicts itself: {what}", where=where, hint="import the checkpoint again")

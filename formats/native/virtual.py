@@ -1,0 +1,161 @@
+"""Virtual checkpoints: an index and a commit record of ours over chunks that lie in files of others (docs/format.md §11).
+
+Invariant: nothing is read from a source that has not the size, and the stamp, that it had when it was imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ckpt.catalog import Contents, Extent, Source, TensorEntry
+from ckpt.errors import AccessError, CorruptError, NotFoundError
+from ckpt.io_backends.protocol import Entry, Writer, stamp_of
+from ckpt.io_backends.registry import open_backend
+
+from .commit import VERSION, CommitRecord
+from .extents import source_path
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+_AGAIN = "bring the file back as it was, or import the checkpoint again"
+
+
+class VirtualCatalog:
+    """A virtual checkpoint. Sources are looked at when something is read from them. Thread-safe."""
+
+    def __init__(self, backend: Backend, record: CommitRecord, contents: Contents) -> None:
+        self._own = backend
+        self._record = record
+        self._contents = contents
+        self._tensors = {t.name: t for t in contents.tensors}
+        self._sources = Sources(backend.url, contents.sources)
+
+    @property
+    def url(self) -> str:
+        return self._own.url
+
+    @property
+    def backend(self) -> Backend:
+        return self._sources
+
+    @property
+    def format(self) -> str:
+        return f"ckpt {VERSION}, virtual"
+
+    @property
+    def record(self) -> CommitRecord:
+        return self._record
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._contents.sources
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._tensors
+
+    @property
+    def world_size(self) -> int:
+        return self._record.world_size
+
+    @property
+    def state(self) -> Any:
+        return self._contents.state
+
+    @property
+    def ranks(self) -> Mapping[int, Mapping[str, Any]]:
+        return self._contents.ranks
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        return self.extents_of([(entry, int(chunk)) for chunk in chunks])
+
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
+        """Where these chunks are.
+
+        Raises:
+            CorruptError: a source is missing, or not the file that was imported.
+        """
+        found = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
+        for path in {extent.path for extent in found}:
+            self._sources.check(path)
+        return found
+
+
+class Sources:
+    """The sources of a virtual checkpoint as one storage to read from."""
+
+    def __init__(self, url: str, sources: Sequence[Source]) -> None:
+        self.url = url
+        self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
+        self._backends: dict[str, Backend] = {}
+        self._checked: set[str] = set()
+        self._lock = threading.Lock()
+
+    def _find(self, path: str) -> tuple[Backend, Source]:
+        source = self._sources.get(path)
+        if source is None:
+            raise NotFoundError(f"there is no source {path!r}", where=self.url, hint="`ckpt inspect` lists them")
+        with self._lock:
+            if source.root not in self._backends:
+                self._backends[source.root] = open_backend(source.root)
+            return self._backends[source.root], source
+
+    def check(self, path: str) -> None:
+        """That the source is the file that was imported; looked at once.
+
+        Raises:
+            CorruptError: it is missing or another one.
+        """
+        if path in self._checked:
+            return
+        backend, source = self._find(path)
+        try:
+            size = backend.size(source.path)
+        except NotFoundError as err:
+            raise CorruptError(f"{source.path}, which was imported, is not there any more", where=source.root, hint=_AGAIN) from err
+        if size != source.size:
+            raise CorruptError(f"{source.path} has {size} bytes; when it was imported it had {source.size}", where=source.root, hint=_AGAIN)
+        stamp = stamp_of(backend, source.path)
+        if source.stamp is not None and stamp != source.stamp:
+            told = f"{source.path} changed after it was imported: {stamp}, then {source.stamp}"
+            raise CorruptError(told, where=source.root, hint=_AGAIN)
+        self._checked.add(path)
+
+    # ---- the storage port (io_backends/protocol.py)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        backend, source = self._find(path)
+        return backend.read(source.path, offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        backend, source = self._find(path)
+        backend.read_into(source.path, offset, buffer)
+
+    def size(self, path: str) -> int:
+        return self._find(path)[1].size
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return iter(sorted(Entry(path, s.size) for path, s in self._sources.items() if path.startswith(prefix)))
+
+    def children(self, prefix: str = "") -> list[str]:  # type: ignore[valid-type]  # the builtin; mypy takes it for the method above
+        head = f"{prefix.rstrip('/')}/" if prefix else ""
+        below = {p[len(head) :].partition("/") for p in self._sources if p.startswith(head)}
+        return sorted(name + slash for name, slash, _ in below)
+
+    def create(self, path: str, size: int) -> Writer:
+        self._refuse(path)
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        self._refuse(path)
+
+    def delete(self, path: str) -> None:
+        self._refuse(path)
+
+    def prepare(self) -> None:
+        self._refuse("")
+
+    def _refuse(self, path: str) -> NoReturn:
+        raise AccessError(f"the sources of a virtual checkpoint are only read: {path}", where=self.url, hint="write to a URL of its own")

@@ -1,0 +1,206 @@
+"""Virtual checkpoints: what is loaded from them is what lies in the files that they point into, and no file that changed is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.converters import importing
+from ckpt.converters.importing import import_checkpoint
+from ckpt.engine.verify import verify
+from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
+from ckpt.formats.native.paths import EXTENTS
+from ckpt.formats.registry import open_catalog
+from ckpt.plan import views
+from ckpt.plan.views import View
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    made = {f"w{i}": (torch.randn(5, 7, 3) * 50).to(d) for i, d in enumerate(DTYPES)}
+    return {**made, "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "row": torch.arange(11)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    ckpt.save(str(tmp_path / "source"), {**state(), "step": 7})
+    return str(tmp_path / "source")
+
+
+def data_file(source: str) -> Path:
+    (found,) = (Path(source) / "data").iterdir()
+    return found
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (found, expected)]
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(*raw)
+
+
+@pytest.mark.parametrize("digest", [False, True])
+@pytest.mark.parametrize("max_chunk", [64 << 20, 40])
+def test_a_virtual_checkpoint_loads_and_opens_as_any_other(
+    source: str, tmp_path: Path, digest: bool, max_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "MAX_CHUNK", max_chunk)
+    url = str(tmp_path / "virtual")
+    report = import_checkpoint(source, url, digest=digest)
+    assert (report.tensors, report.sources, report.format) == (8, 1, "ckpt 1")
+    fresh = {name: torch.zeros_like(t) for name, t in state().items()} | {"step": 0}
+    ckpt.load(url, fresh)
+    assert fresh.pop("step") == 7
+    view = ckpt.open(url)
+    for name, expected in state().items():
+        assert same(fresh[name], expected), name
+        assert same(view[name][...], expected), name
+    assert same(view["w0"][1:4, 2, ::2], state()["w0"][1:4, 2, ::2])
+    found = verify(url)
+    assert found.ok
+    own = max_chunk == 64 << 20  # whole chunks keep the digests that they have
+    assert (found.undigested == 0) == (digest or own)
+    size = sum(f.stat().st_size for f in Path(url).rglob("*") if f.is_file())
+    assert size < 20_000
+
+
+def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+    """Views of all kinds: a column, a transposed tensor, a stack, an interleaving, a permuted part."""
+    whole = {name: views.whole(name, shape) for name, shape in shapes.items() if name.startswith("w")}
+    left, middle, right = views.split(whole["w0"], 1, [2, 4, 1])
+    return {
+        "left": left,
+        "middle": views.transpose(middle, [2, 0, 1]),
+        "right": right,
+        "stacked": views.stack([whole["w1"]] * 2, 1),
+        "mixed": views.interleave([whole["w2"], whole["w2"]], 1, 7),
+        "turned": views.transpose(whole["w3"], [1, 2, 0]),
+        "w4": views.unstack(whole["w4"], 2)[1],
+    }
+
+
+@pytest.mark.parametrize("max_chunk", [64 << 20, 24])
+def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "MAX_CHUNK", max_chunk)
+    url = str(tmp_path / "virtual")
+    import_checkpoint(source, url, views=cut_apart, digest=True)  # type: ignore[arg-type]
+    w = state()
+    expected = {
+        "left": w["w0"][:, :2],
+        "middle": w["w0"][:, 2:6].permute(2, 0, 1),
+        "right": w["w0"][:, 6:],
+        "stacked": torch.stack([w["w1"]] * 2, 1),
+        "mixed": torch.stack([w["w2"], w["w2"]], 2).reshape(5, 14, 3),
+        "turned": w["w3"].permute(1, 2, 0),
+        "w4": w["w4"].view(torch.uint8)[..., 1].view(torch.float8_e4m3fn),
+    }
+    fresh = {name: torch.zeros_like(t.contiguous()) for name, t in expected.items()}
+    ckpt.load(url, fresh)
+    opened = ckpt.open(url)
+    for name, tensor in expected.items():
+        assert same(fresh[name], tensor), name
+        assert same(opened[name][1:], tensor[1:]), name
+    assert verify(url).ok and verify(url).undigested == 0
+
+
+def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path) -> None:
+    url, file = str(tmp_path / "virtual"), data_file(source)
+    import_checkpoint(source, url, only=["w*"])
+    data = file.read_bytes()
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(CorruptError, match="changed after it was imported"):
+        ckpt.open(url)["w0"][...]
+    file.write_bytes(data[:-1])
+    with pytest.raises(CorruptError, match=f"has {len(data) - 1} bytes; when it was imported it had {len(data)}"):
+        ckpt.load(url, {"w0": torch.zeros(5, 7, 3)}, only="w0")
+    file.unlink()
+    with pytest.raises(CorruptError, match="is not there any more"):
+        ckpt.open(url)["w0"][...]
+    assert not verify(url).ok
+
+
+def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "MAX_CHUNK", 64)
+    url, file = str(tmp_path / "virtual"), data_file(source)
+    import_checkpoint(source, url, digest=True)
+    data, at = bytearray(file.read_bytes()), file.stat()
+    row = data.rindex(state()["w0"][3].numpy().tobytes())
+    data[row] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+    (problem,) = verify(url).problems
+    assert problem.tensor == "w0" and problem.box is not None and problem.box.offset[0] == 3
+    with pytest.raises(CorruptError, match="w0"):
+        ckpt.load(url, {"w0": torch.zeros(5, 7, 3)}, only="w0")
+
+
+def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "virtual")
+    import_checkpoint(source, url)
+    before = data_file(source).read_bytes()
+    backend = open_catalog(url).backend
+    (path,) = [e.path for e in backend.list()]
+    assert backend.children() == ["sources/"] and backend.children("sources/0") == [path.rpartition("/")[2]]
+    for write in (lambda: backend.delete(path), lambda: backend.create("x", 1), backend.prepare):
+        with pytest.raises(AccessError, match="only read"):
+            write()
+    ckpt.save(url, {"w": torch.ones(2)})  # replaces the virtual one, and leaves the sources
+    assert data_file(source).read_bytes() == before
+    assert verify(source).ok and set(ckpt.open(url)) == {"w"}
+
+
+def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "virtual")
+    with pytest.raises(NamesError, match="'z\\*'"):
+        import_checkpoint(source, url, only=["z*"])
+    with pytest.raises(CoverageError, match=r"w0\[5:6,0:7,0:3\]"):
+        import_checkpoint(source, url, views=lambda shapes: {"w0": views.padded(views.whole("w0", shapes["w0"]), 0, 6)})
+    with pytest.raises(UsageError, match=r"'w0' \(float32\) and 'w2' \(int64\)"):
+        import_checkpoint(source, url, views=lambda shapes: {"m": views.stack([views.whole(n, shapes[n]) for n in ("w0", "w2")], 0)})
+    assert not Path(url).exists()
+    import_checkpoint(source, url)
+    with pytest.raises(ConflictError, match="already"):
+        import_checkpoint(source, url)
+    import_checkpoint(source, url, overwrite=True)
+    with pytest.raises(UsageError, match="virtual checkpoint already"):
+        import_checkpoint(url, str(tmp_path / "more"))
+
+
+def test_coded_chunks_are_taken_whole_or_not_at_all(tmp_path: Path) -> None:
+    source, url = str(tmp_path / "source"), str(tmp_path / "virtual")
+    tensor = torch.zeros(64, 64)
+    ckpt.save(source, {"w": tensor}, codec="zstd")
+    with pytest.raises(UsageError, match="is coded"):
+        import_checkpoint(source, url, views=lambda shapes: {"w": views.part(views.whole("w", shapes["w"]), views.Box((0, 0), (32, 64)))})
+
+
+def test_an_index_that_points_beyond_its_sources_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "virtual")
+    reach = importing.reach
+    monkeypatch.setattr(importing, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
+    monkeypatch.setattr(importing, "MAX_CHUNK", 16)
+    with pytest.raises(ckpt.CkptError, match="cannot be"):
+        import_checkpoint(source, url)
+    assert reach((2, 3), (12, 4), 4) == 24
+    assert not list(Path(tmp_path).rglob(EXTENTS))
+
+
+_true_parts = importing._parts
+
+
+def test_strides_that_do_not_fit_the_bytes() -> None:
+    from ckpt.formats.strided import gather, strided, strides_of
+
+    codec = strided((2, 3), (4, 8), 4)
+    assert codec is not None and strides_of(codec) == (4, 8)
+    assert strided((2, 3), (12, 4), 4) is None and strided((1, 3), (999, 4), 4) is None
+    stored, out = np.arange(6, dtype=np.int32), np.zeros(6, dtype=np.int32)
+    gather(codec, memoryview(stored).cast("B")[:24], memoryview(out).cast("B"), 4)
+    assert out.tolist() == [0, 2, 4, 1, 3, 5]
+    with pytest.raises(CorruptError):
+        gather(codec, memoryview(stored).cast("B")[:20], memoryview(out).cast("B"), 4)
