@@ -49,7 +49,9 @@ def test_each_sample_of_each_epoch_once(job) -> None:
         flat = [sample for step in steps for sample in step]
         by_epoch = [flat[i : i + samples] for i in range(0, len(flat), samples)]
     else:
-        by_epoch = [[s for step, e in zip(steps, epochs, strict=True) if e == epoch for s in step] for epoch in range(max(epochs, default=-1) + 1)]
+        by_epoch = [
+            [s for step, e in zip(steps, epochs, strict=True) if e == epoch for s in step] for epoch in range(max(epochs, default=-1) + 1)
+        ]
     sizes = {size for _, size, _ in jobs}
     for i, seen in enumerate(by_epoch):
         assert max(Counter(seen).values(), default=1) == 1
