@@ -27,8 +27,10 @@ from tests.distributed.ranks import Ranks, RanksFailedError
 
 
 def with_workers() -> None:
-    """Ranks of the tests are daemonic, and so may not have loaders with workers; these end with their loader."""
+    """Ranks of the tests are daemonic, and so may not have loaders with workers; these end with their loader. They are forked, as in
+    a job: by the server that ranks come from, each would import torch anew."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
 
 
 class Dice:
