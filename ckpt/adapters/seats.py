@@ -65,9 +65,6 @@ class Seat:
             raise ShapeError("the checkpoint has something else there: it does not say for which coordinates a rank saved it") from err
         return seat
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {at} of {size}" for name, size, at in zip(self.names, self.sizes, self.at, strict=True))
-
 
 class Seating:
     """The mesh of a job and the dimensions over which states differ.
