@@ -14,21 +14,21 @@ from torch.optim import Optimizer
 
 from ckpt import tree
 from ckpt.catalog import Catalog
-from ckpt.errors import StateError
+from ckpt.errors import ShapeError, StateError
 from ckpt.plan.match import Selection
 from ckpt.rules import Layout
 from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
 from .binding import Binder, Binding, Setter, inline_only
-from .collect import check_root, is_stateful
+from .collect import check_root
 from .meshes import meshes_in
 from .modules import copies_of, modules_in, tensors_of
 from .optimizers import names_in
-from .per_rank import PerRank
+from .per_rank import Compound, PerRank
 from .place import Placer, own_name
 from .placements import Placements
-from .refill import refill
+from .refill import is_stateful, refill
 
 
 def bind(
@@ -75,6 +75,8 @@ class _Walk(Binder):
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
+        elif isinstance(target, Compound):
+            self.compound(target, node, path)
         elif isinstance(target, torch.nn.Module):
             self.module(target, node, path)
         elif isinstance(target, Optimizer):
@@ -148,29 +150,25 @@ class _Walk(Binder):
         if not self.selection.wants(path):
             return
         self.found.values.append(path)
-        saved = sorted(rank for rank, nodes in self.catalog.ranks.items() if path in nodes)
-        if not saved:
+        nodes = {rank: nodes[path] for rank, nodes in sorted(self.catalog.ranks.items()) if path in nodes}
+        try:
+            chosen = target.choose(nodes, self.catalog.world_size, self.placer.rank, self.placer.ranks) if nodes else None
+        except ShapeError as err:
+            self.found.misfits.append(f"{path}: {err.message}")
+            return
+        if chosen is None:
             self.found.missing.append(path)
             return
-        world, position = len(self.placer.ranks), self.placer.position
-        if self.catalog.world_size == world and position in saved:
-            self.own(target, self.catalog.ranks[position][path], path)
-        elif self.catalog.world_size == world:
-            self.found.missing.append(path)
-        elif target.reshard is None:
-            self.found.misfits.append(
-                f"{path}: saved per rank by {self.catalog.world_size} ranks, loaded by {world}; give PerRank(value, reshard=...) to say how"
-            )
-        else:
-            self.reshard(target, path, saved)
-        for rank in saved:
-            self.found.used.update(_tensor_names(self.catalog.ranks[rank][path]))
+        values: list[Any] = [None] * len(chosen.ranks)
+        for i, rank in enumerate(chosen.ranks):
+            self._rebuilt(nodes[rank], path, _item_setter(values, i))
+        self.found.apply.append(lambda: chosen.take(values))
 
-    def own(self, target: PerRank, node: Node, path: str) -> None:
-        def put(value: object) -> None:
-            target.value = refill(target.value, value)
-
-        self._rebuilt(node, path, put)
+    def compound(self, target: Compound, node: Node, path: str) -> None:
+        slots, before = target.slots(), len(self.found.apply)
+        self.mapping(slots, node, path)
+        if len(self.found.apply) > before:
+            self.found.apply.append(lambda: target.loaded(slots))
 
     def _rebuilt(self, node: Node, path: str, put: Setter) -> None:
         fresh = {name: self._own_tensor(name) for name in _tensor_names(node)}
@@ -184,18 +182,6 @@ class _Walk(Binder):
         local = self.placer.add_own(f"{stored}>", new)
         self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
         return new
-
-    def reshard(self, target: PerRank, path: str, saved: Sequence[int]) -> None:
-        values: list[Any] = [None] * len(saved)
-        for i, rank in enumerate(saved):
-            self._rebuilt(self.catalog.ranks[rank][path], path, _item_setter(values, i))
-
-        def put() -> None:
-            assert target.reshard is not None
-            value = target.reshard(values, self.placer.position, len(self.placer.ranks))
-            target.value = refill(target.value, value)
-
-        self.found.apply.append(put)
 
 
 def _item_setter(container: Any, key: Any) -> Setter:
@@ -211,7 +197,7 @@ def _has_live(value: object) -> bool:
         return any(_has_live(v) for v in value.values())
     if isinstance(value, (list, tuple)):
         return any(_has_live(v) for v in value)
-    return isinstance(value, (torch.Tensor, PerRank, torch.nn.Module, Optimizer)) or is_stateful(value)
+    return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
 
 
 def _tensor_names(node: Node) -> list[str]:

@@ -17,9 +17,10 @@ from .dtensor import DTensor
 from .meshes import meshes_in
 from .modules import ModuleTensors, modules_in, tensors_of
 from .optimizers import check_keys, encode_options, names_in, params_of, state_path
-from .per_rank import PerRank
+from .per_rank import Compound, PerRank
 from .place import Placer
 from .placements import Placements
+from .refill import is_stateful
 from .tensors import LocalTensor
 
 
@@ -141,11 +142,6 @@ def _check_depth(value: Any, path: str, around: frozenset[int]) -> None:
             _check_depth(child, f"{path}.{key}", inside)
 
 
-def is_stateful(value: object) -> bool:
-    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return has_both and not isinstance(value, type)
-
-
 class _Walk:
     """The ``leaf`` callbacks of one walk over a state."""
 
@@ -167,8 +163,10 @@ class _Walk:
         if isinstance(value, PerRank):
             if path in self.found.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
-            self.found.own[path] = encode(value.value, path, self.own_leaf)
+            self.found.own[path] = encode(value.saved(self.found.placer.rank, self.found.placer.ranks), path, self.own_leaf)
             return {"$per_rank": True}
+        if isinstance(value, Compound):
+            return encode(value.parts(), path, self.leaf)
         if isinstance(value, torch.nn.Module):
             return self.module(value, path)
         if isinstance(value, Optimizer):
@@ -182,7 +180,7 @@ class _Walk:
 
     def inner_leaf(self, value: object, path: str) -> Node:
         """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
-        if isinstance(value, (PerRank, torch.nn.Module, Optimizer)):
+        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)):
             raise StateError(
                 f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
                 where=path,

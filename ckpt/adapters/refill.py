@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from .collect import is_stateful
+
+def is_stateful(value: object) -> bool:
+    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_both and not isinstance(value, type)
 
 
 def refill(old: Any, new: Any) -> Any:

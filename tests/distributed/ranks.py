@@ -43,6 +43,8 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch.optim.adamw",
     "torch._dynamo",
+    "torch.utils.data.graph_settings",
+    "torchdata.stateful_dataloader",
     "pyarrow.ipc",
     "ckpt.api",
     "ckpt.engine.save",

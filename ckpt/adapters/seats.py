@@ -1,0 +1,125 @@
+"""Where a rank sits in the mesh of its job, and which of the ranks are to have states of their own.
+
+Ranks that differ in the mesh dimensions ``over`` have states that differ; they are numbered by these dimensions, row-major. Ranks of one
+number are replicas of each other. So tensor-parallel ranks share what is distinct over ``"dp"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckpt import tree
+from ckpt.errors import LayoutError, ShapeError, UsageError
+from ckpt.mesh import Mesh
+from ckpt.rules import Layout
+from ckpt.tree import Node
+
+from .meshes import mesh_of
+
+MeshLike: TypeAlias = Layout | Mesh | DeviceMesh | Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A rank's coordinates ``at`` in a mesh; ``number`` of ``count`` along the dimensions ``over``."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    at: tuple[int, ...]
+    over: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        found = 0
+        for name in self.over:
+            axis = self.names.index(name)
+            found = found * self.sizes[axis] + self.at[axis]
+        return found
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes[self.names.index(name)] for name in self.over)
+
+    def node(self) -> dict[str, Any]:
+        """As plain values, for the checkpoint."""
+        return {"names": list(self.names), "sizes": list(self.sizes), "at": list(self.at), "over": list(self.over)}
+
+    @classmethod
+    def of(cls, node: Node) -> Seat:
+        """The seat that a saved value has under the key ``seat``.
+
+        Raises:
+            ShapeError: there is none.
+        """
+        found = tree.find(node, ["seat"])
+        try:
+            seat = cls(**{key: tuple(found[key]) for key in ("names", "sizes", "at", "over")})  # type: ignore[index]
+            if not 0 <= seat.number < seat.count:
+                raise ValueError(seat)
+        except (TypeError, KeyError, ValueError, IndexError) as err:
+            raise ShapeError("the checkpoint has something else there: it does not say for which coordinates a rank saved it") from err
+        return seat
+
+
+class Seating:
+    """The mesh of a job and the dimensions over which states differ.
+
+    Args:
+        mesh: all ranks of the job; left out, they are one dimension, and ``over`` is that.
+        over: names of dimensions.
+
+    Raises:
+        UsageError, LayoutError: the mesh lacks them.
+    """
+
+    def __init__(self, mesh: MeshLike | None, over: str | Sequence[str] | None, argument: str) -> None:
+        if (mesh is None) != (over is None):
+            raise UsageError(f"mesh and {argument} go together", hint=f'mesh={{"dp": 4, "tp": 2}}, {argument}="dp"; or neither of the two')
+        self.mesh = None if mesh is None else _mesh(mesh)
+        self.over = () if over is None else (over,) if isinstance(over, str) else tuple(over)
+        if self.mesh is not None:
+            for name in self.over:
+                self.mesh.axis(name)
+
+    def seat(self, rank: int, ranks: Sequence[int]) -> Seat:
+        """The seat of one of the job's ranks.
+
+        Raises:
+            LayoutError: the mesh is of other ranks.
+        """
+        mesh, over = self.mesh or Mesh.flat(ranks), self.over if self.mesh is not None else ("ranks",)
+        if set(mesh.ranks) != set(ranks):
+            hint = "give the whole mesh, not a slice of it, with the sizes that it has in this job"
+            raise LayoutError(f"the mesh {mesh} is not of the {len(ranks)} ranks that make the call", hint=hint)
+        at = mesh.coordinate(rank)
+        assert at is not None
+        return Seat(names=mesh.names, sizes=mesh.sizes, at=at, over=over)
+
+
+def _mesh(mesh: MeshLike) -> Mesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh_of(mesh)
+    return mesh.mesh if isinstance(mesh, Layout) else Mesh.of(mesh)
+
+
+def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:
+    """How many distinct states were saved, and for each number the first rank whose node has ``key``.
+
+    Raises:
+        ShapeError: the ranks disagree on how many there are.
+    """
+    found: dict[int, int] = {}
+    counts = set()
+    for rank, node in nodes.items():
+        seat = Seat.of(node)
+        counts.add(seat.count)
+        if tree.find(node, [key]) is not tree.MISSING:
+            found.setdefault(seat.number, rank)
+    if len(counts) > 1:
+        raise ShapeError(f"ranks saved it with different meshes: of {' and '.join(map(str, sorted(counts)))} distinct states")
+    return counts.pop(), found
