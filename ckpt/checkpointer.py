@@ -165,7 +165,8 @@ class Checkpointer:
     ) -> bool:
         """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
 
-        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
+        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
+        ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
 
         Raises:
             CkptError: an earlier save failed; what :func:`ckpt.save_async` raises.

@@ -30,7 +30,7 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step >= self.step
 
 
-def train(run: str, *, epochs: int = 3, stop_after: int | None = None) -> Trainer:
+def train(run: str, *, epochs: int = 3, stop_after: int | None = None, save: ckpt.policies.SavePolicy | None = None) -> Trainer:
     torch.manual_seed(0)
     data = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2))
@@ -49,7 +49,7 @@ def train(run: str, *, epochs: int = 3, stop_after: int | None = None) -> Traine
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in data])
     if stop_after is not None:
         trainer.add_callback(StopAfter(stop_after))
-    use(trainer, run, keep=ckpt.policies.Latest(2))  # the line that does it
+    use(trainer, run, save=save, keep=ckpt.policies.Latest(2))  # the line that does it
     trainer.train()
     return trainer
 

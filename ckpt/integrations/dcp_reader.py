@@ -21,19 +21,18 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt import settings
-from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
+from ckpt.adapters.tensors import dtype_of
 from ckpt.catalog import Catalog
 from ckpt.engine.reader import Job
 from ckpt.engine.reader import Reader as Reading
 from ckpt.errors import NamesError, ShapeError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
-from ckpt.plan.ownership import Global
 from ckpt.view import StoredPerRank, StoredTensor, View
 
+from .reading import job
+
 Verify = Literal["full", "partial", "off"]
-_HERE = TensorLayout.replicated((0,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +123,7 @@ class Reader(StorageReader):
                 where=f"tensor {name}",
                 hint="Reader(url, cast=True) converts",
             )
-        info = Global(entry.name, kind, entry.shape, _HERE, entry.logical)
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        return Job(target=LocalTensor(info, [Held(box, target)] if box.numel else [], name), entry=entry)
+        return job(entry, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
 
     def _set(self, item: ReadItem, planner: LoadPlanner, known: _Known) -> None:
         name = item.storage_index.fqn

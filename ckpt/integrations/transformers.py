@@ -106,8 +106,8 @@ class CheckpointCallback(TrainerCallback):
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """In place of ``Trainer.train``. A path goes to the trainer as it is; ``False`` starts from the beginning."""
         _check(self.trainer)
-        policy = {} if self.policy is None else {"save": self.policy}
-        with Checkpointer(self.root, **policy, **self.options) as self.checkpointer, TemporaryDirectory() as folder:
+        options = self.options if self.policy is None else {"save": self.policy, **self.options}
+        with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
             self._saved = None
             self._step = self.checkpointer.latest if resume_from_checkpoint in (None, True) else None
             self._folder = folder if self._step is not None else None
@@ -140,7 +140,9 @@ class CheckpointCallback(TrainerCallback):
             _set_rng_state(self._rng)
 
 
-def use(trainer: Trainer, root: str, *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any) -> CheckpointCallback:
+def use(
+    trainer: Trainer, root: str, *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any
+) -> CheckpointCallback:
     """Make a trainer save to ``root`` and go on from there.
 
     ``trainer.train()`` then continues from the newest checkpoint: model, optimizer, scheduler, gradient scaler, random number generators,
