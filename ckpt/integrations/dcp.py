@@ -53,7 +53,7 @@ class _Place:
 
 
 class Writer(StorageWriter):
-    """A ``StorageWriter`` that writes a ckpt checkpoint. For ``dcp.save`` and ``dcp.async_save``; use a new one for each save.
+    """A ``StorageWriter`` that writes a ckpt checkpoint. For ``dcp.save`` and ``dcp.async_save``, one save at a time.
 
     The planner must not cache plans (``enable_plan_caching``): an old plan would name the files of an old save.
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 from ckpt.engine.verify import verify
@@ -147,9 +151,17 @@ def test_odd_shapes_in_small_chunks(ranks: Ranks, tmp_path: Path) -> None:
     assert len(open_catalog(url).tensors["wide"].grid) > 3
 
 
+class Forgets(DefaultSavePlanner):
+    """A planner that leaves out what the second rank should write, and does not notice."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [plans[0], replace(plans[1], items=[])], metadata
+
+
 def refused(path: str) -> list[str]:
     """Each has to fail on both ranks, and leave nothing that counts as a checkpoint."""
-    tensor = torch.ones(4) * (1 + dist.get_rank())
+    tensor, mesh = torch.ones(4) * (1 + dist.get_rank()), mesh_of(dp=2)
     attempts = [
         lambda: dcp.save({"x": object()}, storage_writer=Writer(f"{path}/object")),
         lambda: dcp.save({"x": (1, tensor)}, storage_writer=Writer(f"{path}/tuple")),
@@ -157,6 +169,9 @@ def refused(path: str) -> list[str]:
             dcp.save({"x": tensor}, storage_writer=Writer(f"{path}/cached{i}"), planner=DefaultSavePlanner(enable_plan_caching=True))
             for i in range(2)
         ],
+        lambda: dcp.save(
+            {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=Writer(f"{path}/hole"), planner=Forgets()
+        ),
         lambda: dcp.load({"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=Reader(f"{path}/cached0")),
         lambda: dcp.load({"x": torch.zeros(4)}, storage_reader=Reader(f"{path}/nothing")),
     ]
@@ -174,6 +189,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) ->
         "StateError.*object",
         "StateError.*tuple",
         "UsageError.*cached",
+        "CoverageError.*2:4",
         "ShapeError.*float64",
         "no checkpoint",
         r"\[1.0, 1.0, 1.0, 1.0\]",
@@ -181,3 +197,19 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) ->
     for told in ranks.run(2, refused, str(tmp_path)):
         assert [text for text, pattern in zip(told, expected, strict=True) if not re.search(pattern, text)] == []
     assert sorted(p.parent.name for p in tmp_path.glob("*/checkpoint.json")) == ["cached0"]
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    told = []
+    for ranks_now, steps in ((2, 20), (1, 40)):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks_now)]
+        command = [sys.executable, *launcher, script, str(tmp_path / "run"), "--steps", str(steps)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.strip())
+    assert [text.partition(";")[0] for text in told] == ["steps 1 to 20", "steps 21 to 40"]
+    first, second = (float(text.rpartition(" ")[2]) for text in told)
+    assert second < first / 2
+    assert [(s.number, s.world_size) for s in ckpt.list_steps(str(tmp_path / "run"))] == [(20, 2), (40, 1)]

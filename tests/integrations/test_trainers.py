@@ -18,6 +18,7 @@ import torch
 
 import ckpt
 from ckpt.engine.verify import verify
+from ckpt.formats.registry import open_catalog
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -45,20 +46,24 @@ def steps_of(root: Path) -> list[int | None]:
 
 
 TRAINER = """
+import ckpt
 from hf_trainer import train
 from ckpt.policies import AtSteps
 def logs(trainer):
     return {e["step"]: [e["loss"], e["grad_norm"], e["epoch"]] for e in trainer.state.log_history if "loss" in e}
-straight = train(f"{runs}/a")
-train(f"{runs}/b", stop_after=9, save=AtSteps((8,)))
-resumed = train(f"{runs}/b")
-told = [logs(straight), logs(resumed), resumed.state.global_step]
+epochs = 3 * int(os.environ.get("WORLD_SIZE", "1"))  # 18 steps
+straight = train(f"{runs}/a", epochs=epochs)
+train(f"{runs}/b", epochs=epochs, stop_after=9, save=AtSteps((8,)))
+steps = [s.number for s in ckpt.list_steps(f"{runs}/b")]
+resumed = train(f"{runs}/b", epochs=epochs)
+told = [logs(straight), logs(resumed), resumed.state.global_step, steps]
 """
 
 
 def same_runs(tmp_path: Path, told: Any) -> None:
-    straight, resumed, last = told
-    assert len(straight) == last == max(map(int, resumed))
+    straight, resumed, last, before = told
+    assert before == [5, 8]
+    assert len(straight) == 18 == last == max(map(int, resumed))
     assert {step: loss for step, loss in straight.items() if step != "8"} == {step: loss for step, loss in resumed.items() if step != "8"}
     final = f"step-{last:08d}"
     assert tensors_of(str(tmp_path / "a" / final)) == tensors_of(str(tmp_path / "b" / final))
@@ -77,6 +82,31 @@ def test_a_trainer_that_was_stopped_goes_on(tmp_path: Path) -> None:
 def test_two_ranks_that_were_stopped_go_on(tmp_path: Path) -> None:
     same_runs(tmp_path, run(tmp_path, TRAINER, launcher=TWO_RANKS))
     assert ckpt.list_steps(str(tmp_path / "b"))[-1].world_size == 2
+
+
+FSDP2 = """
+import hf_trainer
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+made = AcceleratorState.__init__
+def made_with_fsdp(self, *given, **named):  # accelerate leaves FSDP out on CPUs
+    made(self, *given, **named)
+    if named.get("fsdp_plugin") is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, named["fsdp_plugin"]
+AcceleratorState.__init__ = made_with_fsdp
+arguments = hf_trainer.TrainingArguments
+config = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+hf_trainer.TrainingArguments = lambda **given: arguments(**given, fsdp="full_shard", fsdp_config=config)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_with_fsdp_that_were_stopped_go_on(tmp_path: Path) -> None:
+    code = f"{FSDP2}{TRAINER}\nassert all(isinstance(p, DTensor) for p in resumed.model.parameters())"
+    same_runs(tmp_path, run(tmp_path, code, launcher=TWO_RANKS))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    assert len(open_catalog(str(tmp_path / "b" / "step-00000018")).tensors[name].grid) == 2
 
 
 LIGHTNING = """
