@@ -35,7 +35,7 @@ from ckpt.formats.native.codecs import CODECS
 from ckpt.geometry import Box
 from ckpt.group import Group, Row
 from ckpt.io_backends.registry import open_backend
-from ckpt.plan.given import Given, assigned
+from ckpt.plan.given import Assigned, Given, assigned
 from ckpt.plan.tables import Joined
 from ckpt.spans import Spans
 
@@ -113,19 +113,14 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place: _Place = plan.storage_data
         values = {item.index.fqn: _node(item, planner) for item in plan.items if item.type is WriteItemType.BYTE_IO}
-        row: Row = self._write(place, _tensors(plan.items, planner))
+        mine = assigned(_given(plan.items, place.position))
+        row = self._write(place, mine, _memory(mine, plan.items, planner))
         done: Future[list[WriteResult]] = Future()
         nbytes = sum(size for _, size, _, _ in row["files"])
         done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=nbytes, storage_data=(place.position, row, values))])
         return done
 
-    def _write(self, place: _Place, tensors: Mapping[str, LocalTensor]) -> Row:
-        parts = (
-            Given(name=n, dtype=t.info.dtype, shape=t.info.shape, box=p.box, owner=place.position)
-            for n, t in tensors.items()
-            for p in t.parts
-        )
-        mine = assigned(parts)
+    def _write(self, place: _Place, mine: Assigned, tensors: Mapping[str, LocalTensor]) -> Row:
         ranked = plan_given(list(mine.tensors.values()), mine.owned, rank=place.position, position=place.position, codec=self.codec)
         writer = (RankWriter if self.codec is None else CodedWriter)(
             backend=open_backend(self.url),
@@ -173,16 +168,17 @@ def _given(items: Sequence[WriteItem], position: int) -> Iterable[Given]:
             yield Given(name=item.index.fqn, dtype=kind, shape=tuple(data.size), box=box, owner=position)
 
 
-def _tensors(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
-    """This rank's boxes, with their memory."""
-    found: dict[str, LocalTensor] = {}
-    for item, box in ((i, g) for i in items for g in _given([i], 0)):
+def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
+    """This rank's tensors, with the memory of its boxes."""
+    found = {name: LocalTensor(info, [], name) for name, info in mine.tensors.items()}
+    for item in items:
+        if item.tensor_data is None:
+            continue
+        name, chunk = item.index.fqn, item.tensor_data.chunk
         memory = planner.resolve_data(item)
-        name = item.index.fqn
-        if not isinstance(memory, torch.Tensor) or tuple(memory.shape) != box.box.shape or dtype_of(memory, name) != box.dtype:
+        if not isinstance(memory, torch.Tensor) or memory.shape != chunk.sizes or dtype_of(memory, name) != mine.tensors[name].dtype:
             raise LayoutError("the planner gives other data than it has planned", where=f"tensor {name}")
-        local = found.setdefault(name, LocalTensor(assigned([box]).tensors[name], [], name))
-        local.parts.append(Held(box.box, memory.detach()))
+        found[name].parts.append(Held(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
     return found
 
 
