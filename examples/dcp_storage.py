@@ -21,7 +21,8 @@ import ckpt
 from ckpt.integrations.dcp import Reader, Writer
 
 
-def train(run: str, steps: int) -> None:
+def train(run: str, steps: int) -> float:
+    """Train up to a step, from the newest checkpoint on; the last loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -46,6 +47,7 @@ def train(run: str, steps: int) -> None:
             dcp.save(state, storage_writer=Writer(f"{run}/step-{step}"))
     if dist.get_rank() == 0:
         print(f"steps {start + 1} to {steps}; loss {loss.item():.6f}", flush=True)
+    return loss.item()
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 >>> trainer.fit(model, ckpt_path="runs/a/last.ckpt")  # doctest: +SKIP
 
 Lightning collects the dict and says where it goes; the file ``last.ckpt`` becomes a directory that holds a ckpt checkpoint. Source of the
-interface: ``lightning.fabric.plugins.io.checkpoint_io``, 2.4 to 2.6.
+interface: ``lightning.fabric.plugins.io.checkpoint_io``, 2.6.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load as load_checkpoint
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UsageError
@@ -88,7 +89,7 @@ class CheckpointManager:
         base_folder: str = "",
     ) -> None:
         if getattr(config, "last_save_in_hf", False) or getattr(config, "initial_load_in_hf", False):
-            raise UsageError("Hugging Face files are not read or written here", hint="`ckpt export` and `ckpt import` convert checkpoints")
+            raise UsageError("Hugging Face files are not read or written here", hint="leave last_save_in_hf and initial_load_in_hf out")
         self.config = config
         self.background = getattr(config, "async_mode", "async") != "disabled"
         self.model_parts = list(model_parts)
@@ -119,14 +120,18 @@ class CheckpointManager:
         if found is None and path is None:
             return False
         model_only = self.config.initial_load_model_only if found is None else found == 0
-        names = [MODEL] if model_only else [name for name in state if name not in self.config.exclude_from_loading]
-        only = [f"{name}.*" for name in names]
+        only = self._wanted(state, model_only=model_only)
         if found is None:
             assert path is not None
             load_checkpoint(path, state, only=only)
         else:
             self.checkpointer.restore(state, step=None if step == -1 and found else found, only=only)
         return True
+
+    def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:
+        """What to load, as globs; None for everything."""
+        names = [MODEL] if model_only else [name for name in state if name not in self.config.exclude_from_loading]
+        return None if len(names) == len(state) else [name if isinstance(state[name], PerRank) else f"{name}.*" for name in names]
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001  torchtitan's
         """Save if it is time to; whether it was.

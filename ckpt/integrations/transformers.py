@@ -4,7 +4,7 @@
 >>> trainer.train()  # goes on from the newest checkpoint in runs/a, if there is one  # doctest: +SKIP
 
 The Trainer decides when to save, by its own arguments; what it writes then goes to ``runs/a/step-…``, in the background. Source of the
-methods that are replaced on the trainer, and of what has to be restored when: ``transformers/trainer.py``, 4.46 to 5.23.
+methods that are replaced on the trainer, and of what has to be restored when: ``transformers/trainer.py``, 5.23.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from ckpt.adapters.per_rank import PerRank
 from ckpt.api import open as open_view
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import UsageError
+from ckpt.errors import StateError, UsageError
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
 
 from .needs import needed
@@ -112,8 +112,7 @@ class CheckpointCallback(TrainerCallback):
             self._step = self.checkpointer.latest if resume_from_checkpoint in (None, True) else None
             self._folder = folder if self._step is not None else None
             if self._step is not None:
-                state = open_view(self.checkpointer.url_of(self._step)).state()["trainer"]
-                Path(folder, TRAINER_STATE_NAME).write_text(state)
+                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.url_of(self._step)))
             given = self._folder or resume_from_checkpoint or None
             return self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
 
@@ -163,6 +162,15 @@ def use(
     made = CheckpointCallback(trainer, root, save, options)
     trainer.add_callback(made)
     return made
+
+
+def _trainer_state_of(url: str) -> str:
+    found = open_view(url).state().get("trainer")
+    if not isinstance(found, str):
+        raise StateError(
+            "this checkpoint was not saved by a Trainer", where=url, hint="ckpt.load(url, {'model': model}) loads a model alone"
+        )
+    return found
 
 
 def _check(trainer: Trainer) -> None:

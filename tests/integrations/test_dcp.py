@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,17 +197,21 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) ->
     assert sorted(p.parent.name for p in tmp_path.glob("*/checkpoint.json")) == ["cached0"]
 
 
-def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
-    script = str(Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    told = []
-    for ranks_now, steps in ((2, 20), (1, 40)):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks_now)]
-        command = [sys.executable, *launcher, script, str(tmp_path / "run"), "--steps", str(steps)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        told.append(done.stdout.strip())
-    assert [text.partition(";")[0] for text in told] == ["steps 1 to 20", "steps 21 to 40"]
-    first, second = (float(text.rpartition(" ")[2]) for text in told)
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py"
+
+
+def example(run: str, steps: int) -> float:
+    spec = importlib.util.spec_from_file_location("examples_dcp_storage", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(run, steps)
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    run, straight = str(tmp_path / "run"), str(tmp_path / "straight")
+    first = ranks.run(2, example, run, 20)[0]
+    second = ranks.run(1, example, run, 40)[0]
     assert second < first / 2
-    assert [(s.number, s.world_size) for s in ckpt.list_steps(str(tmp_path / "run"))] == [(20, 2), (40, 1)]
+    assert second == pytest.approx(ranks.run(1, example, straight, 40)[0], rel=1e-3)
+    assert [(s.number, s.world_size) for s in ckpt.list_steps(run)] == [(20, 2), (40, 1)]

@@ -43,13 +43,13 @@ class Loader(Counter):
 class Job:
     """A model in FSDP2, and all that a trainer gives the manager."""
 
-    def __init__(self, folder: str, seed: int, **options: Any) -> None:
+    def __init__(self, folder: str, seed: int, *, per_rank: bool = False, **options: Any) -> None:
         self.which: Trained = trained(fsdp(whole_model(seed), mesh_of(dp=dist.get_world_size())))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.which.optimizer, 1, gamma=0.9)
         self.counter, self.loader = Counter(), Loader()
         self.manager = titan.CheckpointManager(
             titan.Config(folder="checkpoint", **{"interval": 2, "keep_latest_k": 2} | options),
-            dataloader=self.loader,
+            dataloader=ckpt.PerRank(self.loader) if per_rank else self.loader,
             model_parts=[self.which.model],
             optimizers=self.which.optimizer,
             lr_schedulers=self.scheduler,
@@ -99,7 +99,7 @@ def test_saved_on_two_ranks_gone_on_with_on_three(ranks: Ranks, tmp_path: Path) 
 
 
 def only_parts(folder: str) -> list[Any]:
-    job = Job(folder, 1, async_mode="disabled", enable_first_step_checkpoint=True, export_dtype="bfloat16")
+    job = Job(folder, 1, per_rank=True, async_mode="disabled", enable_first_step_checkpoint=True, export_dtype="bfloat16")
     assert not job.manager.load()
     with pytest.raises(ckpt.errors.NotFoundError):
         job.manager.load(step=5)
@@ -107,12 +107,12 @@ def only_parts(folder: str) -> list[Any]:
     job.manager.close()
     url = f"{folder}/checkpoint/step-00000003"
     stored = {(t.name.partition(".")[0], str(t.dtype)) for t in ckpt.open(url).tensors() if t.dtype.is_floating_point}
-    other = Job(f"{folder}/other", 2, initial_load_path=f"{folder}/checkpoint/step-00000002", load_only=True)
+    other = Job(f"{folder}/other", 2, per_rank=True, initial_load_path=f"{folder}/checkpoint/step-00000002", load_only=True)
     assert other.manager.load()
     model = [flat({"m": j.which.model.state_dict()}) for j in (job, other)]
-    with_step = Job(folder, 3, exclude_from_loading=["lr_scheduler", "dataloader"])
+    with_step = Job(folder, 3, per_rank=True, exclude_from_loading=["lr_scheduler"])
     assert with_step.manager.load(step=2)
-    there = other.counter.step, with_step.counter.step, with_step.scheduler.last_epoch, other.train(2)
+    there = other.counter.step, with_step.counter.step, with_step.scheduler.last_epoch, with_step.loader.step, other.train(2)
     other.manager.close()
     with_step.manager.close()
     same(flat({"m": with_step.which.model.state_dict()}), model[1])
@@ -122,7 +122,7 @@ def only_parts(folder: str) -> list[Any]:
 def test_parts_the_first_and_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
     stored, there, alike = ranks.run(1, only_parts, str(tmp_path))[0]
     assert stored == {("model", "torch.bfloat16")}
-    assert there == (0, 2, 0, [False, False])
+    assert there == (0, 2, 0, 6, [False, False])
     assert alike
 
 
