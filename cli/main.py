@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "Read a checkpoint whole and compare it with its digests.",
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
+    "cp": "Copy a checkpoint to another storage.",
     "gc": "Remove the checkpoints of a run that no rule keeps.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""

@@ -43,7 +43,10 @@ ABOVE = {"ckpt.cli": ("ckpt.cli",), "ckpt.converters": ("ckpt.converters", "ckpt
 TORCH_WHEN_ASKED = ("ckpt.tree",)
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one."""
 
-WITHOUT_TORCH = (*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure")
+WITHOUT_TORCH = (
+    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
+    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris"),
+)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_verify_json(run_root: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    result = ckpt(command, "--json", tmp_path / "nothing")
+    result = ckpt(command, "--json", tmp_path / "nothing", *([tmp_path / "copy"] if command == "cp" else []))
     error = document(result)["error"]
     assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
     assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"

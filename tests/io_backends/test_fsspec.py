@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -18,44 +17,13 @@ from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance_reading import BYTES, everything, put
 from ckpt.io_backends.fsspec import FsspecBackend
 from ckpt.io_backends.fsspec_writer import IN_MEMORY
-
-
-class Bucket(MemoryFileSystem):
-    """An object store: no directories, and objects that appear whole."""
-
-    protocol = "testbucket"
-    store: dict[str, Any] = {}  # noqa: RUF012  as fsspec has it
-    pseudo_dirs = [""]  # noqa: RUF012
-    answers: dict[str, Exception] = {}  # noqa: RUF012
-    """Method → what it raises instead of doing anything."""
-    lost: dict[str, Exception] = {}  # noqa: RUF012
-    """Method → what it raises after it did what it should."""
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(path.removeprefix("testbucket://"))
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        if "pipe_file" in self.answers:
-            raise self.answers["pipe_file"]
-        super().pipe_file(path, value, mode, **options)
-        if "pipe_file" in self.lost:
-            raise self.lost["pipe_file"]
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        if "cat_file" in self.answers:
-            raise self.answers["cat_file"]
-        found: bytes = super().cat_file(path, start, end, **options)
-        return found[:-1] if "short" in self.answers else found
+from tests.io_backends.bucket import Bucket, buckets
 
 
 @pytest.fixture(autouse=True)
 def _bucket() -> Iterator[None]:
-    fsspec.register_implementation("testbucket", Bucket, clobber=True)
-    yield
-    for kept in (Bucket.store, Bucket.answers, Bucket.lost):
-        kept.clear()
-    Bucket.pseudo_dirs[:] = [""]
+    with buckets():
+        yield
 
 
 @pytest.fixture
