@@ -34,10 +34,8 @@ KINDS = {
 
 _BLOCK = 64 << 10
 _HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
-_SLOW_DOWN = b"<?xml version=\"1.0\" encoding=\"UTF-8\"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
-    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>'
-)
-_INTERNAL = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>InternalError</Code><Message>Try again.</Message></Error>'
+_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>On purpose.</Message></Error>'
+_SLOW_DOWN, _INTERNAL = (_ERROR.format(code).encode() for code in ("SlowDown", "InternalError"))
 
 
 @dataclass(kw_only=True)
