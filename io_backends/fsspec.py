@@ -306,7 +306,7 @@ class FsspecBackend(Backend):
             self._fs.rm_file(self._key(probe))
 
     def modified(self, path: str) -> float | None:
-        """See ``debris.Dated``."""
+        """See ``Backend.modified``."""
         check_path(path)
         try:
             with fsspec_errors(self._where(path), "get the time", reading=True):

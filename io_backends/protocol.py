@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from .checks import check_prefix
+
 _W = TypeVar("_W", bound="Writer")
 
 
@@ -27,6 +29,29 @@ class Entry:
 
     path: str
     size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grain:
+    """What a storage is read in best. It changes how fast bytes come, never which."""
+
+    piece: int = 2 << 20
+    """Bytes of a long range that one call asks for."""
+    gap: int = 32 << 10
+    """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
+    calls: int = 0
+    """Calls that one process has to have going on at once; 0: its cores say how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What a Writer that was neither committed nor aborted keeps in the storage, though no listing shows it."""
+
+    path: str
+    started: float
+    """Seconds since 1970, by the storage's clock."""
+    token: str
+    """How the storage knows it."""
 
 
 class Writer(Protocol):
@@ -89,6 +114,11 @@ class Writer(Protocol):
         """
         ...
 
+    @property
+    def block(self) -> int:
+        """Bytes that one write has best, from an offset that is a multiple of it: such a write is not copied on its way."""
+        return 1 << 20
+
     def __enter__(self: _W) -> _W:
         return self
 
@@ -103,6 +133,11 @@ class Backend(Protocol):
     def url(self) -> str:
         """The root. ``open_backend(url)`` opens the same one, from any directory."""
         ...
+
+    @property
+    def grain(self) -> Grain:
+        """What the storage is read in best."""
+        return Grain()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
@@ -239,3 +274,11 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """What Writers of dead processes left behind invisibly, for paths that start with ``prefix``. Most storages have none of it."""
+        check_prefix(prefix)
+        return iter(())
+
+    def forget(self, unfinished: Unfinished) -> None:
+        """Remove what ``unfinished`` gave. A Writer that is alive after all can then only fail; what is gone already is no error."""

@@ -18,7 +18,16 @@ from .posix import PosixBackend
 from .protocol import Backend
 
 _GROUP = "ckpt.io_backends"
-_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
+
+
+def _s3(url: str) -> Backend:
+    from .s3 import S3Backend  # late: botocore takes a while to import
+
+    return S3Backend(url)
+
+
+_LOCAL: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
+_BUILT_IN = {**_LOCAL, "s3": _s3}
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
@@ -26,7 +35,7 @@ _wrappers_lock = threading.Lock()
 
 def is_file_system(url: str) -> bool:
     """Whether a URL is a path of a file system, or of this process's memory: what is read there need not be sent."""
-    return _scheme(url) in _BUILT_IN
+    return _scheme(url) in _LOCAL
 
 
 def open_backend(url: str) -> Backend:

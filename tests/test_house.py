@@ -21,7 +21,7 @@ PURE = tuple(
     f"ckpt.{name}"
     for name in (
         *("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan"),
-        *("settings", "spans", "policies"),
+        *("settings", "spans", "policies", "workers"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""
