@@ -27,7 +27,7 @@ COMMANDS = {
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "cp": "Copy a checkpoint to another storage.",
-    "gc": "Remove the checkpoints of a run that no rule keeps.",
+    "gc": "Remove what a run does not need: old checkpoints, debris.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``."""
 

@@ -205,6 +205,9 @@ class FaultyBackend(Backend):
     def prepare(self) -> None:
         self.process.operate("prepare", self._inner.prepare)
 
+    def modified(self, path: str) -> float | None:
+        return self.process.operate(f"modified {path}", lambda: self._inner.modified(path))
+
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         return self.process.operate(f"unfinished {prefix}", lambda: self._inner.unfinished(prefix))
 

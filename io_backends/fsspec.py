@@ -308,15 +308,12 @@ class FsspecBackend(Backend):
     def modified(self, path: str) -> float | None:
         """See ``Backend.modified``."""
         check_path(path)
-        try:
-            with fsspec_errors(self._where(path), "get the time", reading=True):
+        with fsspec_errors(self._where(path), "get the time", reading=True):
+            self._info_size(path)
+            try:
                 return float(self._fs.modified(self._key(path)).timestamp())
-        except NotFoundError:
-            raise
-        except StorageError as err:
-            if isinstance(err.__cause__, NotImplementedError):
+            except NotImplementedError:
                 return None
-            raise
 
 
 def _is_file(info: Any) -> bool:

@@ -275,6 +275,13 @@ class Backend(Protocol):
         """
         ...
 
+    def modified(self, path: str) -> float | None:
+        """When the object was last written, in seconds since 1970 by the storage's clock; None if the storage keeps no such times.
+
+        Raises NotFoundError where it keeps them and ``path`` is absent or a directory.
+        """
+        return None
+
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         """What Writers of dead processes left behind invisibly, for paths that start with ``prefix``. Most storages have none of it."""
         check_prefix(prefix)

@@ -81,6 +81,12 @@ class S3Backend(Backend):
 
     # ---- listing
 
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``."""
+        key = self._key(path)
+        answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
+        return float(answer["LastModified"].timestamp())
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given."""
         return self._listed(self._prefix + check_prefix(prefix))
