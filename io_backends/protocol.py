@@ -33,14 +33,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """What a storage is read in best. It changes how fast bytes come, never which."""
+    """What a storage is used in best, where that is more than suits files. It changes how fast bytes go, never which."""
 
-    piece: int = 2 << 20
+    piece: int = 0
     """Bytes of a long range that one call asks for."""
-    gap: int = 32 << 10
+    gap: int = 0
     """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
     calls: int = 0
-    """Calls that one process has to have going on at once; 0: its cores say how many."""
+    """Reads or writes that one process has to have going on at once, however few cores it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Backend(Protocol):
 
     @property
     def grain(self) -> Grain:
-        """What the storage is read in best."""
+        """What the storage is used in best."""
         return Grain()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:

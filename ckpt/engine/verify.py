@@ -97,7 +97,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     problems = [*check_tiling(catalog), *check_state(catalog)]
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
     chunks = list(_chunks(catalog, broken, problems))
-    done = _read_all(catalog.backend, chunks, threads or _default_threads(), progress)
+    done = _read_all(catalog.backend, chunks, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),

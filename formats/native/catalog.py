@@ -32,7 +32,9 @@ _MAX_CODED = 64 << 20
 
 
 class NativeCatalog:
-    """A committed native checkpoint. Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
+    """A committed native checkpoint; ``record`` is its commit record if that was read just now.
+
+    Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
 
     Raises:
         NotCommittedError: files of a save are there, but no commit record.
@@ -41,9 +43,9 @@ class NativeCatalog:
         CorruptError: the record or an index file is damaged, missing or truncated.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, record: bytes | None = None) -> None:
         self._backend = backend
-        self._record, self._contents = _open(backend)
+        self._record, self._contents = _open(backend, record)
         self._coded = CODED in self._record.features
         self._tensors = {t.name: t for t in self._contents.tensors}
         self._headers: dict[int, Header] = {}
@@ -225,9 +227,9 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     return data
 
 
-def _open(backend: Backend) -> tuple[CommitRecord, Contents]:
+def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]:
     """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
-    data = _present_record(backend)
+    data = _present_record(backend) if data is None else data
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
         try:
