@@ -17,6 +17,7 @@ import inspect
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, ClassVar
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
-from .fsspec_errors import fsspec_errors
+from .fsspec_errors import fsspec_errors, mapped
 from .fsspec_writer import GatheringWriter
 from .protocol import Backend, Entry, Writer
 
@@ -34,6 +35,8 @@ _DIRECTORIES = frozenset({"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", 
 _STRICT_RMDIR = frozenset({"file", "local", "sftp", "ssh", "smb"})
 """Protocols whose ``rmdir`` refuses directories that are not empty. Others may remove all that is in them."""
 _TRIES = 8
+_PAUSE = 0.03
+"""Seconds, growing with each try."""
 
 
 def known_to_fsspec(scheme: str) -> bool:
@@ -125,15 +128,16 @@ class FsspecBackend(Backend):
     def _read(self, path: str, offset: int, length: int | None) -> bytes:
         """The size is asked for only where the bytes alone do not show that they are all."""
         if length:
-            data = self._range(path, offset, offset + length)
+            data = self._range_or_nothing(path, offset, length)
             if len(data) == length:
                 return data
-        for _ in range(_TRIES):
+        for tries in range(_TRIES):
+            time.sleep(_PAUSE * tries)  # somebody replaces it: let them come to an end
             size = self._info_size(path)
             wanted = max(size - offset, 0) if length is None else length
             if offset + wanted > size:
                 raise past_end(self._where(path), offset, wanted, size)
-            data = self._range(path, offset, offset + wanted) if wanted else b""
+            data = self._range_or_nothing(path, offset, wanted)
             if len(data) == wanted and (length is not None or self._info_size(path) == size):
                 return data
         raise StorageError(
@@ -142,8 +146,14 @@ class FsspecBackend(Backend):
             hint="try again; if nobody replaces the object all the time, report it to whoever keeps the fsspec file system",
         )
 
-    def _range(self, path: str, start: int, stop: int) -> bytes:
-        return bytes(self._fs.cat_file(self._key(path), start=start, end=stop))
+    def _range_or_nothing(self, path: str, offset: int, length: int) -> bytes:
+        """Some storages raise what they like for a range beyond the end."""
+        try:
+            return bytes(self._fs.cat_file(self._key(path), start=offset, end=offset + length)) if length else b""
+        except Exception as err:
+            if not isinstance(mapped(err, path, "read", reading=True), NotFoundError) and offset + length > self._info_size(path):
+                return b""
+            raise
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """See ``Backend.read_into``."""
