@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
@@ -64,10 +65,11 @@ def copy_checkpoint(
     """
     began = time.monotonic()
     run = _Transfer(source, target)
-    missing = run.missing_by_size()
-    if not dry_run:
+    if dry_run:
+        missing = run.sizes.keys() - run.whole()
+    else:
         run.target.prepare()
-        missing = run.copy(missing, threads or THREADS, progress)
+        missing = run.copy(threads or THREADS, progress)
         run.commit()
     return CopyReport(
         source=source,
@@ -112,10 +114,8 @@ class _Transfer:
         self.record = catalog.record
         self.record_bytes = self._record_bytes()
         self.committed_before = self._check_target()
-        self.spans = self._spans()
-        self.sizes = {f.path: f.size for f in catalog.files} | {f.path: f.size for f in self.record.index.values()}
-        if self.spans is not None:
-            self.sizes[index_path(self.record.id, SPANS)] = len(self.spans)
+        self.index = self._index()
+        self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
         self.made: list[str] = []
         """Files that this call committed."""
 
@@ -144,29 +144,35 @@ class _Transfer:
             )
         return True
 
-    def _spans(self) -> bytes | None:
-        try:
-            return self.source.read(index_path(self.record.id, SPANS))
-        except NotFoundError:
-            return None
+    def _index(self) -> dict[str, bytes]:
+        """The small files, whole; those whose digests the record has are compared with them."""
+        found = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in INDEX_NAMES}
+        spans = index_path(self.record.id, SPANS)
+        with suppress(NotFoundError):  # not every save keeps them
+            found[spans] = self.source.read(spans)
+        return found
 
     # ---- what is there
 
-    def missing_by_size(self) -> set[str]:
-        """Paths of files that are not at the target, or not whole."""
-        there = {e.path: e.size for e in self.target.list()}
-        return {path for path, size in self.sizes.items() if there.get(path) != size}
+    def there(self) -> dict[str, int]:
+        """Sizes of the files of this checkpoint that are at the target, whole or not."""
+        return {e.path: e.size for e in self.target.list() if e.path in self.sizes}
+
+    def whole(self) -> set[str]:
+        """Paths of those that have the right size."""
+        return {path for path, size in self.there().items() if size == self.sizes[path]}
 
     # ---- copying
 
-    def copy(self, missing: set[str], threads: int, progress: Progress | None) -> set[str]:
+    def copy(self, threads: int, progress: Progress | None) -> set[str]:
         """Compare what is there, copy the rest; gives the paths of what was copied."""
         meter = _Meter(sum(self.sizes.values()), progress)
-        damaged = self._damaged(self.sizes.keys() - missing, threads, meter)
+        there = self.there()
+        whole = {path for path, size in there.items() if size == self.sizes[path]}
+        damaged = self._damaged(whole, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
-        missing = missing | damaged
-        for path in sorted(missing):
-            self._make_room(path, damaged=path in damaged)
+        self._make_room((there.keys() - whole) | damaged)
+        missing = (self.sizes.keys() - whole) | damaged
         self._copy_index(missing, meter)
         self._copy_data(missing, threads, meter)
         return missing
@@ -177,31 +183,24 @@ class _Transfer:
         for count in spread((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
             meter.add(count)
         damaged = {check.file.path for check in checks if check.damaged}
-        for path, data in self._index_files():
-            if path in paths:
-                meter.add(len(data))
-                damaged |= set() if self.target.read(path) == data else {path}
+        for path in self.index.keys() & paths:
+            meter.add(self.sizes[path])
+            damaged |= set() if self.target.read(path) == self.index[path] else {path}
         return damaged
 
-    def _make_room(self, path: str, *, damaged: bool) -> None:
+    def _make_room(self, bad: set[str]) -> None:
         """Delete what an interrupted copy left half."""
-        if not self.committed_before:
-            self.target.delete(path)
-        elif damaged:
+        if bad and self.committed_before:
             raise CorruptError(
-                f"the same checkpoint is there already, but its file {path} is damaged",
+                f"the same checkpoint is there already, but {len(bad)} of its files are damaged; the first is {min(bad)}",
                 where=self.target.url,
                 hint="remove it there and copy again, or copy to another URL",
             )
-
-    def _index_files(self) -> Iterator[tuple[str, bytes]]:
-        for name in INDEX_NAMES:
-            yield self.record.index[name].path, read_index_file(self.source, self.record, name)
-        if self.spans is not None:
-            yield index_path(self.record.id, SPANS), self.spans
+        for path in sorted(bad):
+            self.target.delete(path)
 
     def _copy_index(self, missing: set[str], meter: _Meter) -> None:
-        for path, data in self._index_files():
+        for path, data in self.index.items():
             if path in missing:
                 with self.target.create(path, len(data)) as writer:
                     writer.write(0, [data])
@@ -229,7 +228,7 @@ class _Transfer:
 
     def commit(self) -> None:
         """Publish the record, if all files are there."""
-        lost = self.missing_by_size()
+        lost = self.sizes.keys() - self.whole()
         if lost:
             raise StorageError(
                 f"{len(lost)} of {len(self.sizes)} files are not there, or not whole, after they were copied; the first is {min(lost)}",

@@ -168,11 +168,13 @@ def test_what_a_committed_copy_lost_comes_back_but_damage_is_not_touched(tmp_pat
     assert copy_checkpoint(source, str(target)).copied_files == 1
     assert files(str(target)) == files(source)
     damaged = data_files(target)[1]
-    flip(damaged, damaged.stat().st_size - 1)
-    before = files(str(target))
-    with pytest.raises(CorruptError, match=damaged.name):
-        copy_checkpoint(source, str(target))
-    assert files(str(target)) == before
+    whole = damaged.read_bytes()
+    for wrong in (whole[:-1] + b"\x55", whole[:-1], b""):
+        damaged.write_bytes(wrong)
+        before = files(str(target))
+        with pytest.raises(CorruptError, match=damaged.name):
+            copy_checkpoint(source, str(target))
+        assert files(str(target)) == before
 
 
 # ---- others at the target
@@ -217,6 +219,16 @@ def test_refuses_itself_and_runs(tmp_path: Path, source: str) -> None:
 
 
 # ---- cost
+
+
+def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> None:
+    count = FaultyProcess()
+    with wrap_backends(count.wrap):
+        copy_checkpoint(source, str(tmp_path / "copy"), threads=1)
+    kinds = [operation.partition(" ")[0] for operation in count.log]
+    assert "delete" not in kinds
+    assert kinds.count("read_into") == 3  # the data files, once each
+    assert kinds.count("list") == 2
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
