@@ -123,7 +123,7 @@ def test_a_copy_that_was_cut_off_goes_on(tmp_path: Path, source: str, to: str, k
     count = FaultyProcess()
     with wrap_backends(count.wrap):
         copy_checkpoint(source, place(to, tmp_path, "counted"), threads=1)
-    steps = range(0, count.operations, 1 if buffer > 1000 and to == "posix" else 5)
+    steps = range(0, count.operations, 2 if buffer > 1000 else 7)
     kept = 0
     for at in steps:
         target = place(to, tmp_path, f"copy{at}")

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.io_backends.conformance_reading import ArgumentsRows, ReadingRows
+from ckpt.io_backends.conformance_reading import ReadingRows
 from ckpt.io_backends.fsspec import FsspecBackend
 
 pytest.importorskip("s3fs")
@@ -19,7 +19,7 @@ def backend(s3_url: str) -> Backend:
     return found
 
 
-class TestReading(ArgumentsRows, ReadingRows):
+class TestReading(ReadingRows):
     """Where file systems differ most: ranges, ends, absence."""
 
 

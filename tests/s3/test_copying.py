@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 from ckpt.cli.main import cli
 from ckpt.debris import find_debris, remove_debris
+from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance_reading import everything
 from ckpt.transfer import copy_checkpoint
@@ -27,7 +29,7 @@ from tests.formats import oracle
 def source(tmp_path: Path) -> str:
     """A checkpoint whose first file takes several parts of an upload."""
     url = str(tmp_path / "source")
-    large = np.random.default_rng(0).integers(0, 1 << 60, (3_000_000,), dtype=np.int64)
+    large = np.random.default_rng(0).integers(0, 1 << 60, (5_000_000,), dtype=np.int64)
     write_checkpoint(url, {**sample(), "large": large}, ranks=1)
     return url
 
@@ -53,12 +55,8 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
     """The process is gone when the first file is there, then when an upload has begun; the next copy ends it, and gc finds the upload."""
     target, backend = f"{s3_url}/run/step-1", open_backend(s3_url)
     for begun in (lambda: any(backend.list()), lambda: any(backend.unfinished())):
-        process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.main import main; main()", "cp", "-q", source, target])
-        deadline = time.monotonic() + 30
-        while not begun() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+        while not _killed(source, target, begun):  # it was done before we looked
+            remove_checkpoint(open_backend(target))
         assert "checkpoint.json" not in everything(open_backend(target))
     report = copy_checkpoint(source, target)
     assert report.copied_files < report.files
@@ -67,6 +65,16 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
     remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
     assert list(backend.unfinished()) == []
     assert everything(open_backend(target)) == everything(open_backend(source))
+
+
+def _killed(source: str, target: str, begun: Callable[[], bool]) -> bool:
+    """Copy in another process, and kill it once it has begun; whether it did not come to its end."""
+    process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.main import main; main()", "cp", "-q", source, target])
+    deadline = time.monotonic() + 60
+    while not begun() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    return process.wait() == -signal.SIGKILL and "checkpoint.json" not in everything(open_backend(target))
 
 
 def _leave_an_upload(backend: Backend, path: str) -> None:
