@@ -123,7 +123,7 @@ def _committed(backend: Backend, directory: str) -> str | None:
 def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
     """Whether files were left alone for the grace, and how to say it. The first young file decides."""
     if grace == 0:
-        return True, "it is not committed, and nobody saves there now"
+        return True, "with a grace of 0 nobody saves there now"
     touched = began(id) if id is not None else None
     if touched is not None and now - touched < grace:
         return False, f"it began {_ago(now - touched)} ago and may go on"
@@ -137,7 +137,7 @@ def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace:
         touched = max((t for t in (touched, modified) if t is not None), default=None)
     if touched is None:
         return False, "nobody can say how old it is: only a grace of 0 removes it"
-    return True, f"it is not committed, and nobody touched it for {_ago(now - touched)}"
+    return True, f"nobody touched it for {_ago(now - touched)}"
 
 
 def _upload(upload: Unfinished, grace: float, now: float) -> Debris:

@@ -52,6 +52,8 @@ def _sentence(report: CopyReport, *, dry_run: bool) -> str:
     rest = f"; {units.plural(there, 'file')} there already" if there else ""
     if dry_run:
         return f"would copy {copied} to {report.target}{rest}"
-    rate = units.size(report.copied_bytes / max(report.seconds, 1e-9))
-    verdict = click.style("ok", fg="green") if report.committed else click.style("was there", fg="green")
-    return f"{verdict}: {report.target}: {copied} copied in {units.duration(report.seconds)} ({rate}/s){rest}"
+    if not report.copied_files:
+        copied = f"nothing to copy in {units.duration(report.seconds)}"
+    else:
+        copied += f" copied in {units.duration(report.seconds)} ({units.size(report.copied_bytes / max(report.seconds, 1e-9))}/s)"
+    return f"{click.style('ok', fg='green')}: {report.target}: {copied}{rest}"

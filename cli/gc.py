@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt.policies import Verdicts
     from ckpt.runs import Step
 
-_WHAT = {"save": "files of a save", "temporary": "temporary file", "upload": "upload"}
+_WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload"}
 
 
 @click.command("gc", short_help="Remove what a run does not need: old checkpoints, debris.")

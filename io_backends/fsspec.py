@@ -34,6 +34,9 @@ _DIRECTORIES = frozenset({"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", 
 """Protocols with real directories, whose writes show before they are whole: what is published there is written aside and moved."""
 _STRICT_RMDIR = frozenset({"file", "local", "sftp", "ssh", "smb"})
 """Protocols whose ``rmdir`` refuses directories that are not empty. Others may remove all that is in them."""
+_PACKAGES = dict.fromkeys(("gs", "gcs"), "gcsfs") | dict.fromkeys(("az", "abfs", "abfss"), "adlfs") | {"hf": "huggingface_hub"}
+_PACKAGES |= {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "webdav": "webdav4"}
+"""Scheme → what to install; for others fsspec has words of its own."""
 _TRIES = 8
 _PAUSE = 0.03
 """Seconds, growing with each try."""
@@ -68,7 +71,7 @@ class FsspecBackend(Backend):
         try:
             self._held, root = url_to_fs(self._url)
         except ImportError as err:
-            hint = f"{err or 'the message of fsspec is empty'}"
+            hint = f"pip install {_PACKAGES[self._scheme]}" if self._scheme in _PACKAGES else str(err)
             raise UsageError(f"{self._scheme}:// needs a package that is not installed", where=self._url, hint=hint) from err
         except ValueError as err:
             raise UsageError(f"fsspec cannot open this URL: {err}", where=self._url, hint="check its spelling") from err

@@ -64,7 +64,7 @@ def test_large_objects_go_through_a_temporary_file(tmp_path: Path, monkeypatch: 
 
 
 def test_a_scheme_whose_package_is_missing_is_named() -> None:
-    for url, word in (("gs://bucket/run", "gcsfs"), ("az://bucket/run", "adlfs")):
+    for url, word in (("gs://bucket/run", "pip install gcsfs"), ("az://bucket/run", "pip install adlfs")):
         with pytest.raises(UsageError, match=word):
             open_backend(url)
 
