@@ -28,7 +28,7 @@ from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, U
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
 from .fsspec_errors import fsspec_errors, mapped
 from .fsspec_writer import GatheringWriter
-from .protocol import Backend, Entry, Writer
+from .protocol import Backend, Entry, Grain, Writer
 
 _DIRECTORIES = frozenset({"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "dbfs", "webdav"})
 """Protocols with real directories, whose writes show before they are whole: what is published there is written aside and moved."""
@@ -97,6 +97,11 @@ class FsspecBackend(Backend):
     def url(self) -> str:
         """The URL, without a trailing slash."""
         return self._url
+
+    @property
+    def grain(self) -> Grain:
+        """Long ranges, several at once: each answer takes a while to begin."""
+        return Grain(piece=8 << 20, gap=256 << 10, calls=8)
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
