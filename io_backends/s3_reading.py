@@ -179,9 +179,11 @@ def _total(answer: Any, start: int, where: str) -> int:
     span, _, total = rest.partition("/")
     if unit == "bytes" and span.startswith(f"{start}-") and total.isdigit():
         return int(total)
-    if not said and start == 0:
+    if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+        raise TruncatedError(f"half an answer: the range is {said or 'missing'}")
+    if start == 0:
         return int(answer["ContentLength"])  # all of it
-    raise StorageError(f"the store was asked for bytes from {start} and gave {said or 'all'}", where=where, hint="it does not know ranges")
+    raise StorageError(f"the store was asked for bytes from {start} and gave all", where=where, hint="it does not know ranges")
 
 
 class _Body:

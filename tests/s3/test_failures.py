@@ -168,6 +168,7 @@ def test_bodies_that_break_off(s3_url: str, object_store: ObjectStore, monkeypat
     assert cuts == []
 
 
+@pytest.mark.filterwarnings("ignore::dateutil.parser.UnknownTimezoneWarning")  # botocore about half a date
 @pytest.mark.parametrize("length", [None, 3_000])
 def test_answers_that_break_off_anywhere(
     s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, length: int | None
@@ -176,13 +177,12 @@ def test_answers_that_break_off_anywhere(
     data = bytes(range(251)) * 12
     backend = open_backend(s3_url)
     put(backend, "a", data[:3_000])
-    monkeypatch.setattr(s3_errors, "FIRST", 0.001)
-    for cut in range(1, 700, 9):
-        cuts = [cut]
-        with cutting(object_store.endpoint, cuts) as endpoint:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(s3_errors, "LONGEST", 0.001)
+    cuts = list(range(1, 700, 5))
+    with cutting(object_store.endpoint, cuts) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        while cuts:
             assert backend.read("a", 0, length) == data[:3_000]
-        assert cuts == []
 
 
 def test_an_object_that_is_replaced_while_it_is_read(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
