@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from ckpt import settings
 from ckpt.errors import CkptError
 
-from .s3_errors import FAILURES, Tries, is_stale_key, translated
+from .s3_errors import FAILURES, HALF_ANSWERS, Tries, TruncatedError, is_stale_key, translated
 
 R = TypeVar("R")
 
@@ -52,6 +52,7 @@ class S3Client:
         self._lock = threading.Lock()
         self._renewed = -_RENEW
         self._boto: Any = None
+        self._checksums = False
 
     def attempt(self, what: str, where: str, request: Callable[[Any, Tries], R], *, over: Callable[[], bool] | None = None) -> R:
         """Give what ``request`` does with botocore's client; try again while that may help and ``over`` does not say stop.
@@ -71,11 +72,20 @@ class S3Client:
                 if is_stale_key(err) and self._renew(boto):
                     continue
                 tries.again(err)
+            except HALF_ANSWERS as err:
+                if boto is None:
+                    raise translated(err, "set up the client", where) from err
+                tries.again(TruncatedError(f"half an answer: {type(err).__name__}: {err}"))
+
+    def body(self, data: memoryview | bytes) -> memoryview | bytes:
+        """What botocore takes as a body: with checksums of its own it knows no memoryview."""
+        return bytes(data) if self._checksums else data
 
     def _client(self) -> Any:
         with self._lock:
             if self._boto is None:
                 self._boto = _make(self._stall)
+                self._checksums = self._boto.meta.config.request_checksum_calculation != "when_required"
             return self._boto
 
     def _renew(self, boto: Any) -> bool:
@@ -142,7 +152,7 @@ def client_of(where: str) -> S3Client:
         if found is None:
             try:
                 found = S3Client()
-            except FAILURES as err:
+            except (*FAILURES, *HALF_ANSWERS) as err:
                 raise translated(err, "set up the client", where) from err
         _clients[key] = found
         while len(_clients) > _KEPT:

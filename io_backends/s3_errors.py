@@ -9,7 +9,7 @@ import http.client
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from botocore.exceptions import (
@@ -24,6 +24,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
     ProfileNotFound,
 )
+from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
 from ckpt.errors import AccessError, CancelledError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
@@ -32,6 +33,10 @@ log = logging.getLogger("ckpt")
 
 FAILURES = (BotoCoreError, ClientError, HTTPError, http.client.HTTPException, OSError)
 """What a request raises, apart from our own errors, which are OSErrors in part."""
+
+HALF_ANSWERS = (ValueError, KeyError, ResponseParserError)
+"""What botocore, or we, make of headers or a document in which the connection broke off: the standard library takes headers that end
+anywhere for whole ones."""
 
 _PASSING = {
     *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
@@ -70,6 +75,14 @@ def status_of(err: BaseException) -> int:
 def is_stale_key(err: BaseException) -> bool:
     """Whether credentials may have expired. HEAD has no body to say so: there it is a bare 400."""
     return code_of(err) in _STALE_KEY or (code_of(err) == "400" and status_of(err) == 400)
+
+
+def tag_of(answer: Mapping[str, Any]) -> str:
+    """The ETag of an answer; TruncatedError if it was cut off."""
+    tag = str(answer["ETag"])
+    if tag.startswith('"') and (len(tag) < 2 or not tag.endswith('"')):
+        raise TruncatedError(f"half an answer: the ETag is {tag}")
+    return tag
 
 
 def is_passing(err: BaseException) -> bool:
@@ -124,6 +137,9 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     code, status = code_of(err), status_of(err)
     if code == "NoSuchBucket":
         return NotFoundError(message, where=where, hint="check the bucket's name, and AWS_ENDPOINT_URL; ckpt makes no buckets")
+    if code == "NoSuchUpload":
+        hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
+        return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)
     if status == 404:
         return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
     if code in _FULL or status == 507:
@@ -136,7 +152,7 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
         return ConflictError(message, where=where, hint="another save was first; read it again and decide anew")
     if isinstance(err, ProfileNotFound | ParamValidationError):
         return UsageError(message, where=where, hint="check the URL, AWS_PROFILE and ~/.aws/config")
-    if isinstance(err, BotoCoreError) and not is_passing(err):
+    if isinstance(err, HALF_ANSWERS) or (isinstance(err, BotoCoreError) and not is_passing(err)):
         return StorageError(message, where=where, hint="check AWS_ENDPOINT_URL, AWS_REGION, AWS_CA_BUNDLE and ~/.aws/config")
     return StorageError(message, where=where, hint="check the store and the network to it, and try again")
 

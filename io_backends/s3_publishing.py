@@ -38,7 +38,7 @@ def put(key: Key, data: bytes | memoryview, condition: dict[str, str]) -> None:
 
     def request(boto: Any, tries: Tries) -> None:
         try:
-            boto.put_object(**key.names, Body=data, **condition)
+            boto.put_object(**key.names, Body=key.client.body(data), **condition)
         except ClientError as err:
             if status_of(err) != 412:
                 raise

@@ -17,7 +17,7 @@ from ckpt.workers import run_tasks
 
 from .checks import past_end
 from .s3_client import LANES, S3Client
-from .s3_errors import FAILURES, Tries, TruncatedError, status_of
+from .s3_errors import FAILURES, Tries, TruncatedError, status_of, tag_of
 
 RANGE = 8 << 20
 """Bytes of one request, where a longer range is read."""
@@ -50,7 +50,7 @@ def head(key: Key) -> tuple[int, str]:
         NotFoundError: it is not there.
     """
     found = key.client.attempt("get the size", key.where, lambda boto, _: boto.head_object(**key.names))
-    return int(found["ContentLength"]), str(found.get("ETag", ""))
+    return int(found["ContentLength"]), tag_of(found)
 
 
 def read_all(key: Key, offset: int) -> bytes:
@@ -114,8 +114,8 @@ class _Range:
         with _Body(answer) as body:
             total = _total(answer, self.offset + self.done, self.key.where)
             if self._reach > total:
-                raise past_end(self.key.where, self.offset, self._reach - self.offset, total)
-            self.etag = str(answer.get("ETag", ""))
+                raise _beyond(boto, self.key, self.offset, self._reach)
+            self.etag = tag_of(answer)
             self.receive(body, tries)
 
     def receive(self, body: _Body, tries: Tries) -> None:
@@ -142,11 +142,13 @@ class _Rest:
         answer = get(boto, self.key, f"bytes={self.offset}-" if self.offset else None, "", self.offset, self.offset)
         with _Body(answer) as body:
             self.memory = bytearray(int(answer["ContentLength"]))
-            self.etag = str(answer.get("ETag", ""))
+            self.etag = tag_of(answer)
             reading = _Range(self.key, self.offset, memoryview(self.memory)[: 2 * RANGE])
             with suppress(*FAILURES):
                 reading.receive(body, tries)
             self.done = reading.done
+        if self.done < reading.view.nbytes and self.offset + len(self.memory) != int(boto.head_object(**self.key.names)["ContentLength"]):
+            raise TruncatedError("half an answer: the size in it is wrong")  # or the object was replaced: from the start, in any case
 
 
 def get(boto: Any, key: Key, asked: str | None, etag: str, offset: int, reach: int) -> Any:
@@ -158,9 +160,16 @@ def get(boto: Any, key: Key, asked: str | None, etag: str, offset: int, reach: i
         if status_of(err) == 412:
             raise CorruptError("the object was replaced while it was read", where=key.where, hint="read it again") from err
         if status_of(err) == 416:
-            size = int(boto.head_object(**key.names)["ContentLength"])
-            raise past_end(key.where, offset, reach - offset, size) from err
+            raise _beyond(boto, key, offset, reach) from err
         raise
+
+
+def _beyond(boto: Any, key: Key, offset: int, reach: int) -> Exception:
+    """The error for a range that reaches beyond the end, as an answer says; the size is asked for again, since that answer may be half."""
+    size = int(boto.head_object(**key.names)["ContentLength"])
+    if reach > size or offset >= size:
+        return past_end(key.where, offset, reach - offset, size)
+    return TruncatedError(f"half an answer: it ends before byte {reach} of {size}")
 
 
 def _total(answer: Any, start: int, where: str) -> int:
@@ -170,9 +179,11 @@ def _total(answer: Any, start: int, where: str) -> int:
     span, _, total = rest.partition("/")
     if unit == "bytes" and span.startswith(f"{start}-") and total.isdigit():
         return int(total)
-    if not said and start == 0:
+    if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+        raise TruncatedError(f"half an answer: the range is {said or 'missing'}")
+    if start == 0:
         return int(answer["ContentLength"])  # all of it
-    raise StorageError(f"the store was asked for bytes from {start} and gave {said or 'all'}", where=where, hint="it does not know ranges")
+    raise StorageError(f"the store was asked for bytes from {start} and gave all", where=where, hint="it does not know ranges")
 
 
 class _Body:

@@ -23,7 +23,7 @@ from ckpt.workers import Pending, run_tasks
 from .checks import byte_views, check_write
 from .protocol import Writer
 from .s3_client import LANES
-from .s3_errors import Tries, code_of, status_of
+from .s3_errors import Tries, code_of, status_of, tag_of
 from .s3_publishing import delete, put
 from .s3_reading import Key, head
 from .written import Written
@@ -172,7 +172,7 @@ class S3Writer(Writer):
         what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1}
 
         def request(boto: Any, _: Tries) -> str:
-            return str(boto.upload_part(**what, Body=view)["ETag"])
+            return tag_of(boto.upload_part(**what, Body=self._key.client.body(view)))
 
         tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
         with self._lock:
@@ -262,12 +262,6 @@ class S3Writer(Writer):
             except ClientError as err:
                 if tries.failed and status_of(err) in (404, 409, 412) and self._is_whole():
                     return  # an earlier try had its effect
-                if code_of(err) == "NoSuchUpload":
-                    raise StorageError(
-                        "the upload was removed while it was written",
-                        where=self._key.where,
-                        hint="look for a clean-up or a lifecycle rule of the bucket that works on uploads which are too young",
-                    ) from err
                 if status_of(err) in (409, 412) and condition:
                     self._perhaps_there = False
                     raise self._taken() from err
