@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: venv demo test lint format bench clean
+.PHONY: venv demo test lint format bench clean s3-server
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -27,8 +27,12 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@touch $@
 
-test: lint
+test: lint s3-server
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# a real object store for the tests, where apt and root are at hand; else they use moto's server and say so
+s3-server:
+	@tests/s3/install.sh
 
 lint: venv
 	$(BIN)/ruff check .

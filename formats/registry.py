@@ -45,10 +45,13 @@ def open_catalog(url: str) -> Catalog:
     """
     from ckpt.io_backends.registry import open_backend
 
-    from .native.catalog import not_committed
+    from .native.catalog import not_committed, open_native, read_record
     from .native.paths import has_debris
 
     backend = open_backend(url)
+    record = read_record(backend)
+    if record is not None:  # by far the most common case: no listing for it
+        return open_native(backend, record)
     names = [name for name in backend.children() if not name.startswith(".")]  # what a killed writer may leave
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")

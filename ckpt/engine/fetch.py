@@ -50,6 +50,7 @@ class Fetch:
     def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
         self.catalog = catalog
         self.verify = verify
+        self.piece = max(PIECE, catalog.backend.grain.piece)
         self.read = 0
         self.verified = 0
         self._beat = beat
@@ -84,8 +85,8 @@ class Fetch:
             StorageError: the storage failed.
         """
         check = Check(self, chunk)
-        for at in range(0, len(memory), PIECE):
-            piece = memory[at : at + PIECE]
+        for at in range(0, len(memory), self.piece):
+            piece = memory[at : at + self.piece]
             self.fill(chunk.extent.path, chunk.extent.offset + at, piece)
             check.update(piece)
         check.end()
@@ -123,9 +124,9 @@ class Fetch:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
         found: npt.NDArray[np.uint8] | None = getattr(self._scratch, use, None)
         if found is None or len(found) < size:
-            raw = np.empty(max(size, PIECE) + SPARE, dtype=np.uint8)
+            raw = np.empty(max(size, self.piece) + SPARE, dtype=np.uint8)
             start = -raw.ctypes.data % SPARE
-            found = raw[start : start + max(size, PIECE)]
+            found = raw[start : start + max(size, self.piece)]
             setattr(self._scratch, use, found)
         return found
 

@@ -25,7 +25,7 @@ from ckpt.workers import run_tasks
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
-from .fetch import PAGE, PIECE, Check, Chunk, Fetch, Spans, Verify
+from .fetch import PAGE, Check, Chunk, Fetch, Spans, Verify
 
 __all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
 
@@ -94,6 +94,10 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
+        grain = self.catalog.backend.grain
+        self.threads = max(self.threads, grain.calls)
+        self.max_gap, self.max_read = max(MAX_GAP, grain.gap), max(MAX_READ, grain.piece)
+        self.probes = not grain.calls
 
     @property
     def bytes_read(self) -> int:
@@ -126,7 +130,7 @@ class Reader:
         cores too. Storage that makes a thread wait can serve many at once.
         """
         cores = os.cpu_count() or 1
-        if self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
+        if not self.probes or self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
             return self.threads
         waits = _waits()
         while tasks and self.fetch.read < PROBE:
@@ -150,7 +154,7 @@ class Reader:
             steps += self.steps(job, padding)
             self.beat()
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
-        reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
+        reads = coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
         filled = [held.memory for target, _ in jobs for held in target.parts]
         return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
 
@@ -191,13 +195,13 @@ class Reader:
         blocks = [copy]
         if step.nbytes > MAX_PART:
             blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, MAX_PART // itemsize)]
-        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=MAX_GAP)]
+        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=self.max_gap)]
 
     # ---- one read
 
     def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
         mine = [parts[i] for i in read.parts]
-        if read.length <= MAX_READ and len(mine) > 1:
+        if read.length <= self.max_read and len(mine) > 1:
             self._together(read, mine, steps)
         else:
             for _, group in groupby(mine, lambda p: (p.offset, p.length)):  # what lies in a longer part comes after it
@@ -233,17 +237,17 @@ class Reader:
 
     def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
         check = Check(self.fetch, step.chunk)
-        for at in range(0, part.length, PIECE):
-            piece = target[at : at + PIECE]
+        for at in range(0, part.length, self.fetch.piece):
+            piece = target[at : at + self.fetch.piece]
             self.fetch.fill(part.path, part.offset + at, piece)
             check.update(piece)
         check.end()
 
     def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
         size, copy = step.job.entry.dtype.itemsize, step.copy
-        buffer, check = self.fetch.scratch(PIECE), Check(self.fetch, step.chunk)
+        buffer, check = self.fetch.scratch(self.fetch.piece), Check(self.fetch, step.chunk)
         whole = mine[0].length == step.extent.length
-        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, PIECE // size):
+        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
             data = buffer[: piece.length * size]
             self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data)
             check.update(data.data)

@@ -222,7 +222,7 @@ class Save:
             source=self.source,
             id=id,
             position=self.call.group.ranks.index(self.rank),
-            threads=self.options.threads,
+            threads=max(self.options.threads, self.backend.grain.calls),
             alive=Alive(beat=self.beat, during=self.call.alive_while),
             spans=self.spans,
             stage=self.capture.stage if self.capture is not None else None,

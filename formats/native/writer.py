@@ -20,7 +20,7 @@ from .paths import FILES, SPANS, data_prefix, id_of, index_path
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-__all__ = ["Kept", "committed_id", "new_id", "previous_files", "read_record", "remove_checkpoint", "set_tags", "write_index"]
+__all__ = ["Kept", "commit_copy", "committed_id", "new_id", "previous_files", "read_record", "remove_checkpoint", "set_tags", "write_index"]
 
 
 def write_index(
@@ -59,6 +59,16 @@ def write_index(
         raise
     _publish(backend, record.to_bytes(), previous, made)
     return record
+
+
+def commit_copy(backend: Backend, record: bytes) -> None:
+    """Commit a checkpoint that was copied file by file, where none is: the last act of a copy, when all files are there and durable.
+
+    Raises:
+        ConflictError: another commit record is there by now. It stays.
+        StorageError: the storage failed; it may have the record or not.
+    """
+    _publish(backend, record, None, ())
 
 
 def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:
