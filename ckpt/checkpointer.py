@@ -17,14 +17,13 @@ from .api import load
 from .engine.background import SaveHandle, settle, start_save
 from .engine.save import SaveOptions
 from .errors import CkptError, CorruptError, NotFoundError, RankFailedError, UsageError
-from .formats.native.writer import remove_checkpoint
 from .group import Store, current_group
-from .io_backends.registry import join_url, open_backend
+from .io_backends.registry import join_url
 from .notices import Due, Notices
 from .policies import All, EverySteps, KeepPolicy, Moment, SavePolicy, retention
 from .preemption import SIGNALS, Preemption
 from .rules import Layout
-from .runs import Step, infos, list_steps
+from .runs import Step, infos, list_steps, remove_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -302,9 +301,9 @@ class Checkpointer:
             return
         try:
             steps = self.steps()
-            urls = {s.number: s.url for s in steps}
+            by_number = {s.number: s for s in steps}
             for step in retention(self.keep, infos(steps), datetime.now(timezone.utc)).removed:
-                remove_checkpoint(open_backend(urls[step]))
+                remove_step(self.root, by_number[step])
                 log.info("step %d is removed", step)
         except CkptError as err:
             log.warning("old checkpoints stay behind in %s: %s", self.root, err)

@@ -34,10 +34,8 @@ def command(root: str, rules: tuple[str, ...], *, debris: bool, yes: bool, dry_r
       ckpt gc runs/a --keep latest=3 --keep every=1000
       ckpt gc runs/a --keep latest=3 --debris --yes
     """
-    from ckpt.formats.native.writer import remove_checkpoint
-    from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps
+    from ckpt.runs import infos, list_steps, remove_step
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
@@ -50,7 +48,7 @@ def command(root: str, rules: tuple[str, ...], *, debris: bool, yes: bool, dry_r
     going = [by_number[n] for n in verdicts.removed] + (_debris(steps) if debris else [])
     _tell(output, root, steps, verdicts, going, removed=yes)
     for step in going if yes else ():
-        remove_checkpoint(open_backend(step.url))
+        remove_step(root, step)
 
 
 def _debris(steps: list[Step]) -> list[Step]:
