@@ -217,7 +217,10 @@ def test_a_step_with_nothing_due_is_cheap(tmp_path: Path) -> None:
     with ckpt.Checkpointer(str(tmp_path), save=EverySteps(10**6) | OnPreemption() | EveryMinutes(10)) as c:
         state = Job().state()
         c.step(1, state)
-        began = time.process_time()
-        for n in range(2, 1002):
-            c.step(n, state)
-        assert (time.process_time() - began) / 1000 < 150e-6  # some 10 µs on an idle machine
+        each = []
+        for turn in range(5):
+            began = time.process_time()
+            for n in range(2, 1002):
+                c.step(1000 * turn + n, state)
+            each.append((time.process_time() - began) / 1000)
+        assert min(each) < 50e-6, each  # some 10 µs
