@@ -1,4 +1,4 @@
-"""The scenario ``step``: what ``Checkpointer.step`` costs a training loop when nothing is due, beside an empty call and a look at the clock."""
+"""The scenario ``step``: what ``Checkpointer.step`` costs a loop when nothing is due, beside an empty call and a look at the clock."""
 
 from __future__ import annotations
 
