@@ -44,6 +44,7 @@ class Checkpointer:
         save: when :meth:`step` saves (docs/policies.md). With :class:`OnPreemption` among them, SIGTERM and SIGUSR1 on any rank are
             noticed, and the handlers that were there before run too.
         keep: what stays; the newest checkpoint and tagged ones always do.
+        signals: what counts as such a notice.
         capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
     """
 
