@@ -10,16 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from . import settings
 from .api import load
 from .engine.background import SaveHandle, settle, start_save
 from .engine.save import SaveOptions
 from .errors import CkptError, CorruptError, NotFoundError, RankFailedError, UsageError
-from .group import Store, current_group
+from .group import current_group
 from .io_backends.registry import join_url
-from .notices import Due, Notices
+from .notices import Due, Notices, own_store
 from .policies import All, EverySteps, KeepPolicy, Moment, SavePolicy, retention
 from .preemption import SIGNALS, Preemption
 from .rules import Layout
@@ -85,7 +85,7 @@ class Checkpointer:
         }
         self.group = current_group(process_group)
         self.handle: SaveHandle | None = None
-        """The last save that was begun; None before the first."""
+        """The last save that was begun, until somebody was told how it ended."""
         self._began = time.monotonic()
         self._started_step: int | None = None
         self._last_step: int | None = None
@@ -98,7 +98,7 @@ class Checkpointer:
         if save.heeds_notices:
             self._preemption.watch()
         if self._led is not None and self.group.size > 1:
-            self._notices = Notices(self.group, _own_store(self.group.store), self.timeout)
+            self._notices = Notices(self.group, own_store(self.group), self.timeout)
             self._notices.start()
 
     # ---- going on
@@ -342,15 +342,3 @@ class Checkpointer:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-_made = 0
-
-
-def _own_store(store: Store | None) -> Store:
-    """A part of the job's store for one Checkpointer: ranks make them in the same order."""
-    global _made
-    import torch.distributed as dist
-
-    _made += 1
-    return cast(Store, dist.distributed_c10d.PrefixStore(f"notices/{_made}", cast(Any, store)))
