@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.group import current_group
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import AtSteps, EveryMinutes, EverySteps, OnPreemption
@@ -195,25 +194,3 @@ def test_a_last_save_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> 
     raised, saved, n = found[0]
     assert len(raised) == 1 and saved == [n] and n > raised[0]
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
-
-
-def clocked_saves(root: str) -> list[int]:
-    """Keys in the job's store after each of many saves that the leader proposed."""
-    group = current_group()
-    keys = []
-    with ckpt.Checkpointer(root, save=EveryMinutes(1e-6), timeout=30) as c:
-        n = 0
-        while len(keys) < 12:
-            n += 1
-            dist.all_reduce(torch.ones(1))
-            if c.step(n, {"x": torch.ones(1)}):
-                c.wait()
-                dist.barrier()
-                keys.append(group.store.num_keys() if hasattr(group.store, "num_keys") else 0)
-                dist.barrier()
-    return keys
-
-
-def test_the_jobs_store_does_not_grow_with_what_was_agreed(ranks: Ranks, tmp_path: Path) -> None:
-    keys = ranks.run(2, clocked_saves, str(tmp_path))[0]
-    assert keys[3] > 0 and max(keys[6:]) <= max(keys[2:6])

@@ -37,8 +37,11 @@ def told_to_stop(run: Path, log: Path, number: int, *, launcher: bool) -> int:
                 os.kill(pid, signal.SIGKILL)
 
 
+TOLD = [(signal.SIGTERM, True, 1), pytest.param(signal.SIGUSR1, False, 0, marks=pytest.mark.slow)]
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the ranks")
-@pytest.mark.parametrize(("number", "launcher", "code"), [(signal.SIGTERM, True, 1), (signal.SIGUSR1, False, 0)])
+@pytest.mark.parametrize(("number", "launcher", "code"), TOLD)
 def test_one_last_save(tmp_path: Path, number: int, launcher: bool, code: int) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     assert told_to_stop(run, log, number, launcher=launcher) == code, log.read_text()

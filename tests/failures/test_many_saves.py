@@ -99,6 +99,6 @@ def test_a_thousand_saves(ranks: Ranks, directory: str) -> None:
 
 @pytest.mark.parametrize("by_clock", [False, True], ids=["by-steps", "by-the-clock"])
 def test_many_saves_on_two_ranks(ranks: Ranks, directory: str, by_clock: bool) -> None:
-    saves, warm = (24, 10) if by_clock else (100, 40)
+    saves, warm = (14, 7) if by_clock else (100, 40)
     for before, after in ranks.run(2, many_saves, directory, saves, warm, by_clock, timeout=120):
         check(before, after, saves - warm)
