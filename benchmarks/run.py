@@ -33,8 +33,9 @@ SCENARIOS = (
     "codecs",
     "memory",
     "plan-large",
+    "step",
 )
-ONCE = ("codecs", "plan-large")
+ONCE = ("codecs", "plan-large", "step")
 """Scenarios that use no storage."""
 MB = 1_000_000
 

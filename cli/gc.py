@@ -43,10 +43,9 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
       ckpt gc s3://bucket/runs/a --keep latest=3 --grace 6h --yes
     """
     from ckpt.debris import find_debris, remove_debris
-    from ckpt.formats.native.writer import remove_checkpoint
     from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps
+    from ckpt.runs import infos, list_steps, remove_step
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
@@ -64,7 +63,7 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
     going = [by_number[n] for n in verdicts.removed]
     _tell(output, root, _step_rows(steps, verdicts, going, debris), debris, removed=yes)
     for step in going if yes else ():
-        remove_checkpoint(open_backend(step.url))
+        remove_step(root, step)
     if yes:
         remove_debris(backend, debris)
 
