@@ -12,11 +12,18 @@ from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
+    from ckpt.io_backends.protocol import Backend
 
 ENTRY_POINTS = "ckpt.formats"
 """Group of entry points that are ``Format`` values of other distributions."""
 
-_BUILTIN = ("ckpt.formats.native.catalog:FORMAT",)
+_BUILTIN = (
+    "ckpt.formats.native.catalog:FORMAT",
+    "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.safetensors.catalog:FORMAT",
+    "ckpt.formats.fsdp.catalog:FORMAT",
+    "ckpt.formats.torchzip.catalog:FORMAT",
+)
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
 _SHOWN = 8
@@ -47,11 +54,15 @@ def open_catalog(url: str) -> Catalog:
 
     from .native.catalog import not_committed
     from .native.paths import has_debris
+    from .single import open_single
 
-    backend = open_backend(url)
-    names = [name for name in backend.children() if not name.startswith(".")]  # what a killed writer may leave
+    backend: Backend = open_backend(url)
+    names = _names(backend)
     if not names:
-        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
+        single = open_single(url)
+        if single is None:
+            raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
+        backend, names = single, [single.name]
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
@@ -62,6 +73,23 @@ def open_catalog(url: str) -> Catalog:
     raise FormatError(
         f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )
+
+
+def find_format(url: str) -> str | None:
+    """The name of the format that the checkpoint at ``url`` is in; None if it is in none that is known, or nothing is there.
+
+    Nothing is opened, so the checkpoint may be damaged.
+    """
+    from ckpt.io_backends.registry import open_backend
+
+    backend = open_backend(url)
+    names = _names(backend)
+    return next((f.name for f in formats() if f.recognises(backend, names)), None) if names else None
+
+
+def _names(backend: Backend) -> list[str]:
+    """What lies directly below the root. Other hidden files than that of DCP are what a killed writer may leave."""
+    return [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]
 
 
 def _some(names: list[str]) -> str:
