@@ -196,7 +196,8 @@ def _reduce(m: Machine) -> None:
 def _inst(m: Machine) -> None:
     module = m.text_line()
     of = m.found_global(module, m.text_line())
-    m.stack.append(Made(of, tuple(m.items())))
+    args = tuple(m.items())
+    m.stack.append(Made(of, args))
 
 
 def _obj(m: Machine) -> None:

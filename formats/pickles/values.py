@@ -261,9 +261,22 @@ def _array(v: Values, made: Made) -> Any:
     sizes = counts(shape)
     if found is None or type(raw) is not bytes:
         return made
-    if fortran:
-        raw = np.frombuffer(raw, found).reshape(sizes, order="F").tobytes("C")
-    return _little(found, sizes, raw, math.prod(sizes))
+    return _array_bytes(found, sizes, raw, column_major=bool(fortran))
+
+
+def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, column_major: bool) -> Array:
+    if column_major:
+        raw = np.frombuffer(raw, kind).reshape(shape, order="F").tobytes("C")
+    return _little(kind, shape, raw, math.prod(shape))
+
+
+def _array_of_buffer(v: Values, made: Made) -> Any:
+    """How protocol 5 writes arrays: bytes, dtype, shape, and whether row-major (``C``) or not (``F``)."""
+    data, kind, shape, order = made.args
+    found, raw = _numpy_dtype(v, kind), v.meaning(data)
+    if found is None or type(raw) not in (bytes, bytearray):
+        return made
+    return _array_bytes(found, counts(shape), bytes(raw), column_major=order == "F")
 
 
 def _numpy_scalar(v: Values, made: Made) -> Any:
@@ -323,10 +336,13 @@ MEANINGS: Mapping[str, Callable[[Values, Made], Any]] = {
     "builtins.set": _set,
     "builtins.frozenset": _frozenset,
     "builtins.complex": _complex,
+    "builtins.bytes": _bytearray,  # empty ones, in protocol 2
     "builtins.bytearray": _bytearray,
     "_codecs.encode": _encode,
     "numpy.core.multiarray._reconstruct": _array,
     "numpy._core.multiarray._reconstruct": _array,
+    "numpy.core.numeric._frombuffer": _array_of_buffer,
+    "numpy._core.numeric._frombuffer": _array_of_buffer,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }
