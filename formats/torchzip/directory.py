@@ -17,6 +17,7 @@ from .window import Window
 MAX_DIRECTORY = 1 << 30
 """Bytes of a directory: that of ten million records."""
 
+_STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
 _END = struct.Struct("<4s4H2LH")
 _END64_AT = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -104,7 +105,7 @@ def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Rec
         size, packed, header = _long_sizes(window, extra, size, packed, header)
         if method or flags & 0x41 or size != packed:
             how = "encrypted" if flags & 0x41 else "compressed"
-            raise FormatError(f"the record {name!r} is {how}", where=window.where, hint="`torch.save` stores records as they are")
+            raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
         found.append(Record(name, header, size, 0))
         at = stop
     return _checked(window, found, end)
