@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,7 @@ class ForeignCatalog:
         self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
         self.opaque: Mapping[str, str] = opaque or {}
         self._locate = locate
+        self._sizes = {f.path: f.size for f in self.files}
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Where the bytes of these chunks are; see ``Catalog.extents``.
@@ -71,12 +73,11 @@ class ForeignCatalog:
     def extents_of(self, wanted: Wanted) -> list[Extent]:
         """The same for one chunk each of many tensors."""
         found = self._locate(wanted)
-        sizes = {f.path: f.size for f in self.files}
         for (entry, number), extent in zip(wanted, found, strict=True):
-            if extent.offset + extent.length > sizes[extent.path]:
+            if extent.offset + extent.length > self._sizes[extent.path]:
                 raise CorruptError(
                     f"chunk {entry.name}{entry.grid.box(number)} should end at byte {extent.offset + extent.length:,} of a file of "
-                    f"{sizes[extent.path]:,} bytes",
+                    f"{self._sizes[extent.path]:,} bytes",
                     where=f"{self.backend.url.rstrip('/')}/{extent.path}",
                     hint="the file was cut off: copy it again",
                 )
@@ -88,8 +89,20 @@ def whole(shape: Sequence[int], file: int) -> Grid:
     return Grid(cuts=tuple((0, n) for n in shape), files=np.array([file], dtype=np.int32))
 
 
-def grid_of(shape: Sequence[int], offsets: IntArray, shapes: IntArray, files: Sequence[int]) -> tuple[Grid, IntArray]:
-    """The grid of chunks at any boxes, and the order that it numbers them in: regular if they are the cells of cuts, else these boxes."""
+Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Offset and shape of each."""
+
+
+def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int], where: str) -> tuple[Grid, list[int]]:
+    """The grid of the chunks of tensor ``name``, and the order that it numbers them in: regular if they are the cells of cuts, else these
+    boxes. ``files`` has the row of the file of each.
+
+    Raises:
+        CorruptError: the boxes have more or fewer elements than the tensor: nobody asks for memory by a shape that was only claimed.
+    """
+    offsets = np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([s for _, s in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    _check_volume(name, shape, shapes, where)
     rows = np.asarray(files, dtype=np.int32)
     order = np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
     offsets, shapes, rows = offsets[order], shapes[order], rows[order]
@@ -97,8 +110,20 @@ def grid_of(shape: Sequence[int], offsets: IntArray, shapes: IntArray, files: Se
         cuts = tuple((*np.unique(offsets[:, d]).tolist(), int(n)) for d, n in enumerate(shape))
         grid = Grid(cuts=cuts, files=rows)
         if len(grid) == len(offsets) and _same((offsets, shapes), grid.all_boxes()):
-            return grid, order
-    return Grid(boxes=(offsets, shapes), files=rows), order
+            return grid, order.tolist()
+    return Grid(boxes=(offsets, shapes), files=rows), order.tolist()
+
+
+def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str) -> None:
+    wanted = math.prod(shape)
+    roughly = float(shapes.prod(axis=1, dtype=np.float64).sum())
+    found = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
+    if found != wanted:
+        raise CorruptError(
+            f"the stored parts of tensor {name} have {found if found >= 0 else 'too many'} elements, the tensor {list(shape)} has {wanted}",
+            where=where,
+            hint="files are missing, or are of different saves: copy the checkpoint again",
+        )
 
 
 def _same(one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> bool:

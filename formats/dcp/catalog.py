@@ -4,12 +4,11 @@ bytes are asked for.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
@@ -60,7 +59,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
     files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
-    tensors = _Tensors(backend, files, {name: _grid(name, stored, rows) for name, stored in metadata.tensors.items()})
+    tensors = _Tensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes, whole=WHOLE))
     inner = TensorTable(archives, files, [rows[item.path] for item in metadata.values.values()])
     nodes: dict[str, Any] = {name: {"$tensor": name} for name in metadata.tensors}
@@ -98,14 +97,12 @@ def _rank(path: str) -> int | None:
     return int(found[1]) if found and len(found[1]) < 9 else None
 
 
-def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int]) -> tuple[TensorEntry, list[StoredBox]]:
-    boxes, ndim = stored.boxes, len(stored.shape)
-    if not boxes:
+def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[StoredBox]]:
+    boxes = stored.boxes
+    if not boxes and 0 in stored.shape:
         return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=whole(stored.shape, 0)), []
-    offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-    shapes = np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-    grid, order = grid_of(stored.shape, offsets, shapes, [rows[b.item.path] for b in boxes])
-    return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order.tolist()]
+    grid, order = grid_of(name, stored.shape, [b[:2] for b in boxes], [rows[b.item.path] for b in boxes], where)
+    return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order]
 
 
 class _Tensors:
@@ -133,7 +130,7 @@ class _Tensors:
         ]
 
     def _extent(self, entry: TensorEntry, box: StoredBox) -> Extent:
-        return Extent(box.item.path, self._starts[box.item[:2]], int(np.prod(box.shape, dtype=np.int64)) * entry.dtype.itemsize, None)
+        return Extent(box.item.path, self._starts[box.item[:2]], math.prod(box.shape) * entry.dtype.itemsize, None)
 
     def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
         new = {box.item: (entry, box) for entry, box in wanted if box.item[:2] not in self._starts}

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
@@ -117,11 +115,10 @@ class _Tensors:
             part = parts[0]
             self._places[name] = [(part.file, part.stored.offset)]
             return TensorEntry(name=name, dtype=kind, shape=part.stored.shape, grid=whole(part.stored.shape, part.file))
-        offsets = np.array([p.offset for p in parts], dtype=np.int64).reshape(len(parts), ndim)
-        shapes = np.array([p.stored.shape for p in parts], dtype=np.int64).reshape(len(parts), ndim)
-        shape = tuple((offsets + shapes).max(axis=0).tolist())
-        grid, order = grid_of(shape, offsets, shapes, [p.file for p in parts])
-        self._places[name] = [(parts[i].file, parts[i].stored.offset) for i in order.tolist()]
+        shape = tuple(max(p.offset[d] + p.stored.shape[d] for p in parts) for d in range(ndim))
+        held = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
+        grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in held], [p.file for p in held], url)
+        self._places[name] = [(held[i].file, held[i].stored.offset) for i in order]
         return TensorEntry(name=name, dtype=kind, shape=shape, grid=grid)
 
     def locate(self, wanted: Wanted) -> list[Extent]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-import numpy as np
-
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
@@ -25,6 +23,10 @@ from .archive import Archive
 
 MAX_ROWS = 1 << 16
 """Rows that a tensor may consist of: as many chunks, and reads."""
+
+
+MAX_SPREAD = 1 << 20
+"""Bytes that an expanded tensor, which has the same stored elements many times, may have beyond its storage."""
 
 
 class Block(NamedTuple):
@@ -45,7 +47,7 @@ class Row(NamedTuple):
 
 
 def rows_of(view: StoredView) -> list[Row] | None:
-    """The fewest boxes that are contiguous in the storage, in row-major order; None if they are too many."""
+    """The fewest boxes that are contiguous in the storage, in row-major order; None if they are too many, or unfold to very much."""
     shape, strides = view.shape, view.strides
     if not math.prod(shape):
         return [Row((0,) * len(shape), shape, view.offset)]
@@ -53,7 +55,7 @@ def rows_of(view: StoredView) -> list[Row] | None:
     inner = len(shape)
     while inner and (shape[inner - 1] == 1 or strides[inner - 1] == dense[inner - 1]):
         inner -= 1
-    if math.prod(shape[:inner]) > MAX_ROWS:
+    if math.prod(shape[:inner]) > MAX_ROWS or math.prod(shape) * view.itemsize > max(view.storage.nbytes, MAX_SPREAD):
         return None
     tail = shape[inner:]
     corners = product(*map(range, shape[:inner]))
@@ -139,10 +141,9 @@ class TensorTable:
         if len(rows) == 1 and rows[0][0].shape == shape:
             grid = whole(shape, self.rows[rows[0][1]])
         else:
-            offsets = np.array([r[0].offset for r in rows], dtype=np.int64).reshape(len(rows), len(shape))
-            shapes = np.array([r[0].shape for r in rows], dtype=np.int64).reshape(len(rows), len(shape))
-            grid, order = grid_of(shape, offsets, shapes, [self.rows[r[1]] for r in rows])
-            blocks = [blocks[i] for i in order.tolist()]
+            where = self.archives[rows[0][1]].where if rows else name
+            grid, order = grid_of(name, shape, [r[0][:2] for r in rows], [self.rows[r[1]] for r in rows], where)
+            blocks = [blocks[i] for i in order]
         self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid, rank=rank)
         self._blocks[name] = blocks
 

@@ -246,8 +246,16 @@ def test_boxes_with_a_hole(tmp_path):
         metadata.state_dict_metadata["model.m.emb.weight"].chunks.pop()
 
     url = changed(tmp_path / "x", lose)
-    with pytest.raises(CorruptError, match="0 chunks"):
+    with pytest.raises(CorruptError, match="stored parts of tensor model.m.emb.weight have"):
         ckpt.open(url)["model.m.emb.weight"].read()
+
+
+def test_a_claimed_shape_takes_no_memory(saved):
+    def grow(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.bool"].size = torch.Size([1 << 40, 1 << 20])
+
+    with pytest.raises(CorruptError, match="stored parts of tensor model.bool"):
+        ckpt.open(changed(saved, grow))
 
 
 def test_metadata_are_never_run(tmp_path, saved):

@@ -75,7 +75,7 @@ def test_files_of_different_saves(tmp_path):
     source = FIXTURES / "fsdp/fsdp1_local_orig0"
     for rank in range(2):
         shutil.copy(source / "local_rank0.pt", tmp_path / f"local_rank{rank}.pt")  # twice the same half
-    with pytest.raises(CkptError, match="0 chunks"):
+    with pytest.raises(CkptError, match="stored parts of tensor"):
         ckpt.open(str(tmp_path))["model._flat_param"].read()
     data = (source / "local_rank1.pt").read_bytes()
     (tmp_path / "local_rank1.pt").write_bytes(data.replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906

@@ -169,7 +169,14 @@ def test_any_view(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.randn(400, 300).t(), torch.randn(3, dtype=torch.complex64).conj(), torch.randn(3, dtype=torch.complex64).conj().imag]
+    "tensor",
+    [
+        torch.randn(1).expand(1 << 40),
+        torch.randn(2).expand(1 << 40, 2),
+        torch.randn(400, 300).t(),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+    ],
 )
 def test_what_is_not_stored_row_by_row_is_said_and_leaves_the_others(tensor, tmp_path):
     url = saved(tmp_path, {"odd": tensor, "good": torch.ones(2)})
