@@ -10,6 +10,7 @@ The value is made of None, bool, int, float, str, bytes, bytearray, list, tuple,
 from __future__ import annotations
 
 import codecs
+import pickle
 import struct
 from typing import Any, NoReturn
 
@@ -57,14 +58,25 @@ class Machine:
 
     def run(self) -> Any:
         """Everything up to STOP. What comes after it is not looked at."""
-        data, handlers = self.data, HANDLERS
+        data, handlers, memo, at = self.data, HANDLERS, self.memo, 0
         while not self.done:
-            at = self.at
-            self.at = at + 1
-            handler = handlers.get(data[at])
-            if handler is None:
-                self.fail(f"no opcode has the number {data[at]}")
-            handler(self)
+            op = data[at]
+            if op == _BINGET:  # the most common opcodes by far: half of those of DCP's metadata
+                self.stack.append(memo[data[at + 1]])
+                at += 2
+            elif op == _LONG_BINGET and at + 5 <= len(data):
+                self.stack.append(memo[int.from_bytes(data[at + 1 : at + 5], "little")])
+                at += 5
+            elif op == _MEMOIZE:
+                memo[len(memo)] = self.stack[-1]
+                at += 1
+            else:
+                self.at = at + 1
+                handler = handlers.get(op)
+                if handler is None:
+                    self.fail(f"no opcode has the number {op}")
+                handler(self)
+                at = self.at
         if len(self.stack) != 1 or self.marks:
             self.fail("it ends with more or less than one value")
         return self.stack[0]
@@ -120,5 +132,6 @@ class Machine:
         return found
 
 
+_BINGET, _LONG_BINGET, _MEMOIZE = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.MEMOIZE[0]
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Python 2 names of modules."""

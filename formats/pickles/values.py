@@ -161,7 +161,10 @@ def counts(value: Any) -> tuple[int, ...]:
         raise ValueError(f"{value!r:.40} is no list of counts")
     if len(value) > 64:
         raise ValueError(f"{len(value)} dimensions")
-    return tuple(map(_count, value))
+    for n in value:
+        if type(n) is not int or not 0 <= n < _MAX_BYTES:
+            _count(n)
+    return tuple(value)
 
 
 def shape_of(value: Any, itemsize: int) -> tuple[int, ...]:

@@ -168,16 +168,16 @@ def test_any_view(tmp_path_factory, data):
     assert same(ckpt.open(url)["t"].read(), tensor)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(1).expand(1 << 40),
-        torch.randn(2).expand(1 << 40, 2),
-        torch.randn(400, 300).t(),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.randn(3, dtype=torch.complex64).conj().imag,
-    ],
-)
+ODD = {
+    "transposed": torch.randn(400, 300).t(),
+    "expanded": torch.randn(1).expand(1 << 40),
+    "expanded rows": torch.randn(2).expand(1 << 40, 2),
+    "conj": torch.randn(3, dtype=torch.complex64).conj(),
+    "neg": torch.randn(3, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("tensor", ODD.values(), ids=list(ODD))
 def test_what_is_not_stored_row_by_row_is_said_and_leaves_the_others(tensor, tmp_path):
     url = saved(tmp_path, {"odd": tensor, "good": torch.ones(2)})
     view = ckpt.open(url)
