@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class SingleFile(Backend):
-    """Read-only: the file ``name`` in the directory that ``parent`` is. ``file_url`` is what the user gave."""
+    """Read-only: the file ``name`` in the directory that ``parent`` is. ``file_url`` is what the user gave.
+
+    Other files of the directory are not listed, but can be read: an index names them.
+    """
 
     def __init__(self, parent: Backend, name: str, file_url: str) -> None:
         self.parent = parent

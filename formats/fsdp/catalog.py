@@ -7,7 +7,7 @@ kind, so it belongs to its rank, and so does a value that differs between ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
@@ -65,7 +65,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
         nodes[rank][name] = joined.node(number, rank, name if len(sets) > 1 else "")
     roots = [node if len(sets) > 1 else next(iter(node.values())) for node in nodes]
     joined.finish()
-    values = _Values()
+    values = _Values({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
     return ForeignCatalog(
         backend=backend,
@@ -120,13 +120,14 @@ class _Joined:
 class _Values:
     """One state out of those of all ranks; what differs is kept in ``ranks``, by rank and path."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Set[str]) -> None:
         self.ranks: dict[int, dict[str, Any]] = {}
+        self._own = own  # names of the tensors that belong to one rank
 
     def merge(self, nodes: Mapping[int, tree.Node], path: str) -> tree.Node:
-        texts = {tree.text(node) for node in nodes.values()}
-        if len(texts) == 1 and "@rank" not in next(iter(texts)):
-            return next(iter(nodes.values()))
+        first = next(iter(nodes.values()))
+        if len({tree.text(node) for node in nodes.values()}) == 1 and not self._is_own(first):
+            return first
         pairs = {rank: tree.pairs_of(node) for rank, node in nodes.items()}
         if all(pairs.values()):
             keys = {tree.text(key): key for found in pairs.values() for key, _ in found or ()}
@@ -136,6 +137,10 @@ class _Values:
         for rank, node in nodes.items():
             self.ranks.setdefault(rank, {})[path] = node
         return {"$per_rank": True}
+
+    def _is_own(self, node: tree.Node) -> bool:
+        """Whether a tensor that belongs to one rank lies in a node: equal nodes alone do not make it everyone's."""
+        return any(leaf["$tensor"] in self._own for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_ranks)

@@ -202,6 +202,8 @@ def _from_type(v: Values, made: Made) -> Any:
     inner = Made(func, args, state=state)
     if inner.name == "torch._utils._rebuild_wrapper_subclass":
         return _of_subclass(v, kind, inner)
+    if str(kind) not in _PLAIN_TENSORS:
+        v.refuse(f"a tensor of the class {kind}")
     return v.meaning(inner)
 
 
@@ -321,6 +323,8 @@ _STORAGES: Mapping[str, str | None] = {
     "ComplexDoubleStorage": "complex128",
     "UntypedStorage": None,
 }
+_PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
+"""Classes that mean the same as their elements. Others may keep a scale, for example, beside them."""
 _TENSOR_MAKERS = ("torch._utils._rebuild", "torch._tensor.", "torch.nn.parameter.", "torch.storage._load_from_bytes")
 """Beginnings of names whose objects are tensors: unknown ones are errors, since leaving a tensor out would lose it."""
 

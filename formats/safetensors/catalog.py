@@ -14,7 +14,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
 from ckpt.formats.hf_index import check_index, find_index, read_index, shown, sizes_of
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import SingleFile, candidates
+from ckpt.formats.single import candidates
 
 from .header import MAX_HEADER, Header, Stored, read_header
 
@@ -30,7 +30,7 @@ _THREADS = 16
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
-    """Whether there is an index, or a file that begins like a safetensors file."""
+    """Whether there is an index, or a file that is called or begins like a safetensors file."""
     if any(name.endswith(INDEX_SUFFIX) for name in names):
         return True
     return any(_begins_right(backend, name) for name in candidates(backend, names, (SUFFIX,))[:1])
@@ -54,11 +54,10 @@ def open_safetensors(backend: Backend) -> ForeignCatalog:
     names = backend.children()
     index_path = find_index(names, INDEX_SUFFIX, backend.url)
     index = None if index_path is None else read_index(backend, index_path)
-    whole_backend = backend.parent if isinstance(backend, SingleFile) and index is not None else backend
     paths = sorted(set(index.values())) if index is not None else candidates(backend, names, (SUFFIX,))
-    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(whole_backend, paths), strict=True)]
+    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        headers = list(pool.map(lambda file: read_header(whole_backend, file.path, file.size), files))
+        headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
     tensors = _Tensors(backend.url, files, headers)

@@ -47,11 +47,11 @@ def test_one_file_of_many_is_refused():
 
 def test_values_of_ranks(tmp_path):
     for rank in range(2):
-        state = {"step": 5, "rng": [1, rank], "only": {f"r{rank}": rank}, "deep": {1: {"x": rank}, 2: "same"}}
+        state = {"step": 5, "text": "x@rank0", "rng": [1, rank], "only": {f"r{rank}": rank}, "deep": {1: {"x": rank}, 2: "same"}}
         torch.save(state, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
     view = ckpt.open(str(tmp_path))
     state = view.state()
-    assert (state["step"], state["only"], state["deep"][2]) == (5, {"r0": 0, "r1": 1}, "same")
+    assert (state["text"], state["step"], state["only"], state["deep"][2]) == ("x@rank0", 5, {"r0": 0, "r1": 1}, "same")
     assert [view.per_rank("rng", rank) for rank in range(2)] == [[1, 0], [1, 1]]
     assert view.per_rank("deep.1.x", 1) == 1
 

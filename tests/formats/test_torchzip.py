@@ -245,6 +245,30 @@ def test_urls(url, monkeypatch):
     assert all(same(view[f"model.{n}"].read(), t) for n, t in expected.items())
 
 
+def test_formats_are_told_by_content(tmp_path):
+    """Names say nothing: a file of each format under a name without a suffix, and under that of the other."""
+    from safetensors.torch import save_file
+
+    for name in ("weights", "x.safetensors", "y.pt"):
+        torch.save({"a": torch.ones(2)}, tmp_path / name)
+        if name != "x.safetensors":
+            assert open_catalog(str(tmp_path / name)).format == "torch.save archive"
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+        assert open_catalog(str(tmp_path / name)).format == "safetensors"
+    (tmp_path / "weights").write_text("something else")
+    with pytest.raises(FormatError, match="not a checkpoint of a known format"):
+        open_catalog(str(tmp_path / "weights"))
+
+
+class Scaled(torch.Tensor):
+    """A subclass that may mean something else than its elements."""
+
+
+def test_tensor_subclasses_are_refused(tmp_path):
+    with pytest.raises(FormatError, match=r"class .*test_torchzip\.Scaled"):
+        open_catalog(saved(tmp_path, {"t": torch.ones(2).as_subclass(Scaled)}))
+
+
 def test_shards_with_an_index(tmp_path):
     value = {f"w{i}": torch.randn(3, i + 1) for i in range(4)}
     names = {"w0": "a.bin", "w1": "b.bin", "w2": "a.bin", "w3": "b.bin"}
