@@ -415,6 +415,14 @@ def test_absurd_sizes_take_no_memory(tmp_path):
             opened(tmp_path, bytes(data))
 
 
+def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
+    url = saved(tmp_path, {"a": "x" * 100_000})
+    monkeypatch.setattr("ckpt.formats.torchzip.archive.MAX_PICKLE", 50_000)
+    with counted() as counts, pytest.raises(FormatError, match=r"record 'data\.pkl' has 100,\d\d\d bytes"):
+        open_catalog(url)
+    assert counts.bytes < 30_000
+
+
 def test_every_truncation_is_noticed(tmp_path):
     data = (FIXTURES / "fsdp/fsdp1_full_orig0/full.pt").read_bytes()
     for length in range(4, len(data), 97):
