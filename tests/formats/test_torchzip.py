@@ -156,6 +156,17 @@ def test_strided_views_are_read_row_by_row(tmp_path):
         assert same(view[name][1:2, 0:1], tensor[1:2, 0:1]), name
 
 
+def test_very_many_rows_of_many_tensors_are_not_listed(tmp_path, monkeypatch):
+    """A few bytes of pickle make thousands of rows: there is a limit for all tensors together."""
+    monkeypatch.setattr("ckpt.formats.torchzip.table.MAX_ROWS_OF_ALL", 1000)
+    base = torch.randn(400, 3)
+    value = {f"t{i}": base[:, i : i + 2] for i in range(2)} | {"u": base[:300, 2:], "whole": base}
+    view = ckpt.open(saved(tmp_path, value))
+    assert same(view["t1"].read(), value["t1"]) and same(view["whole"].read(), base)
+    with pytest.raises(FormatError, match="tensor u"):
+        view["u"].read()
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_any_view(tmp_path_factory, data):
