@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
-from ckpt.io_backends.protocol import Backend, Entry, Unfinished, Writer, stamp_of
+from ckpt.io_backends.protocol import Backend, Entry, Writer, stamp_of
 from ckpt.io_backends.registry import open_backend
 
 from .commit import VERSION, CommitRecord
@@ -157,9 +157,6 @@ class Sources(Backend):
 
     def prepare(self) -> None:
         self._refuse("")
-
-    def forget(self, unfinished: Unfinished) -> None:
-        """There is nothing to forget."""
 
     def _refuse(self, path: str) -> NoReturn:
         raise AccessError(f"the sources of a virtual checkpoint are only read: {path}", where=self._url, hint="write to a URL of its own")
