@@ -63,7 +63,7 @@ class BackgroundSave(Save):
     def compared(self, writer: RankWriter) -> dict[str, str]:
         assert self.capture is not None
         self.capture.result()
-        self.beat()
+        self.pulse.beat()
         return super().compared(writer)
 
 
@@ -155,7 +155,7 @@ class SaveHandle:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
         save = self._save
         if save is not None:
-            save.cancelled.set()
+            save.pulse.cancelled.set()
 
     # ---- the work
 
@@ -180,7 +180,7 @@ class SaveHandle:
     def _capture(self, save: BackgroundSave, capture: Capture, threads: int) -> None:
         error: BaseException | None = None
         try:
-            capture.run(threads, save.beat)
+            capture.run(threads, save.pulse.beat)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
         with _lock:
