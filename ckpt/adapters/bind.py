@@ -21,14 +21,14 @@ from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
 from .binding import Binder, Binding, Setter, inline_only
-from .collect import check_root, is_stateful
-from .meshes import meshes_in
-from .modules import copies_of, modules_in, tensors_of
+from .collect import is_stateful
+from .modules import copies_of, tensors_of
 from .optimizers import names_in
 from .per_rank import PerRank
 from .place import Placer, own_name
 from .placements import Placements
 from .refill import refill
+from .survey import survey
 
 
 def bind(
@@ -47,12 +47,13 @@ def bind(
     Raises:
         UsageError, StateError, LayoutError: as for a save.
     """
-    check_root(state)
+    seen = survey(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, meshes_in(state), placements=placements or Placements())
-        walk = _Walk(catalog, placer, selection, names_in(modules_in(state)), cast=cast)
+        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        walk = _Walk(catalog, placer, selection, names_in(seen.modules), cast=cast)
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
+        placer.remember()
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
     return walk.found
 
