@@ -64,10 +64,13 @@ def _may_repeat(node: Node) -> bool:
     if not isinstance(node, dict):
         return isinstance(node, list) and any(map(_may_repeat, node))
     for key in node:
-        if "." in key and any(c == "." and key[:i] in node for i, c in enumerate(key)):
+        if not key or key == "$map":
             return True
-        if not key or key[0] == "$":
-            return True
+        at = key.find(".")
+        while at >= 0:
+            if key[:at] in node:
+                return True
+            at = key.find(".", at + 1)
     below = [n for n in node.values() if type(n) is list or (type(n) is dict and "$tensor" not in n)]
     return any(map(_may_repeat, below))
 

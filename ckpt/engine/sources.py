@@ -143,7 +143,7 @@ class Source:
 
 
 def _copied(local: LocalTensor) -> LocalTensor:
-    return LocalTensor(local.info, [Held(part.box, part.memory.detach().clone()) for part in local.parts], local.said)
+    return LocalTensor(local.info, [Held(part.box, part.memory.clone()) for part in local.parts], local.said)
 
 
 def _addresses(local: LocalTensor) -> tuple[int, ...]:
