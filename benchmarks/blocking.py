@@ -120,9 +120,9 @@ def build_training(rank: Rank, *, ranks: int, size: int) -> int:
 def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int) -> dict[str, float]:
     """Seconds of ``steps`` steps with a save before every ``every``-th; medians over the saves of what each costs the trainer.
 
-    ``call``: the saver's call. ``blocked``: that, and what the next step waits for the capture: all that training loses where the background
-    has cores of its own. ``computed``: CPU time of the trainer's thread in the call. ``cpu``: of the whole process, until the last save is
-    over.
+    ``call``: the saver's call. ``blocked``: that, and what the next step waits for the capture: all that training loses where the
+    background has cores of its own. ``computed``: CPU time of the trainer's thread in the call. ``cpu``: of the whole process, until the
+    last save is over.
     """
     group, saver = rank.groups[rank.kept["ranks"]], rank.kept["dcp"]
     tree = {"model": rank.kept["model"], "optimizer": rank.kept["optimizer"]}

@@ -474,7 +474,7 @@ def leaves(node: Node, *, but: Set[str] = frozenset()) -> Iterator[tuple[str, No
 
 def _leaves(path: str, node: Node, but: Set[str]) -> Iterator[tuple[str, Node]]:
     children = pairs_of(node)
-    items = items_of(node)
+    items = items_of(node) if children is None else None
     if items is not None and refers(node):
         children = list(enumerate(items))
     if not children:

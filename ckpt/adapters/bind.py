@@ -91,11 +91,11 @@ class _Walk(Binder):
 
     def mapping(self, target: dict[Any, Any], node: Node, path: str) -> None:
         """Bind each key of a dict. One that holds plain values only also takes the keys that just the checkpoint has."""
-        start = f"{path}." if path else ""
+        start, tensor = f"{path}." if path else "", self.tensor
         for key, value in list(target.items()):
             at = start + key if type(key) is str and key.isascii() else join(path, key)
             if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
-                self.tensor(at, value)
+                tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
         if not path or _has_live(target):

@@ -64,7 +64,7 @@ class Placer:
         known = self.placements.known.get(said)
         if known is not None and known.key == key:
             return self._recall(said, tensor, known)
-        return self._remembered(self._place(said, tensor), tensor, key, alive_of(tensor))
+        return self._remembered(self._place(said, tensor), tensor, key, tensor)
 
     def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, DTensor):
@@ -79,12 +79,13 @@ class Placer:
         memory = memory_of(tensor)
         return self._register(LocalTensor(known.info, [Held(known.box, memory)], said), tensor, memory)
 
-    def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, alive: object) -> LocalTensor:
-        """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it."""
+    def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, *behind: torch.Tensor) -> LocalTensor:
+        """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it. ``behind`` are the tensors
+        that ``key`` was made of."""
         memory = local_of(tensor)
         self._unproven.add(local.info.name)
         if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
-            self._anew[local.said] = Placement(key, local.info, local.parts[0].box, alive)
+            self._anew[local.said] = Placement(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
         return self._register(local, tensor, memory)
 
     def unproven(self) -> list[LocalTensor]:
@@ -128,7 +129,7 @@ class Placer:
         if known is not None and known.key == key:
             return self._recall(said, tensor, known)
         local = self._place_state(said, tensor, param, param_name, prefix)
-        return self._remembered(local, tensor, key, (alive_of(tensor), alive_of(param)))
+        return self._remembered(local, tensor, key, tensor, param)
 
     def _place_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if isinstance(tensor, DTensor):

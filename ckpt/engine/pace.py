@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RESTS = 12
+RESTS = 24
 """So many times as long as it worked."""
 LONGEST = 0.05
 """Seconds of one rest."""
