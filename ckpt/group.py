@@ -74,8 +74,6 @@ class Group:
         """Begin a collective call; every rank makes the same calls in the same order. ``overlaps``: an earlier one may go on in the
         background, on any rank."""
         self.calls += 1
-        if self.store is not None:
-            self._forget()
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
 
     def settled(self, number: str) -> None:
@@ -83,12 +81,12 @@ class Group:
         going on in the background when the next one begins, and fails."""
         self._past = max(self._past, int(number))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Delete what this rank wrote in calls that all ranks have left."""
         assert self.store is not None
         with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
             for number in [n for n in list(self._written) if n < self._past]:
-                for key in self._written.pop(number):
+                for key in self._written.pop(number, ()):  # a save in the background forgets, too
                     self.store.delete_key(key)
 
     def remember(self, key: str) -> None:
@@ -174,6 +172,8 @@ class Call:
         """
         self._phase = phase
         self._turn += 1
+        if self._turn == 1 and self.group.store is not None:
+            self.group.forget()  # here, not when the call began: a save in the background has a thread of its own for it
         try:
             row = work()
         except BaseException as err:

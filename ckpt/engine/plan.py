@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.placements import Placements
@@ -27,9 +28,8 @@ KEPT = 2
 """Plans of different states that a job keeps: a model and its averaged copy are often saved in turns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk that this rank writes: number ``number`` of tensor ``name``."""
+class Chunk(NamedTuple):
+    """A chunk that this rank writes: number ``number`` of tensor ``name``. A rank may have very many: hence a tuple."""
 
     name: str
     number: int

@@ -147,7 +147,7 @@ class Writer(StorageWriter):
         for position, row, nodes in (result.storage_data for of_rank in results for result in of_rank):
             rows[position] = row
             values |= nodes
-        self._leader.state = _state(metadata, values)
+        self._leader.give(_state(metadata, values))
         self._leader.commit(self._id, rows)
         self._leader.remove_older(self._id)
 
