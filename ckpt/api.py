@@ -203,7 +203,7 @@ def load(
             strict=strict,
             cast=cast,
             verify=verify,
-            exchange=exchange if exchange is not None else not is_file_system(url),
+            exchange="none" if exchange is False else "machine" if exchange is None and is_file_system(url) else "all",
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
         )
