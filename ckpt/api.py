@@ -203,7 +203,7 @@ def load(
             strict=strict,
             cast=cast,
             verify=verify,
-            exchange="none" if exchange is False else "machine" if exchange is None and is_file_system(url) else "all",
+            exchange="none" if exchange is False else "parts" if exchange is None and is_file_system(url) else "all",
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
         )

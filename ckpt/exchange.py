@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -71,8 +72,10 @@ class Exchange:
         self.moved = dict.fromkeys([*self.outgoing, *self.incoming], time.monotonic())
         """When something last moved to or from each rank."""
         self.connecting: dict[Sending, float] = {}
+        self.sending: set[Sending] = set()
         self.awake = False
         """Whether it has been woken and has not yet looked."""
+        self.thread = threading.get_ident()
         self.woken, self.waker = socket.socketpair()
         for sock in (self.woken, self.waker):
             sock.setblocking(False)
@@ -84,8 +87,9 @@ class Exchange:
         """From any thread: there is something to send, or an error to find."""
         if not self.awake:
             self.awake = True
-            with suppress(OSError):  # it will wake up anyway; or all is over
-                self.waker.send(b"w")
+            if threading.get_ident() != self.thread:  # this one looks before it waits
+                with suppress(OSError):  # all is over
+                    self.waker.send(b"w")
 
     def start(self) -> None:
         """Before the first turn."""
@@ -106,6 +110,8 @@ class Exchange:
     def turn(self, timeout: float) -> None:
         """Move what can be moved; wait at most ``timeout`` seconds until something can."""
         self._connect_more()
+        if self.awake:
+            self._look()
         for key, _ in self.selector.select(min(self.pause, timeout) if self.queue and not self._full() else timeout):
             self._step(key.data)
         if time.monotonic() - self.checked >= TURN:
@@ -170,6 +176,7 @@ class Exchange:
             stream = Sending(rank, sock, hello, self.outgoing[rank])
             self.connecting[stream] = self.moved[rank] = time.monotonic()
             self.selector.register(sock, selectors.EVENT_WRITE, stream)
+            self.sending.add(stream)
             return
         raise self._lost(rank, why)
 
@@ -211,14 +218,18 @@ class Exchange:
             self._send(stream)
 
     def _woke(self) -> None:
-        """Look again at what there is to send."""
         with suppress(BlockingIOError):
             self.woken.recv(4096)
+        if self.awake:
+            self._look()
+
+    def _look(self) -> None:
+        """Send what there is now, as far as it goes; the rest when there is room again."""
         self.awake = False  # from now on who has something wakes again; what was there before is found below
         self.alive()
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.data, Sending) and key.data.writes and not key.events & selectors.EVENT_WRITE:
-                self.selector.modify(key.data.sock, selectors.EVENT_WRITE, key.data)
+        for stream in list(self.sending):
+            if stream.ready and stream.writes:
+                self._send(stream)
 
     def _greet(self, stream: Greeting) -> None:
         try:
@@ -232,15 +243,15 @@ class Exchange:
             self._meet(*said, stream.sock)
 
     def _send(self, stream: Sending) -> None:
-        writes = stream.writes
         try:
             self._move(stream, self.outgoing)
         except Refused:
             raise self._refused(stream.rank) from None
         if stream.ready:
             self.connecting.pop(stream, None)
-        if stream.sock.fileno() >= 0 and stream.writes != writes:
-            self.selector.modify(stream.sock, selectors.EVENT_WRITE if stream.writes else selectors.EVENT_READ, stream)
+        events = selectors.EVENT_WRITE if stream.writes else selectors.EVENT_READ
+        if stream.sock.fileno() >= 0 and self.selector.get_key(stream.sock).events != events:
+            self.selector.modify(stream.sock, events, stream)
 
     def _move(self, stream: Sending | Receiving, table: dict[int, Outgoing] | dict[int, Incoming]) -> None:
         try:
@@ -264,6 +275,7 @@ class Exchange:
         stream.sock.close()
         if isinstance(stream, Sending):
             self.connecting.pop(stream, None)
+            self.sending.discard(stream)
 
     # ---- what goes wrong
 

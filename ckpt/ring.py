@@ -37,6 +37,8 @@ class Ring:
             os.ftruncate(self.file, _nbytes(self.shape))
         memory = mmap.mmap(self.file, _nbytes(self.shape))
         self._marks, self._data = _parts(memory, self.shape)
+        self._seen = [memoryview(row) for row in self._marks]
+        self._nobody = bytes(readers)
         self._timeout = timeout
         self._holds = [0] * slots
         self._lent: list[tuple[int, ...]] = [()] * slots
@@ -62,7 +64,7 @@ class Ring:
             if self._broken:
                 raise BrokenRingError
             for slot, holds in enumerate(self._holds):
-                if not holds and not self._marks[slot].any():
+                if not holds and self._seen[slot] == self._nobody:
                     self._holds[slot] = 1
                     return slot
             return None

@@ -33,8 +33,8 @@ from ckpt.rules import Layout
 from .fetch import Spans
 from .garbage import uncollected
 from .parcels import Carrier
-from .reader import Job, Reader, Verify
-from .sharing import Sharing, refused
+from .reader import Job, Reader, Verify, changed
+from .sharing import Sharing, refused, worth_all, worth_parts, worth_replicas
 
 log = logging.getLogger("ckpt")
 
@@ -62,8 +62,8 @@ class LoadReport:
     seconds: float
 
 
-Exchange = Literal["all", "machine", "none"]
-"""Which ranks read for each other: all, those of one machine, or none."""
+Exchange = Literal["all", "parts", "none"]
+"""What ranks read for each other: all that several want, on one machine only what several want different parts of, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class _Load:
         everything = self.binding.used >= self.names()
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
         row: Row = {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
-        if self.options.exchange != "none" and group.size > 1:
+        if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
             self.sharing = Sharing.of(map(Job._make, self.binding.targets.values()), group.rank)
             row |= {"shares": self.call.share(json.dumps(self.sharing.said()).encode()), "machine": machine()}
         return row
@@ -264,10 +264,12 @@ class _Load:
         run_each(self.binding.create)
         if self.sharing is not None and names["refused"] is not None:
             self.carrier = self.divide(self.sharing, names)
-        left_out = self.sharing.left_out if self.sharing is not None else {}
-        plan = self.reader.plan(map(Job._make, self.binding.targets.values()), left_out)
+        jobs = list(map(Job._make, self.binding.targets.values()))
+        shared = self.sharing if self.sharing is not None else Sharing(self.call.group.rank)
+        plan = self.reader.plan([job for job in jobs if id(job.target) not in shared.complete], shared.left_out)
         self.touched = True
         self.reader.run(plan, self.carrier, lambda: peers_of(self.call.group, timeout=options.timeout))
+        changed([part.memory for job in jobs if id(job.target) in shared.complete for part in job.target.parts])
         return self.apply()
 
     def divide(self, sharing: Sharing, names: Row) -> Carrier:
@@ -275,7 +277,8 @@ class _Load:
         assert self.reader is not None
         group, options = self.call.group, self.options
         machines = dict(zip(group.ranks, names["machines"], strict=True))
-        sharing.divide(names["refused"], machines if options.exchange == "machine" else None, whole=options.verify == "full")
+        worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
+        sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
         near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
         return Carrier(sharing, self.reader.fetch, near, options.threads, options.timeout)
 

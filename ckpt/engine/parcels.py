@@ -32,9 +32,6 @@ from .exact import SLICE
 from .fetch import PIECE, Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
 
-SLOTS = 4
-"""Slots of a ring, of ``PIECE`` bytes; more if more threads fill them."""
-
 
 class Carrier:
     """Moves the parcels of one load. ``near``: the ranks of this machine. ``received`` counts bytes of this rank's tensors; ``coded`` is
@@ -59,7 +56,8 @@ class Carrier:
         self._waits = self._seen = 0
         self._nudged = time.monotonic()
         if sharing.reads:
-            self._ring = Ring(max(SLOTS, 2 * threads + 2), PIECE, MOST, shared=not near.isdisjoint(self._feeds), timeout=timeout)
+            # Each thread fills one slot, and may wait for a second one to pack in: with more than one to spare, some always come back.
+            self._ring = Ring(threads + 2, PIECE, MOST, shared=not near.isdisjoint(self._feeds), timeout=timeout)
         for rank in near.intersection(self._feeds):
             assert self._ring is not None
             self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)

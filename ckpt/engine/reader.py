@@ -120,8 +120,7 @@ class Reader:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
             carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)), peers)
-        # Autograd did not see the bytes change.
-        torch.autograd.graph.increment_version([memory for memory in plan.filled if not memory.is_inference()])
+        changed(plan.filled)
 
     def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:
         """How many threads pay, after the first few of ``tasks``, which are taken out and run here. ``coded``: scratch memory that each
@@ -285,3 +284,8 @@ class Reader:
             for part in mine:
                 step = steps[part.copy]
                 copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
+
+
+def changed(memories: Iterable[torch.Tensor]) -> None:
+    """Autograd did not see the bytes change."""
+    torch.autograd.graph.increment_version([memory for memory in memories if not memory.is_inference()])

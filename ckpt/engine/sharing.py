@@ -7,7 +7,7 @@ that they load; only where it is the same they share.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -65,8 +65,8 @@ class Item:
 
 
 class Cut(NamedTuple):
-    """What of a parcel goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: boxes of items that these are, ``place``: the
-    number of the piece of its only item."""
+    """What of a parcel goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
+    ``place``: its number, from 0."""
 
     start: int
     nbytes: int
@@ -119,6 +119,8 @@ class Sharing:
     takes: dict[int, list[Parcel]] = field(default_factory=dict)
     left_out: dict[int, set[int]] = field(default_factory=dict)
     """By ``id`` of a target the chunks that come in parcels."""
+    complete: set[int] = field(default_factory=set)
+    """Targets that get all that they want in parcels."""
     needed: int = 0
     """Bytes that this rank wants of parcels."""
 
@@ -142,10 +144,10 @@ class Sharing:
         """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
         return {key: (size, _digest(kinds)) for key, (size, kinds) in self.circles.items()}
 
-    def divide(self, refused: Collection[str], near: Mapping[int, int] | None, *, whole: bool) -> None:
-        """Find the parcels. ``refused``: circles that do not share; ``near``: machines of ranks, if only those of one do; ``whole``: ranks
-        that want different parts of a chunk would each read all of it."""
-        known: dict[tuple[int, object], list[Shared]] = {}
+    def divide(self, refused: Collection[str], near: Mapping[int, int] | None, worth: Callable[[Shared, int], bool]) -> None:
+        """Find the parcels. ``refused``: circles that do not share; ``near``: machines of ranks, if only those of one do; ``worth``:
+        whether to share a chunk of elements of this size."""
+        known: dict[tuple[int, object], tuple[list[Shared], int]] = {}
         for key in sorted(self.circles.keys() - set(refused)):
             few: dict[tuple[int, ...], list[tuple[Item, Shared, int]]] = {}
             number = 0
@@ -154,12 +156,12 @@ class Sharing:
                 place = (id(grid), kind[1:])
                 if place not in known:
                     known[place] = shared_chunks(grid, kind.layout, kind.shape, kind.stored, self.rank, near)
-                for shared in known[place]:
-                    if not whole and sum(shared.weights) <= shared.box.numel:
-                        continue
+                chunks, count = known[place]
+                chunks = [c for c in chunks if worth(c, jobs[0].entry.dtype.itemsize)]
+                if chunks:
+                    self._leave_out(kind, jobs, {c.chunk for c in chunks}, count)
+                for shared in chunks:
                     item = Item(jobs, kind.stored, shared.chunk, shared.box, 0)
-                    for job in jobs:
-                        self.left_out.setdefault(id(job.target), set()).add(shared.chunk)
                     if item.nbytes > SMALL:
                         self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
                     else:
@@ -167,6 +169,13 @@ class Sharing:
                 number += len(grid)
             for ranks, members in few.items():
                 self._add_small(ranks, members)
+
+    def _leave_out(self, kind: _Kind, jobs: Sequence[Job], chunks: set[int], count: int) -> None:
+        """These of ``count`` chunks come in parcels."""
+        for job in jobs:
+            self.left_out[id(job.target)] = chunks
+            if len(chunks) == count and kind.stored == Box.whole(kind.shape):
+                self.complete.add(id(job.target))
 
     def _add_small(self, ranks: tuple[int, ...], members: Sequence[tuple[Item, Shared, int]]) -> None:
         """Parcels that fit into one slot of a ring."""
@@ -191,6 +200,22 @@ class Sharing:
                     self.gives.setdefault(rank, []).append(parcel)
         else:
             self.takes.setdefault(reader, []).append(parcel)
+
+
+def worth_all(chunk: Shared, itemsize: int) -> bool:
+    """Where reading costs more than sending."""
+    return True
+
+
+def worth_replicas(chunk: Shared, itemsize: int) -> bool:
+    """Where ranks read only what they want, and some want the same."""
+    return sum(chunk.weights) > chunk.box.numel
+
+
+def worth_parts(chunk: Shared, itemsize: int) -> bool:
+    """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
+    count, numel = len(chunk.ranks), chunk.box.numel
+    return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= SMALL
 
 
 def refused(said: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:

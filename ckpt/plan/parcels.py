@@ -40,9 +40,9 @@ def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) 
 
 def shared_chunks(
     grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Mapping[int, int] | None
-) -> list[Shared]:
-    """The chunks that ``rank`` wants parts of and others too, by number. ``near`` gives each rank's machine: only ranks of one machine
-    share; None if all do."""
+) -> tuple[list[Shared], int]:
+    """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` gives each
+    rank's machine: only ranks of one machine share; None if all do."""
     mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in join(grid, box)}
     found = []
     for chunk in sorted(mine):
@@ -55,7 +55,7 @@ def shared_chunks(
         first = ranks.index(rank) // MOST * MOST
         if len(ranks[first : first + MOST]) > 1:
             found.append(Shared(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
-    return found
+    return found, len(mine)
 
 
 def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
