@@ -62,7 +62,7 @@ class LoadReport:
     seconds: float
 
 
-Exchange = Literal["all", "parts", "none"]
+Shares = Literal["all", "parts", "none"]
 """What ranks read for each other: all that several want, on one machine only what several want different parts of, or nothing."""
 
 
@@ -75,7 +75,7 @@ class LoadOptions:
     verify: Verify
     timeout: float
     threads: int
-    exchange: Exchange = "none"
+    exchange: Shares = "none"
     spans: Spans | None = None
 
 
@@ -166,7 +166,8 @@ class _Load:
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
         row: Row = {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
         if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
-            self.sharing = Sharing.of(map(Job._make, self.binding.targets.values()), group.rank)
+            jobs = map(Job._make, self.binding.targets.values())
+            self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts")
             row |= {"shares": self.call.share(json.dumps(self.sharing.said()).encode()), "machine": machine()}
         return row
 

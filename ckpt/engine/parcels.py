@@ -43,7 +43,7 @@ class Carrier:
         self._near = near
         self._timeout = timeout
         self._feeds = {rank: Feed(len(parcels)) for rank, parcels in sharing.gives.items()}
-        self._takers = {rank: Taker(rank, sharing.rank, parcels) for rank, parcels in sharing.takes.items()}
+        self._takers = {rank: Taker(rank, sharing.rank, parcels, fetch) for rank, parcels in sharing.takes.items()}
         self._numbers = {rank: {id(p): i for i, p in enumerate(parcels)} for rank, parcels in sharing.gives.items()}
         self._ring: Ring | None = None
         self.coded = 0
@@ -213,7 +213,8 @@ class Carrier:
             data = self._ring.data(slot)[: cut.nbytes]
             fill(data)
             self._send(parcel, number, cut, slot, others)
-            place(data, cut, mine)
+            with self._fetch.span("copy", cut.nbytes):
+                place(data, cut, mine)
         finally:
             self._ring.release(slot)
         if self._turn is not None:
@@ -250,8 +251,9 @@ class Carrier:
 class Taker:
     """Takes what this rank wants of the parcels that another one reads."""
 
-    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: Fetch) -> None:
         self.parcels = parcels
+        self._fetch = fetch
         self.received = 0
         self._reader = reader
         self._rank = rank
@@ -276,7 +278,8 @@ class Taker:
         """See ``relay.Taker``."""
         cut, wanted = self._expected(parcel, piece)
         assert self._ring is not None
-        place(self._ring.data(slot)[: cut.nbytes], cut, wanted)
+        with self._fetch.span("copy", cut.nbytes):
+            place(self._ring.data(slot)[: cut.nbytes], cut, wanted)
         self._ring.done(slot, self.parcels[parcel].ranks.index(self._rank))
         return self._over(parcel, piece)
 

@@ -125,18 +125,22 @@ class Sharing:
     """Bytes that this rank wants of parcels."""
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], rank: int) -> Sharing:
-        """What there may be to share. Changes nothing."""
+    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool) -> Sharing:
+        """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
+        refuse."""
         found = cls(rank)
         for job in jobs:
             target, entry = job
             info = target.info
-            if entry.rank is not None or rank not in info.layout.ranks() or len(info.layout.ranks()) == 1:
+            ranks = _members(info.layout)
+            if entry.rank is not None or rank not in ranks or len(ranks) == 1:
+                continue
+            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < SMALL):
                 continue
             if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
                 continue  # one of several tensors that are stacked: others cannot tell who has which
             kind = _Kind(entry.alias or entry.name, info.shape, info.layout, common_box(info, entry))
-            circle = found.circles.setdefault(_circle(info.layout), (len(info.layout.ranks()), {}))
+            circle = found.circles.setdefault(_circle(info.layout), (len(ranks), {}))
             circle[1].setdefault(kind, []).append(job)
         return found
 
@@ -240,8 +244,13 @@ def _digest(kinds: Mapping[_Kind, Sequence[Job]]) -> str:
 
 
 @lru_cache(maxsize=4096)
+def _members(layout: TensorLayout) -> frozenset[int]:
+    return layout.ranks()
+
+
+@lru_cache(maxsize=4096)
 def _circle(layout: TensorLayout) -> str:
-    return xxhash.xxh3_64_hexdigest(repr(sorted(layout.ranks())).encode())
+    return xxhash.xxh3_64_hexdigest(repr(sorted(_members(layout))).encode())
 
 
 @lru_cache(maxsize=4096)

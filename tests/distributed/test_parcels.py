@@ -79,7 +79,7 @@ def load_in(url: str, kind: str, options: dict[str, Any]) -> tuple[list[str], ck
 ALL = {"exchange": True, "pieces": True}
 
 
-@pytest.mark.parametrize("options", [ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}, ALL | {"threads": 4}, {}])
+@pytest.mark.parametrize("options", [ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}, {}])
 @pytest.mark.parametrize(
     ("source", "saved", "target", "loaded"),
     [
