@@ -127,20 +127,24 @@ class Borrowed:
         return found
 
     def done(self, slot: int, which: int) -> None:
-        """Reader number ``which`` has what it wants of the slot. The copy has ended in another thread of torch's or under a lock that was
-        given back and taken since, so it cannot seem to come after this."""
+        """Reader number ``which`` has what it wants of the slot. A copy gives up the interpreter's lock and takes it again, so the other
+        process cannot see this before the copy has ended."""
         self._marks[slot, which] = 0
 
 
 def machine() -> str:
-    """Processes for which this is equal can open each other's rings; it is never equal where they cannot be told apart."""
+    """Processes for which this is equal can open each other's rings: one kernel, one namespace of processes, one user with the same
+    capabilities, nobody protected from inspection. Where that cannot be told, it is equal for none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        if not hasattr(os, "memfd_create"):
-            raise OSError("no anonymous files")
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
-    except OSError:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            capabilities = next(line.split()[1] for line in file if line.startswith("CapPrm"))
+        user = os.geteuid()
+        if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:
+            raise OSError("no anonymous files, or a protected process")
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{user}/{capabilities}"
+    except (OSError, StopIteration):
         return f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
 
 

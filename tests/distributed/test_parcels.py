@@ -184,3 +184,26 @@ def test_a_slow_rank_holds_up_the_others(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, load_large, url, 1, "full", "slow")
     assert max(took for *_, took in found) < 24 << 20
     assert min(received for _, received, _, _ in found) > 0
+
+
+def load_damaged(url: str) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        ckpt.load(url, {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(1)]) for i in range(3)}, timeout=20)
+    except ckpt.errors.CkptError as err:
+        return type(err).__name__, str(err)
+    return "", ""
+
+
+def test_damage_in_a_large_chunk_is_told_by_all_that_want_it(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_large, url)
+    path = sorted((tmp_path / "a" / "data").iterdir())[0]
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    for kind, text in ranks.run(2, load_damaged, url):
+        assert kind == "CorruptError"
+        assert "tensor w1" in text and path.name in text and "[0:2048,0:2048]" in text and "partly overwritten" in text
