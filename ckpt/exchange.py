@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import CkptError, ConsistencyError, CorruptError, DeadlineError, RankFailedError
+from .errors import CkptError, ConsistencyError, DeadlineError
+from .group import failed_on
 from .plan.tables import ranks_text
 from .relay import Feed
 from .streams import HELLO, MAGIC, READY, REFUSED, Greeting, Incoming, Outgoing, Receiving, Refused, Sending, Views
@@ -300,9 +301,7 @@ class Exchange:
         told = self.port.told = self.port.look(f"failed/{rank}")
         if told is None:
             return DeadlineError(f"rank {rank} cannot be reached, so it probably died ({why})", hint=f"look at the log of rank {rank}")
-        if told["type"] == CorruptError.__name__:
-            return CorruptError(f"{told['message']} (found by rank {told['rank']})", where=told["where"], hint=told["hint"])
-        return RankFailedError(f"the exchange failed on rank {told['rank']}: {told['message']}", hint=told["hint"])
+        return failed_on(told["rank"], told)
 
     def _refused(self, rank: int) -> CkptError:
         size, unit = self.outgoing[rank].size, self.outgoing[rank].unit

@@ -269,7 +269,7 @@ class _Load:
         shared = self.sharing if self.sharing is not None else Sharing(self.call.group.rank)
         plan = self.reader.plan([job for job in jobs if id(job.target) not in shared.complete], shared.left_out)
         self.touched = True
-        self.reader.run(plan, self.carrier, lambda: peers_of(self.call.group, timeout=options.timeout))
+        self.reader.run(plan, self.carrier)
         changed([part.memory for job in jobs if id(job.target) in shared.complete for part in job.target.parts])
         return self.apply()
 
@@ -281,7 +281,7 @@ class _Load:
         worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
         sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
         near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
-        return Carrier(sharing, self.reader.fetch, near, options.threads, options.timeout)
+        return Carrier(sharing, self.reader.fetch, near, options.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
     def apply(self) -> Row:
         """Set the values, now that all bytes are there."""

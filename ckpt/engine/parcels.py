@@ -21,6 +21,7 @@ from ckpt.adapters.memory import writable_bytes
 from ckpt.catalog import Catalog, Extent
 from ckpt.errors import ConsistencyError
 from ckpt.geometry import Box
+from ckpt.group import Call
 from ckpt.peers import Peers, Turn
 from ckpt.plan.parcels import MOST
 from ckpt.relay import Feed, Inlet
@@ -37,11 +38,12 @@ class Carrier:
     """Moves the parcels of one load. ``near``: the ranks of this machine. ``received`` counts bytes of this rank's tensors; ``coded`` is
     the most scratch memory that one coded chunk takes."""
 
-    def __init__(self, sharing: Sharing, fetch: Fetch, near: frozenset[int], threads: int, timeout: float) -> None:
+    def __init__(self, sharing: Sharing, fetch: Fetch, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call) -> None:
         self._sharing = sharing
         self._fetch = fetch
         self._near = near
-        self._timeout = timeout
+        self._peers = peers
+        self._call = call
         self._feeds = {rank: Feed(len(parcels)) for rank, parcels in sharing.gives.items()}
         self._takers = {rank: Taker(rank, sharing.rank, parcels, fetch) for rank, parcels in sharing.takes.items()}
         self._numbers = {rank: {id(p): i for i, p in enumerate(parcels)} for rank, parcels in sharing.gives.items()}
@@ -57,7 +59,7 @@ class Carrier:
         self._nudged = time.monotonic()
         if sharing.reads:
             # Each thread fills one slot, and may wait for a second one to pack in: with more than one to spare, some always come back.
-            self._ring = Ring(threads + 2, PIECE, MOST, shared=not near.isdisjoint(self._feeds), timeout=timeout)
+            self._ring = Ring(threads + 2, PIECE, MOST, shared=not near.isdisjoint(self._feeds), timeout=call.timeout)
         for rank in near.intersection(self._feeds):
             assert self._ring is not None
             self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)
@@ -81,7 +83,7 @@ class Carrier:
 
     # ---- both directions
 
-    def carry(self, tasks: list[Callable[[], None]], threads: Callable[[], int], peers: Callable[[], Peers]) -> None:
+    def carry(self, tasks: list[Callable[[], None]], threads: Callable[[], int]) -> None:
         """Run ``tasks``, those of :meth:`tasks` and others, and move pieces meanwhile. ``threads`` runs the first few and says how many
         threads are to run the rest: one is this one, more leave this one to the pieces.
 
@@ -104,7 +106,7 @@ class Carrier:
                     turn(0)
 
         try:
-            peers().relay(self._feeds, {r: Inlet(r, len(t.parcels), t) for r, t in self._takers.items()}, work, alive=self._alive)
+            self._peers().relay(self._feeds, {r: Inlet(r, len(t.parcels), t) for r, t in self._takers.items()}, work, alive=self._alive)
             if self._reading is not None:
                 self._reading.result()
         finally:
@@ -128,13 +130,13 @@ class Carrier:
         if self._ended and self._reading is not None:
             self._reading.result()
         self._nudge()
-        self._fetch.beat()
+        self._call.look()
 
     def _nudge(self) -> None:
         """Tell those that wait for this rank that it goes on, if it does."""
         now = time.monotonic()
         moved = self._fetch.read + self._waits
-        if moved != self._seen and now - self._nudged > self._timeout / 8:
+        if moved != self._seen and now - self._nudged > self._call.timeout / 8:
             self._seen, self._nudged = moved, now
             for feed in self._feeds.values():
                 feed.nudge()

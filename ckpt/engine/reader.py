@@ -17,7 +17,6 @@ from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CorruptError
 from ckpt.geometry import Box, find_fault
-from ckpt.peers import Peers
 from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
@@ -103,8 +102,8 @@ class Reader:
     def bytes_unverified(self) -> int:
         return self.fetch.read - self.fetch.verified
 
-    def run(self, plan: ReadPlan, carrier: Carrier | None = None, peers: Callable[[], Peers] | None = None) -> None:
-        """Fill every target. With a ``carrier`` what other ranks read, too, over the connections that ``peers`` gives.
+    def run(self, plan: ReadPlan, carrier: Carrier | None = None) -> None:
+        """Fill every target; with a ``carrier`` also those of what other ranks read, while this one reads for them.
 
         Raises:
             CorruptError: bytes are not what the digests say.
@@ -116,10 +115,10 @@ class Reader:
         tasks = [] if carrier is None else carrier.tasks(self.catalog)
         tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
-        if carrier is None or peers is None:
+        if carrier is None:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
-            carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)), peers)
+            carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)))
         changed(plan.filled)
 
     def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:

@@ -188,3 +188,30 @@ def test_a_rank_that_ends_in_the_middle(ranks: Ranks, tmp_path: Path, how: str) 
     for text, seconds in (found[0], found[2]):
         assert "rank 1" in text and "partly overwritten" in text
         assert seconds < (2 if how == "killed" else 6)
+
+
+def load_and_fail(url: str) -> tuple[str, str, float]:
+    """Rank 2 fails before it has opened a connection; the others wait for it."""
+    from ckpt.engine.parcels import Carrier
+
+    def fail(*args: Any) -> Any:
+        raise ckpt.errors.StorageError("the disk is on fire")
+
+    if dist.get_rank() == 2:
+        Carrier.tasks = fail  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        ckpt.load(url, blank(whole()), exchange=True, timeout=20)
+    except ckpt.errors.CkptError as err:
+        return type(err).__name__, str(err), time.monotonic() - began
+    return "", "", 0.0
+
+
+def test_a_rank_that_fails_before_it_is_reached(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(1, save_whole, url)
+    *others, own = ranks.run(3, load_and_fail, url)
+    assert own[0] == "StorageError"
+    for kind, text, seconds in others:
+        assert kind == "RankFailedError" and "rank 2" in text and "the disk is on fire" in text
+        assert seconds < 10
