@@ -155,7 +155,8 @@ def test_damage_that_one_rank_reads_fails_all(ranks: Ranks, tmp_path: Path) -> N
 
 
 def load_and_end(url: str, how: str) -> tuple[str, float]:
-    from ckpt.engine.parcels import Carrier, Taker
+    from ckpt.engine.parcels import Carrier
+    from ckpt.engine.taking import Taker
 
     in_small_pieces()
     count = [0]

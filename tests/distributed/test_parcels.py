@@ -133,7 +133,7 @@ def load_large(url: str, dim: int, verify: str, where: str) -> tuple[int, int, i
     if where == "apart":
         apart()
     if where == "slow":
-        from ckpt.engine.parcels import Taker
+        from ckpt.engine.taking import Taker
 
         slot = Taker.slot
 
@@ -207,3 +207,22 @@ def test_damage_in_a_large_chunk_is_told_by_all_that_want_it(ranks: Ranks, tmp_p
     for kind, text in ranks.run(2, load_damaged, url):
         assert kind == "CorruptError"
         assert "tensor w1" in text and path.name in text and "[0:2048,0:2048]" in text and "partly overwritten" in text
+
+
+def load_without_collector(url: str, threads: int) -> list[str]:
+    import gc
+
+    state = state_in("columns", empty=True)
+    in_small_pieces()
+    gc.collect()
+    gc.disable()
+    ckpt.load(url, state, exchange=True, threads=threads)
+    return [name for o in gc.get_objects() if (name := type(o).__name__) in ("Carrier", "Ring", "Sharing", "Exchange")]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_nothing_is_left_for_the_collector(ranks: Ranks, tmp_path: Path, threads: int) -> None:
+    """The slots are free when a load returns."""
+    url = str(tmp_path / "a")
+    ranks.run(2, save_in, url, "rows", None)
+    assert ranks.run(2, load_without_collector, url, threads) == [[], []]
