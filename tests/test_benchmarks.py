@@ -24,7 +24,7 @@ from benchmarks.states import pattern, shapes
 
 ROOT = Path(__file__).parent.parent
 SIZE, REPEAT, SMALL = 1_000_000, 2, 300
-ALL, RESHARD = {"ckpt", "dcp", "torch.save", "raw"}, {"ckpt", "ckpt partial", "dcp", "raw"}
+ALL, RESHARD = {"ckpt", "dcp", "torch.save", "raw"}, {"ckpt", "ckpt partial", "ckpt alone", "dcp", "raw"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,8 @@ def test_every_contestant_is_measured_in_every_scenario(run: tuple[Any, dict[str
     found = {(r["scenario"], r["ranks"], r["operation"], r["contestant"]) for r in document["results"]}
     both = {("sharded", "1"), ("replicated", "1"), ("replicated", "2"), ("small", "1")}
     moved = {(*kind, operation, c) for kind in both for operation in ("save", "load") for c in ALL}
-    loads = {("reshard", ranks, "load", c) for ranks in ("1→1, dim 0→1", "1→2, dim 0→0") for c in RESHARD}
+    kinds = ("1→1, dim 0 → dim 1", "1→2, dim 0 → dim 0", "2→1, dim 0 → dim 0", "2→2, FSDP × TP 2 → dim 0")
+    loads = {("reshard", ranks, "load", c) for ranks in kinds for c in RESHARD}
     assert found == moved | loads
     assert document["schema"] == 1
     assert document["settings"]["places"][0].keys() == {"directory", "filesystem"}
