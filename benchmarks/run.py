@@ -33,8 +33,9 @@ SCENARIOS = (
     "codecs",
     "memory",
     "plan-large",
+    "s3",
 )
-ONCE = ("codecs", "plan-large")
+ONCE = ("codecs", "plan-large", "s3")
 """Scenarios that use no storage."""
 MB = 1_000_000
 

@@ -20,6 +20,8 @@ from .s3_reading import RANGE, Key, head, read_all, read_into
 from .s3_writer import PART, S3Writer, forget, part_size
 
 _SCHEME = "s3://"
+_STRETCH = 64 << 20
+"""As long as a chunk may be: a checkpoint of few tensors keeps the store as busy as one of many."""
 _GAP = 1 << 20
 """A request takes about as long as this many bytes."""
 
@@ -48,7 +50,7 @@ class S3Backend(Backend):
     @property
     def grain(self) -> Grain:
         """Long ranges, many at once: each answer takes a while to begin."""
-        return Grain(piece=RANGE, gap=_GAP, calls=LANES)
+        return Grain(piece=RANGE, stretch=_STRETCH, gap=_GAP, calls=LANES)
 
     @property
     def _client(self) -> S3Client:

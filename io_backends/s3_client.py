@@ -23,9 +23,9 @@ R = TypeVar("R")
 
 STALL, PATIENCE = 30.0, 120.0
 """Seconds without a byte before a request counts as lost, and of trying one request. Less where a rank would count as dead before."""
-CONNECTIONS = 64
+CONNECTIONS = 128
 LANES = 16
-"""Parts that are sent, or ranges that are read, at once for one object."""
+"""Parts that are sent at once, and calls that one process has going on."""
 _RENEW = 30.0
 """Seconds before credentials are looked up anew a second time."""
 
