@@ -16,7 +16,7 @@ from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_publishing import conditional, delete, probe, publish
-from .s3_reading import RANGE, Key, head, read_all, read_into
+from .s3_reading import RANGE, Key, head, read_into, read_tagged
 from .s3_writer import PART, S3Writer, forget, part_size
 
 _SCHEME = "s3://"
@@ -54,7 +54,7 @@ class S3Backend(Backend):
 
     @property
     def _client(self) -> S3Client:
-        return client_of(self.url)
+        return client_of()
 
     def _key(self, path: str) -> Key:
         return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
@@ -66,7 +66,7 @@ class S3Backend(Backend):
         check_read(offset, length)
         key = self._key(path)
         if length is None:
-            return read_all(key, offset)
+            return read_tagged(key, offset)[0]
         data = bytearray(length)
         read_into(key, offset, memoryview(data))
         return bytes(data)

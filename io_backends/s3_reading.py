@@ -51,13 +51,12 @@ def head(key: Key) -> tuple[int, str]:
     Raises:
         NotFoundError: it is not there.
     """
-    found = key.client.attempt("get the size", key.where, lambda boto, _: boto.head_object(**key.names))
-    return int(found["ContentLength"]), tag_of(found)
 
+    def request(boto: Any, _: Tries) -> tuple[int, str]:
+        found = boto.head_object(**key.names)
+        return int(found["ContentLength"]), tag_of(found)
 
-def read_all(key: Key, offset: int) -> bytes:
-    """The bytes from ``offset`` to the end."""
-    return read_tagged(key, offset)[0]
+    return key.client.attempt("get the size", key.where, request)
 
 
 def read_tagged(key: Key, offset: int = 0) -> tuple[bytes, str]:
