@@ -108,7 +108,7 @@ def measure(rank: Rank, *, size: int, repeat: int, environment: dict[str, str]) 
     found = {name: torch.zeros_like(t) for name, t in state.items()}
     samples: dict[str, list[dict[str, float]]] = {}
     for repetition in range(repeat + 1):
-        for name, contestant in _contestants(state, found).items():
+        for name, contestant in _contestants(state, found, rank.groups[1]).items():
             url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
             sample = {}
             for op in OPERATIONS:
@@ -136,7 +136,7 @@ def _remove(url: str) -> None:
         backend.delete(entry.path)
 
 
-def _contestants(state: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, _Contestant]:
+def _contestants(state: dict[str, torch.Tensor], found: dict[str, torch.Tensor], alone: Any) -> dict[str, _Contestant]:
     def upload(url: str) -> None:
         backend = open_backend(url)
         for name, tensor in state.items():
@@ -152,7 +152,10 @@ def _contestants(state: dict[str, torch.Tensor], found: dict[str, torch.Tensor])
     contestants = {
         RAW: _Contestant(upload=lambda url: _raw_upload(url, state), download=lambda url: _raw_download(url, found)),
         PORT: _Contestant(upload=upload, download=download),
-        SAVE: _Contestant(upload=lambda url: _drop(ckpt.save(url, state)), download=lambda url: _drop(ckpt.load(url, found))),
+        SAVE: _Contestant(
+            upload=lambda url: _drop(ckpt.save(url, state, process_group=alone)),
+            download=lambda url: _drop(ckpt.load(url, found, process_group=alone)),
+        ),
     }
     with contextlib.suppress(ImportError):
         contestants["s3fs"] = _s3fs(state, found)
