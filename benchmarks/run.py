@@ -34,8 +34,9 @@ SCENARIOS = (
     "memory",
     "plan-large",
     "step",
+    "s3",
 )
-ONCE = ("codecs", "plan-large", "step")
+ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""
 MB = 1_000_000
 

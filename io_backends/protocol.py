@@ -36,7 +36,9 @@ class Grain:
     """What a storage is used in best, where that is more than suits files. It changes how fast bytes go, never which."""
 
     piece: int = 0
-    """Bytes of a long range that one call asks for."""
+    """Bytes of a long range that one call asks for, where they are put into place afterwards."""
+    stretch: int = 0
+    """The same where they are read straight into place; the storage cuts the call up and reads its parts at once."""
     gap: int = 0
     """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
     calls: int = 0

@@ -16,10 +16,12 @@ from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_publishing import conditional, delete, probe, publish
-from .s3_reading import RANGE, Key, head, read_all, read_into
+from .s3_reading import RANGE, Key, head, read_into, read_tagged
 from .s3_writer import PART, S3Writer, forget, part_size
 
 _SCHEME = "s3://"
+_STRETCH = 64 << 20
+"""As long as a chunk may be: a checkpoint of few tensors keeps the store as busy as one of many."""
 _GAP = 1 << 20
 """A request takes about as long as this many bytes."""
 
@@ -48,11 +50,11 @@ class S3Backend(Backend):
     @property
     def grain(self) -> Grain:
         """Long ranges, many at once: each answer takes a while to begin."""
-        return Grain(piece=RANGE, gap=_GAP, calls=LANES)
+        return Grain(piece=RANGE, stretch=_STRETCH, gap=_GAP, calls=LANES)
 
     @property
     def _client(self) -> S3Client:
-        return client_of(self.url)
+        return client_of()
 
     def _key(self, path: str) -> Key:
         return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
@@ -64,7 +66,7 @@ class S3Backend(Backend):
         check_read(offset, length)
         key = self._key(path)
         if length is None:
-            return read_all(key, offset)
+            return read_tagged(key, offset)[0]
         data = bytearray(length)
         read_into(key, offset, memoryview(data))
         return bytes(data)

@@ -6,13 +6,14 @@ requests here, so that we know of every one that failed.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+from botocore.exceptions import CredentialRetrievalError
 
 from ckpt import settings
 from ckpt.errors import CkptError
@@ -23,13 +24,11 @@ R = TypeVar("R")
 
 STALL, PATIENCE = 30.0, 120.0
 """Seconds without a byte before a request counts as lost, and of trying one request. Less where a rank would count as dead before."""
-CONNECTIONS = 64
+CONNECTIONS = 128
 LANES = 16
-"""Parts that are sent, or ranges that are read, at once for one object."""
+"""Parts that are sent at once, and calls that one process has going on."""
 _RENEW = 30.0
 """Seconds before credentials are looked up anew a second time."""
-
-log = logging.getLogger("ckpt")
 
 
 def environment() -> tuple[tuple[str, str], ...]:
@@ -69,6 +68,8 @@ class S3Client:
             except CkptError:
                 raise
             except FAILURES as err:
+                if boto is None and not isinstance(err, CredentialRetrievalError):
+                    raise translated(err, "set up the client", where) from err
                 if is_stale_key(err) and self._renew(boto):
                     continue
                 tries.again(err)
@@ -140,21 +141,12 @@ _clients_lock = threading.Lock()
 _KEPT = 4
 
 
-def client_of(where: str) -> S3Client:
-    """The client for the environment as it is now.
-
-    Raises:
-        CkptError: it cannot be set up.
-    """
+def client_of() -> S3Client:
+    """The client for the environment as it is now."""
     key = environment()
     with _clients_lock:
-        found = _clients.pop(key, None)
-        if found is None:
-            try:
-                found = S3Client()
-            except (*FAILURES, *HALF_ANSWERS) as err:
-                raise translated(err, "set up the client", where) from err
-        _clients[key] = found
+        found = _clients.pop(key) if key in _clients else S3Client()
+        _clients[key] = found  # the last one that will be forgotten
         while len(_clients) > _KEPT:
             del _clients[next(iter(_clients))]
         return found

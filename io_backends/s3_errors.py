@@ -40,14 +40,7 @@ anywhere for whole ones."""
 
 _PASSING = {
     *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
-    *(
-        "TooManyRequests",
-        "RequestLimitExceeded",
-        "BandwidthLimitExceeded",
-        "OperationAborted",
-        "ConditionalRequestConflict",
-        "PriorRequestNotComplete",
-    ),
+    *("TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict"),
 }
 _STALE_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLargeForQuota", "InsufficientStorage"}

@@ -16,11 +16,13 @@ from ckpt.errors import CorruptError, StorageError
 from ckpt.workers import run_tasks
 
 from .checks import past_end
-from .s3_client import LANES, S3Client
+from .s3_client import S3Client
 from .s3_errors import FAILURES, Tries, TruncatedError, status_of, tag_of
 
 RANGE = 8 << 20
 """Bytes of one request, where a longer range is read."""
+READERS = 8
+"""Ranges of one call that are read at once."""
 _STEP = 1 << 20
 """Bytes after which a reader notes how far it came."""
 
@@ -49,13 +51,12 @@ def head(key: Key) -> tuple[int, str]:
     Raises:
         NotFoundError: it is not there.
     """
-    found = key.client.attempt("get the size", key.where, lambda boto, _: boto.head_object(**key.names))
-    return int(found["ContentLength"]), tag_of(found)
 
+    def request(boto: Any, _: Tries) -> tuple[int, str]:
+        found = boto.head_object(**key.names)
+        return int(found["ContentLength"]), tag_of(found)
 
-def read_all(key: Key, offset: int) -> bytes:
-    """The bytes from ``offset`` to the end."""
-    return read_tagged(key, offset)[0]
+    return key.client.attempt("get the size", key.where, request)
 
 
 def read_tagged(key: Key, offset: int = 0) -> tuple[bytes, str]:
@@ -90,7 +91,7 @@ def read_into(key: Key, offset: int, view: memoryview) -> None:
 
 def _read_ranges(key: Key, offset: int, view: memoryview, etag: str) -> None:
     reads = [_Range(key, offset + at, view[at : at + RANGE], etag=etag) for at in range(0, view.nbytes, RANGE)]
-    run_tasks([read.run for read in reads], LANES, "ckpt-s3-read")
+    run_tasks([read.run for read in reads], READERS, "ckpt-s3-read")
 
 
 class _Range:

@@ -78,6 +78,8 @@ class S3Writer(Writer):
         self._busy = 0
         self._state: Literal["open", "failed", "committed", "aborted"] = "open"
         self._upload: str | None = None
+        self._sent: set[int] = set()
+        """Parts that were sent, or are on their way."""
         self._tags: dict[int, str] = {}
         """ETags of the parts that were sent, by number from 0."""
         self._gathered: dict[int, _Gathered] = {}
@@ -100,12 +102,13 @@ class S3Writer(Writer):
         check_write(offset, length, self._size, self._key.where)
         with self._using():
             self._raise_unsent()
-            places = list(self._places(offset, views))
-            whole = [p for p in places if p.view.nbytes == self._length(p.number) and not self._single]
-            self._check_gathering([p for p in places if p.view.nbytes < self._length(p.number)])
-            for place in places:
-                if place not in whole:
-                    self._gather(place)
+            whole: list[_Place] = []
+            some: list[_Place] = []
+            for place in self._places(offset, views):
+                (whole if place.view.nbytes == self._length(place.number) and not self._single else some).append(place)
+            self._check_unsent(some)
+            for place in some:
+                self._gather(place)
             run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
             self._written.add(offset, offset + length)
 
@@ -122,9 +125,9 @@ class S3Writer(Writer):
     def _length(self, number: int) -> int:
         return min(self._part, self._size - number * self._part)
 
-    def _check_gathering(self, places: Sequence[_Place]) -> None:
+    def _check_unsent(self, places: Sequence[_Place]) -> None:
         with self._lock:
-            sent = [p.number for p in places if p.number in self._tags]
+            sent = [p.number for p in places if p.number in self._sent]
         if sent:
             raise StorageError(
                 f"part {sent[0]} of {self._part} bytes was sent already: some of its bytes cannot be changed alone",
@@ -148,7 +151,11 @@ class S3Writer(Writer):
     def _take(self, number: int, gathered: _Gathered) -> bool:
         """Whether it is this thread that sends the part: two may have written its last bytes at once."""
         with self._lock:
-            return self._gathered.get(number) is gathered and self._gathered.pop(number) is gathered
+            if self._gathered.get(number) is not gathered:
+                return False
+            del self._gathered[number]
+            self._sent.add(number)
+            return True
 
     # ---- parts on their way
 
@@ -158,13 +165,19 @@ class S3Writer(Writer):
         except CkptError as err:
             with self._lock:
                 self._gathered[number] = gathered  # for commit to try again
+                self._sent.discard(number)
                 self._unsent.append(err)
         finally:
             self._key.client.lanes.release()
 
     def _send_whole(self, place: _Place) -> None:
         with self._lock:
+            again = place.number in self._sent
+            self._sent.add(place.number)
             self._gathered.pop(place.number, None)  # older bytes
+            sending = self._sending if again else []
+        for pending in sending:
+            pending.wait()  # of two that are on their way at once, the store keeps either
         self._send(place.number, place.view)
 
     def _send(self, number: int, view: memoryview) -> None:
@@ -181,11 +194,11 @@ class S3Writer(Writer):
     def _started(self) -> str:
         with self._starting:
             if self._upload is None:
-                made = self._key.client.attempt(
-                    "begin an upload", self._key.where, lambda boto, _: boto.create_multipart_upload(**self._key.names), over=self._aborted
-                )
-                self._upload = str(made["UploadId"])
+                self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._aborted)
             return self._upload
+
+    def _begin(self, boto: Any, _: Tries) -> str:
+        return str(boto.create_multipart_upload(**self._key.names)["UploadId"])
 
     def _aborted(self) -> bool:
         return self._state == "aborted"
@@ -239,6 +252,7 @@ class S3Writer(Writer):
     def _send_rest(self) -> None:
         """Parts that were whole, but could not be sent before."""
         for number, gathered in [] if self._single else list(self._gathered.items()):
+            assert gathered.whole
             self._send(number, memoryview(gathered.memory))
             del self._gathered[number]
 

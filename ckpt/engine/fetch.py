@@ -55,6 +55,7 @@ class Fetch:
         self.catalog = catalog
         self.verify = verify
         self.piece = max(PIECE, catalog.backend.grain.piece)
+        self.stretch = max(self.piece, catalog.backend.grain.stretch)
         self.read = 0
         self.verified = 0
         self.waits = 0
@@ -92,8 +93,8 @@ class Fetch:
             StorageError: the storage failed.
         """
         check = Check(self, chunk)
-        for at in range(0, len(memory), self.piece):
-            piece = memory[at : at + self.piece]
+        for at in range(0, len(memory), self.stretch):
+            piece = memory[at : at + self.stretch]
             self.fill(chunk.extent.path, chunk.extent.offset + at, piece)
             check.update(piece)
         check.end()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.errors import CkptError, ConsistencyError, ReplicaError, StorageError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError, StorageError
 from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
@@ -232,8 +233,16 @@ class Leader:
             paths |= {e.path for e in self.backend.list() if (id_of(e.path) or id) < id}
             for path in sorted(paths):
                 self.backend.delete(path)
+            self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
+
+    def _forget_uploads(self, id: str) -> None:
+        uploads = []
+        with suppress(AccessError):  # to list them takes a right of its own, which few jobs have been given
+            uploads = [u for u in self.backend.unfinished() if (id_of(u.path) or id) < id]
+        for upload in uploads:
+            self.backend.forget(upload)
 
 
 def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:

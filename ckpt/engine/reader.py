@@ -243,8 +243,8 @@ class Reader:
 
     def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
         check = Check(self.fetch, step.chunk)
-        for at in range(0, part.length, self.fetch.piece):
-            piece = target[at : at + self.fetch.piece]
+        for at in range(0, part.length, self.fetch.stretch):
+            piece = target[at : at + self.fetch.stretch]
             self.fetch.fill(part.path, part.offset + at, piece)
             check.update(piece)
         check.end()

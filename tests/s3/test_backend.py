@@ -18,7 +18,7 @@ from ckpt.io_backends import Entry, open_backend, s3_client
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.s3 import S3Backend
 from ckpt.io_backends.s3_writer import part_size
-from tests.s3.meddling import answer, watch
+from tests.s3.meddling import Seen, answer, watch
 from tests.s3.stores import KEYS, ObjectStore
 
 MIB = 1 << 20
@@ -71,7 +71,7 @@ def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None
     let_go = threading.Event()
     seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.operation == "UploadPart" else None)
     backend = S3Backend(s3_url, part=5 * MIB)
-    monkeypatch.setattr(s3_client.client_of(s3_url), "lanes", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(s3_client.client_of(), "lanes", threading.BoundedSemaphore(2))
     data = random_bytes(42 * MIB)
     written: list[int] = []
     with backend.create("a", data.nbytes) as writer:
@@ -105,6 +105,30 @@ def test_parts_that_were_sent_are_written_again_whole_or_not_at_all(s3_url: str)
         writer.write(5 * MIB, [b"b" * (5 * MIB)])
         writer.commit()
     assert backend.read("a") == b"a" * (5 * MIB) + b"b" * (5 * MIB)
+
+
+def test_a_part_on_its_way_is_replaced_whole_or_not_at_all(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    first: list[int] = []
+
+    def slow(seen: Seen) -> None:
+        if seen.operation == "UploadPart" and not first:
+            first.append(1)
+            let_go.wait(60)
+
+    watch(monkeypatch, slow)
+    with S3Backend(s3_url, part=5 * MIB).create("a", 6 * MIB) as writer:
+        writer.write(0, [b"a" * MIB])
+        writer.write(MIB, [b"a" * (4 * MIB)])  # whole: it is sent beside us, and hangs
+        while not first:
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match="was sent already"):
+            writer.write(0, [b"x"])
+        threading.Timer(0.2, let_go.set).start()
+        writer.write(0, [b"b" * (5 * MIB)])
+        writer.write(5 * MIB, [b"c" * MIB])
+        writer.commit()
+    assert S3Backend(s3_url).read("a") == b"b" * (5 * MIB) + b"c" * MIB
 
 
 def test_long_ranges_are_read_in_parallel(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +193,7 @@ def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
     for name in names:
         backend.publish(name, b"", replaces=None)
     pages = {"provide-client-params.s3.ListObjectsV2": "MaxKeys", "provide-client-params.s3.ListMultipartUploads": "MaxUploads"}
-    boto = s3_client.client_of(s3_url)._boto
+    boto = s3_client.client_of()._boto
     for event, limit in pages.items():
         boto.meta.events.register(event, lambda params, limit=limit, **_: params | {limit: 2})
     assert [e.path for e in backend.list()] == names
