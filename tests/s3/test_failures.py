@@ -33,11 +33,16 @@ class First:
         return self.how(seen.request)
 
 
+def _in_vain(seen: Seen) -> bool:
+    """Ceph 16 refuses ETags with quotes; we try those first."""
+    return str(seen.request.headers.get("If-Match", "")).lstrip("b'").startswith('"')
+
+
 @pytest.mark.parametrize("old", [None, b"old"])
 @pytest.mark.parametrize("how", [lost_answer, lost_request, lambda request: answer(request, 503, "SlowDown")])
 def test_a_commit_whose_answer_got_lost_is_no_conflict(s3_url: str, monkeypatch: pytest.MonkeyPatch, how: Any, old: bytes | None) -> None:
     meddler = First("PutObject", how, times=2, path=PUBLISHED)
-    seen = watch(monkeypatch, lambda s: None if s.path.endswith(PUBLISHED) and not armed else meddler(s))
+    seen = watch(monkeypatch, lambda s: None if not armed or _in_vain(s) else meddler(s))
     armed: list[int] = []
     backend = open_backend(s3_url)
     if old is not None:
