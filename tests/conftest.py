@@ -9,6 +9,9 @@ import pytest
 
 from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, s3_url
 
+# The suite that the package ships fails as readably as the tests beside it.
+pytest.register_assert_rewrite("ckpt.io_backends.conformance_reading", "ckpt.io_backends.conformance_writing")
+
 __all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "s3_url"]
 
 # No time limit per example: the machines that run this are shared.
