@@ -110,9 +110,13 @@ class Tiers:
             message = f"whether the root has newer checkpoints than step {mine[-1]}, the newest local one, cannot be seen: {err.message}"
             raise StorageError(message, where=self.root, hint=hint) from err
 
+    def unconfirmed(self) -> list[Step]:
+        """Local checkpoints that are not known to be published, the lowest step first."""
+        return [s for s in self._near() if s.committed and s.id not in self._published | self.damaged]
+
     def behind(self) -> list[Step]:
         """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
-        near = [s for s in self._near() if s.committed and s.id not in self._published | self.damaged]
+        near = self.unconfirmed()
         if not near:
             return []
         far = {s.number: s for s in _numbered(list_steps(self.root)) if s.committed}

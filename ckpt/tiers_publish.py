@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.io_backends.registry import join_url, open_backend
 
-from .errors import CorruptError, DeadlineError, StorageError
+from .errors import CkptError, CorruptError, DeadlineError, StorageError
 from .group import Call, Group, Row
 from .notices import own_store
 from .tiers import Tiers, raised
@@ -55,6 +55,8 @@ class Publisher:
         self._group = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
         self._timeout = timeout
         self._threads = threads
+        self._lost: dict[int | None, BaseException] = {}
+        """Steps that can never be published, since they are damaged, until somebody is told."""
         self._turns: deque[Turn] = deque()
         self._last: Turn | None = None
         self._thread: threading.Thread | None = None
@@ -85,13 +87,15 @@ class Publisher:
             return None
         turn = self.add(patience=patience)
         turn.over.wait()
-        if not turn.failed:
+        failed = {**turn.failed, **self._lost}
+        self._lost.clear()
+        if not failed:
             return None
-        step, cause = next(iter(turn.failed.items()))
-        what = f"step {step} is" if step is not None else "the last steps are"
-        root, local = self._tiers.root, self._tiers.local
+        step, cause = next(iter(failed.items()))
+        what = f"step {step} is" if step is not None else "checkpoints are"
         hint = "the next start with the same local= goes on from there and publishes it; or copy it with `ckpt cp`"
-        error = StorageError(f"{what} committed in {local}, but could not be published: {cause}", where=root, hint=hint)
+        message = f"{what} committed in {self._tiers.local}, but could not be published: {_text(cause)}"
+        error = StorageError(message, where=self._tiers.root, hint=hint)
         error.__cause__ = cause
         return error
 
@@ -124,10 +128,14 @@ class Publisher:
         call = self._group.call("publish", self._tiers.root, self._timeout)
         step, id = None, None
         try:
-            found = call.agree("choose", dict, lambda rows: self._choose(turn))
+            seen = call.agree("choose", dict, lambda rows: self._unconfirmed(turn))
+            if seen["gave_up"]:
+                return False
+            self.unpublished, step = tuple(seen["steps"]), max(seen["steps"], default=None)
+            found = call.agree("look", dict, lambda rows: self._choose())
             self.unpublished, step, id = tuple(found["behind"]), found["step"], found["id"]
-            if not found["gave_up"]:  # what failed and need not be published any more counts no longer
-                turn.failed = {n: e for n, e in turn.failed.items() if n in self.unpublished or raised(e, CorruptError)}
+            # what failed and need not be published any more counts no longer
+            turn.failed = {n: e for n, e in turn.failed.items() if n in self.unpublished}
             if step is None:
                 call.see_off()
                 return False
@@ -135,11 +143,13 @@ class Publisher:
             turn.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
         except Exception as err:  # noqa: BLE001  finish() raises it
-            turn.failed[step] = err
-            if self._leads:
-                log.warning("%s is not published: %s", "what is committed locally" if step is None else f"step {step}", err)
             if raised(err, CorruptError) and id is not None:
                 self._tiers.damaged.add(id)
+                self._lost[step] = err
+            else:
+                turn.failed[step] = err
+            if self._leads:
+                log.warning("%s not published: %s", "checkpoints are" if step is None else f"step {step} is", _text(err))
             return not isinstance(err, DeadlineError)
         if self._leads:
             log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
@@ -149,24 +159,26 @@ class Publisher:
 
     # ---- on the leader
 
-    def _choose(self, turn: Turn) -> Row:
-        """The step to publish now; none if the turn is over."""
-        nothing: Row = {"behind": list(self.unpublished), "step": None, "id": None, "name": None, "gave_up": False}
-        if any(not raised(err, CorruptError) for err in turn.failed.values()):
+    def _unconfirmed(self, turn: Turn) -> Row:
+        """Local steps that may have to be published; whether to give up after a failure."""
+        if turn.failed:
             left = turn.until - time.monotonic()
             if left <= 0:
-                return {**nothing, "gave_up": True}
+                return {"steps": [], "gave_up": True}
             time.sleep(min(REST * 2**turn.tries, LONGEST_REST, left))
             turn.tries += 1
+        return {"steps": [s.number for s in self._tiers.unconfirmed()], "gave_up": False}
+
+    def _choose(self) -> Row:
+        """All steps that are to be published, and the one to publish now; it stays where it is meanwhile."""
         with self._tiers.lock:
             behind = self._tiers.behind()
             self._tiers.busy = behind[0].id if behind else None
         if not behind:
-            return {**nothing, "behind": []}
+            return {"behind": [], "step": None, "id": None}
         name = behind[0].url.rstrip("/").rpartition("/")[2]
         open_backend(join_url(self._tiers.root, name)).prepare()
-        steps = sorted(s.number for s in behind if s.number is not None)
-        return {**nothing, "behind": steps, "step": behind[0].number, "id": behind[0].id, "name": name}
+        return {"behind": [s.number for s in reversed(behind)], "step": behind[0].number, "id": behind[0].id, "name": name}
 
     def _commit(self) -> None:
         assert self._transfer is not None
@@ -185,3 +197,7 @@ class Publisher:
         beat: Callable[[int, int], None] = lambda done, total: call.beat()  # noqa: E731
         self._transfer.copy(mine, self._threads, beat)
         return {}
+
+
+def _text(err: BaseException) -> str:
+    return err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
