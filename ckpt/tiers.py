@@ -151,7 +151,7 @@ class Tiers:
         """
         if self._shared or self.local is None:
             return
-        call = group.call("local tier", self.local, timeout)
+        call = group.call("local tier", self.root, timeout)
         backend = open_backend(self.local)
         path = call.agree("write", dict, lambda rows: _leave_file(backend))
         try:
