@@ -171,8 +171,10 @@ class Publisher:
 
     def _choose(self) -> Row:
         """All steps that are to be published, and the one to publish now; it stays where it is meanwhile."""
+        behind = self._tiers.behind()  # may take long: no save waits for it
         with self._tiers.lock:
-            behind = self._tiers.behind()
+            there = {s.id for s in self._tiers.unconfirmed()}
+            behind = [s for s in behind if s.id in there]
             self._tiers.busy = behind[0].id if behind else None
         if not behind:
             return {"behind": [], "step": None, "id": None}

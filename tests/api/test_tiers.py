@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,13 @@ from tests.distributed.ranks import Lost, Ranks
 
 
 class Storage:
-    """Stands before the backends below one root. While it is ``away`` every call to them raises; ``hold`` waits in each publish."""
+    """Stands before the backends below one root. While it is ``away`` every call to them raises, while it ``hangs`` every
+    call waits, and so does each publish while the ``gate`` is closed."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.away = False
-        self.calls = 0
+        self.hangs = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
         self.before_publish: Callable[[], None] = self.gate.wait
@@ -55,7 +57,8 @@ class _Guarded:
             return found
 
         def call(*args: Any, **options: Any) -> Any:
-            self._storage.calls += 1
+            while self._storage.hangs.is_set():
+                time.sleep(0.01)
             if self._storage.away:
                 raise StorageError("the storage does not answer", where=self._storage.root)
             if name == "publish":
@@ -299,6 +302,19 @@ def test_training_goes_on_while_the_root_is_away(run: Run, storage: Storage, cap
         storage.away = False
         c.step(8, state_of(8))
     assert numbers(run.local) == [8] and numbers(run.root) == [1, 2, 8]
+
+
+def test_no_save_waits_for_a_root_that_hangs(run: Run, storage: Storage) -> None:
+    """It hangs in whatever is asked of it, the listing too."""
+    run.train(range(1, 2))
+    storage.hangs.set()
+    with run.open() as c:
+        for n in range(2, 6):
+            c.step(n, state_of(n))
+            assert c.handle is not None and c.handle.wait(10)
+        assert numbers(run.local) == [5]
+        storage.hangs.clear()
+    assert numbers(run.root) == [1, 5]
 
 
 def test_unpublished_steps_are_told(run: Run, storage: Storage) -> None:
