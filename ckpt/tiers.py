@@ -40,7 +40,7 @@ class Tiers:
     """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays.
 
     Raises:
-        UsageError: ``local`` is no directory of a file system, or ``root`` itself.
+        UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
     """
 
     def __init__(self, root: str, keep: KeepPolicy = All(), local: str | None = None, local_keep: KeepPolicy = Latest(1)) -> None:  # noqa: B008
@@ -143,13 +143,13 @@ class Tiers:
     # ---- whether ranks share the local tier
 
     def check(self, group: Group, timeout: float) -> None:
-        """Once: whether all ranks see the files of the local tier. Collective.
+        """Once, if there are several: whether all ranks see the files of the local tier. Collective.
 
         Raises:
             UsageError: they do not.
             StorageError: nothing can be written there.
         """
-        if self._shared or self.local is None:
+        if self._shared or self.local is None or group.size == 1:
             return
         call = group.call("local tier", self.root, timeout)
         backend = open_backend(self.local)
@@ -170,8 +170,9 @@ def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
     if keep == All():
         return
     try:
-        by_number = {s.number: s for s in _numbered(list_steps(root)) if s.committed}
-        for number in retention(keep, infos(list(by_number.values())), datetime.now(timezone.utc)).removed:
+        steps = [s for s in _numbered(list_steps(root)) if s.committed]
+        by_number = {s.number: s for s in steps}
+        for number in retention(keep, infos(steps), datetime.now(timezone.utc)).removed:
             if by_number[number].id != busy:
                 remove_step(root, by_number[number])
                 log.info("step %d is removed from %s", number, root)

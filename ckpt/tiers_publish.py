@@ -130,6 +130,7 @@ class Publisher:
         try:
             seen = call.agree("choose", dict, lambda rows: self._unconfirmed(turn))
             if seen["gave_up"]:
+                call.see_off()
                 return False
             self.unpublished, step = tuple(seen["steps"]), max(seen["steps"], default=None)
             found = call.agree("look", dict, lambda rows: self._choose())
@@ -142,6 +143,10 @@ class Publisher:
             call.agree("copy", lambda: self._copy(call, found["name"]), lambda rows: self._commit())
             turn.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
+            if self._leads:
+                log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
+                self._tiers.retain_root()
+                self._tiers.retain()
         except Exception as err:  # noqa: BLE001  finish() raises it
             if raised(err, CorruptError) and id is not None:
                 self._tiers.damaged.add(id)
@@ -151,10 +156,6 @@ class Publisher:
             if self._leads:
                 log.warning("%s not published: %s", "checkpoints are" if step is None else f"step {step} is", _text(err))
             return not isinstance(err, DeadlineError)
-        if self._leads:
-            log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
-            self._tiers.retain_root()
-            self._tiers.retain()
         return True
 
     # ---- on the leader

@@ -28,11 +28,12 @@ from tests.distributed.ranks import Lost, Ranks
 
 class Storage:
     """Stands before the backends below one root. While it is ``away`` every call to them raises, while it ``hangs`` every
-    call waits, and so does each publish while the ``gate`` is closed."""
+    call waits, and so does each publish while the ``gate`` is closed. Calls of the method ``broken`` always raise."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.away = False
+        self.broken = ""
         self.hangs = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -61,6 +62,8 @@ class _Guarded:
                 time.sleep(0.01)
             if self._storage.away:
                 raise StorageError("the storage does not answer", where=self._storage.root)
+            if name == self._storage.broken:
+                raise StorageError("input/output error", where=self._storage.root)
             if name == "publish":
                 self._storage.before_publish()
             return found(*args, **options)
@@ -224,6 +227,15 @@ def test_a_damaged_local_copy_gives_way_to_the_published_one(run: Run, caplog: p
         assert f"{step} is passed over" in caplog.text
         if harm != "unreadable record":
             assert restored(c, step=3) == 3
+
+
+def test_a_local_disk_that_cannot_be_read_gives_way(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.train(range(1, 3))
+    with Storage(run.local).watched() as disk, run.open() as c:
+        disk.broken = "read_into"
+        assert restored(c) == 2 and c.restored_from == str(run.root / "step-00000002")
+        assert "input/output error" in caplog.text
+        disk.broken = ""
 
 
 def test_a_local_disk_that_was_lost(run: Run) -> None:
