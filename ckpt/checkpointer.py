@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,14 +16,17 @@ from . import settings
 from .api import load
 from .engine.background import SaveHandle, settle, start_save
 from .engine.save import SaveOptions
-from .errors import CkptError, CorruptError, NotFoundError, RankFailedError, UsageError
+from .errors import StorageError, UsageError
 from .group import current_group
 from .io_backends.registry import join_url
 from .notices import Due, Notices, own_store
-from .policies import All, EverySteps, KeepPolicy, Moment, SavePolicy, retention
+from .policies import All, EverySteps, KeepPolicy, Latest, Moment, SavePolicy
 from .preemption import SIGNALS, Preemption
 from .rules import Layout
-from .runs import Step, infos, list_steps, remove_step
+from .runs import Step
+from .tiers import Tiers
+from .tiers_publish import Publisher
+from .tiers_restore import load_nearest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +48,11 @@ class Checkpointer:
             noticed, and the handlers that were there before run too.
         keep: what stays; the newest checkpoint and tagged ones always do.
         signals: what counts as such a notice.
+        local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
+            (docs/local-tier.md).
+        local_keep: what stays there; the newest checkpoint and the one that is being published always do.
+        publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
+            ``timeout``.
         capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
     """
 
@@ -64,9 +72,13 @@ class Checkpointer:
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
+        local: str | None = None,
+        local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
+        publish_timeout: float | None = None,
     ) -> None:
-        if not isinstance(save, SavePolicy) or not isinstance(keep, KeepPolicy):
-            raise UsageError(f"save and keep are policies, not {save!r} and {keep!r}", hint="see docs/policies.md")
+        if not isinstance(save, SavePolicy) or not all(isinstance(k, KeepPolicy) for k in (keep, local_keep)):
+            what = f"{save!r}, {keep!r} and {local_keep!r}"
+            raise UsageError(f"save, keep and local_keep are policies, not {what}", hint="see docs/policies.md")
         self.root = root
         self.policy = save
         self.keep = keep
@@ -84,6 +96,15 @@ class Checkpointer:
             "staging": staging_bytes,
         }
         self.group = current_group(process_group)
+        self.restored_from: str | None = None
+        """The copy that :meth:`restore` has loaded."""
+        self._tiers = Tiers(root, keep, local, local_keep)
+        self._publisher: Publisher | None = None
+        if local is not None:
+            self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options["threads"])
+        self._patience = self.timeout if publish_timeout is None else publish_timeout
+        self._gave_up = False
+        """Nothing was saved since publishing was given up."""
         self.handle: SaveHandle | None = None
         """The last save that was begun, until somebody was told how it ended."""
         self._began = time.monotonic()
@@ -106,56 +127,28 @@ class Checkpointer:
     def restore(self, state: Mapping[str, Any], *, step: int | None = None, **options: Any) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
-        A damaged checkpoint is passed over, with a warning that says why; the next older one is loaded instead. ``options`` are those of
-        :func:`ckpt.load`.
+        With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
+        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. ``options`` are
+        those of :func:`ckpt.load`.
 
         Raises:
             NotFoundError: ``step`` is not there.
             CorruptError: the checkpoint of ``step`` is damaged, or all are.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
+            StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
+            UsageError: ranks do not see each other's files in the local tier.
         """
-        candidates = self._candidates(step)
-        failed: CkptError | None = None
-        for number, url in candidates:
-            try:
-                self._load(url, state, options)
-            except CkptError as err:
-                if step is not None or not self._damaged(url, err):
-                    raise
-                log.warning("%s is passed over: %s", url, err)
-                failed = err
-                continue
-            self._started_step = self._last_step = number
-            return number
-        if failed is not None:
-            raise failed
-        return None
-
-    def _candidates(self, step: int | None) -> list[tuple[int, str]]:
-        """Step and URL, the newest first, as the leader sees them."""
-        call = self.group.call("restore", self.root, self.timeout)
-
-        def listed() -> list[list[Any]]:
-            found = [s for s in list_steps(self.root) if s.number is not None]
-            for s in found:
-                if not s.committed:
-                    log.warning("%s is passed over: %s", s.url, s.reason)
-            good = [[s.number, s.url] for s in reversed(found) if s.committed and step in (None, s.number)]
-            if step is not None and not good:
-                raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
-            return good
-
-        return [(int(number), str(url)) for number, url in call.agree("list", dict, lambda rows: listed())]
-
-    def _load(self, url: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._tiers.check(self.group, self.timeout)
         given = {"layout": self._options["layout"], "timeout": self.timeout, "threads": self._options["threads"], **options}
-        load(url, state, process_group=self._process_group, **given)
-
-    def _damaged(self, url: str, err: CkptError) -> bool:
-        """Whether any rank found damage; all ranks come here together, since a load fails on all."""
-        mine = isinstance(err, CorruptError) or (isinstance(err, RankFailedError) and "raised CorruptError" in err.message)
-        call = self.group.call("restore", url, self.timeout)
-        return bool(call.agree("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))
+        found = load_nearest(
+            self._tiers, self.group, self.timeout, lambda url: load(url, state, process_group=self._process_group, **given), step
+        )
+        if found is not None:
+            self._started_step = self._last_step = found[0]
+            self.restored_from = found[1]
+        if self._publisher is not None:
+            self._publisher.add()
+        return found[0] if found is not None else None
 
     # ---- saving
 
@@ -181,7 +174,10 @@ class Checkpointer:
         log.info("step %d is saved: %s", n, due.reason)
         failed = self._begin(n, state() if callable(state) else state, metrics)
         if due.final:
-            self.wait()
+            ended, unpublished = self._ended(), self._published()
+            _raise(ended)
+            if unpublished is not None:  # what counts is committed
+                log.warning("%s", unpublished)
             self._answered = True
         _raise(failed)
         return True
@@ -236,32 +232,54 @@ class Checkpointer:
     def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> BaseException | None:
         """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
         saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
+        self._tiers.check(self.group, self.timeout)
         failed = self._ended()
-        settle(self.group)
         options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, **self._options)
-        url = self.url(n)
+        self.url(n)  # checks it
         self._before = self._last_step, self._last_at
         self._last_step, self._last_at = n, time.monotonic() - self._began
+        durable: Future[Any] | None = None
         try:
-            self.handle = start_save(url, state, self.group, options, self.capture, self._retain)
+            settle(self.group)
+            self.handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
+            durable = self.handle.durable
         except BaseException:
             self._still_due()
             raise
+        finally:
+            if self._publisher is not None:  # whatever happened: ranks take their turns together
+                self._publisher.add(durable)
+                self._gave_up = False
         return failed
 
     def url(self, n: int) -> str:
-        """Where step ``n`` is saved."""
+        """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise UsageError(f"a step is a whole number, not {n!r}")
         return join_url(self.root, f"step-{n:08d}")
 
     def wait(self) -> None:
-        """Wait until the last save is committed.
+        """Wait until the last save is committed; with a local tier, until it is published, too. Every rank calls it.
 
         Raises:
             CkptError: it failed.
+            StorageError: it could not be published within ``publish_timeout``.
         """
-        _raise(self._ended())
+        ended, unpublished = self._ended(), self._published()
+        _raise(ended or unpublished)
+
+    def _published(self) -> StorageError | None:
+        """Wait until everything is published; gives why it could not be. Having waited once in vain, it tries but once more."""
+        if self._publisher is None:
+            return None
+        error = self._publisher.finish(0.0 if self._gave_up else self._patience)
+        self._gave_up = error is not None
+        return error
+
+    @property
+    def unpublished(self) -> tuple[int, ...]:
+        """Steps that are committed in the local tier and not at the root, as far as the last attempt to publish knows. Costs nothing."""
+        return self._publisher.unpublished if self._publisher is not None else ()
 
     def _ended(self) -> BaseException | None:
         """Wait for the last save; gives what it failed with, once."""
@@ -283,8 +301,8 @@ class Checkpointer:
     # ---- what is there
 
     def steps(self) -> list[Step]:
-        """The committed checkpoints, the lowest step first. Every rank may ask; it talks to the storage alone."""
-        return [s for s in list_steps(self.root) if s.committed and s.number is not None]
+        """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
+        return self._tiers.steps()
 
     @property
     def latest(self) -> int | None:
@@ -299,23 +317,10 @@ class Checkpointer:
             return None
         return (min(found) if mode == "min" else max(found))[1]
 
-    def _retain(self) -> None:
-        """Remove what the keeping policy does not keep. A failure here harms no checkpoint."""
-        if self.keep == All():
-            return
-        try:
-            steps = self.steps()
-            by_number = {s.number: s for s in steps}
-            for step in retention(self.keep, infos(steps), datetime.now(timezone.utc)).removed:
-                remove_step(self.root, by_number[step])
-                log.info("step %d is removed", step)
-        except CkptError as err:
-            log.warning("old checkpoints stay behind in %s: %s", self.root, err)
-
     # ---- the end
 
     def close(self) -> None:
-        """Wait for the last save, and stop watching signals."""
+        """Wait for the last save as :meth:`wait` does, and stop watching signals."""
         try:
             self.wait()
         finally:
@@ -338,6 +343,8 @@ class Checkpointer:
                 log.error("the save of %s is still going on", self.handle.url)
             else:
                 self._ended()  # what it failed with is logged; what training raised matters more
+            if self._publisher is not None and not self._publisher.idle(self._patience):
+                log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()
 

@@ -155,9 +155,9 @@ _made = 0
 
 
 def own_store(group: Group) -> Store:
-    """A part of the job's store for the notices of one Checkpointer: ranks make them in the same order."""
+    """A part of the job's store that nobody else uses: ranks make them in the same order."""
     global _made
     import torch.distributed as dist
 
     _made += 1
-    return cast(Store, dist.distributed_c10d.PrefixStore(f"notices/{_made}", cast(Any, group.store)))
+    return cast(Store, dist.distributed_c10d.PrefixStore(f"own/{_made}", cast(Any, group.store)))

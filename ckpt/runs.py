@@ -45,6 +45,8 @@ class Step:
     """Why it is not committed; None if it is."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    id: str | None = None
+    """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
 
 
 def step_number(name: str) -> int | None:
@@ -118,4 +120,5 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         world_size=record.world_size,
         metrics=record.metrics,
         tags=record.tags,
+        id=record.id,
     )

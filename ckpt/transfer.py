@@ -7,7 +7,7 @@ have been read and found to be what the digests say, and the record only when al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError,
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import INDEX_NAMES, SPANS, index_path
-from ckpt.formats.native.writer import commit_copy, read_record
+from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.runs import step_number
@@ -64,12 +64,12 @@ def copy_checkpoint(
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
     began = time.monotonic()
-    run = _Transfer(source, target)
+    run = Transfer(source, target)
     if dry_run:
         missing = run.sizes.keys() - run.whole()
     else:
         run.target.prepare()
-        missing = run.copy(threads or THREADS, progress)
+        missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
         run.commit()
     return CopyReport(
         source=source,
@@ -95,10 +95,12 @@ class _Meter:
             self._progress(self.done, self.total)
 
 
-class _Transfer:
-    """One copy. ``sizes`` has every file of the checkpoint but the record."""
+class Transfer:
+    """One copy, which several processes may share: each copies some of the files, and one of them commits when all have. ``sizes`` has
+    every file of the checkpoint but the record. ``replace``: a checkpoint of an earlier save at the target gives way.
+    """
 
-    def __init__(self, source: str, target: str) -> None:
+    def __init__(self, source: str, target: str, *, replace: bool = False) -> None:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
@@ -113,7 +115,9 @@ class _Transfer:
         self.catalog = catalog
         self.record = catalog.record
         self.record_bytes = self._record_bytes()
-        self.committed_before = self._check_target()
+        self.replaced: bytes | None = None
+        """The commit record that gives way."""
+        self.committed_before = self._check_target(replace)
         self.index = self._index()
         self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
         self.made: list[str] = []
@@ -126,7 +130,7 @@ class _Transfer:
             raise ConflictError("the checkpoint was replaced or removed while it was opened", where=self.source.url, hint="copy again")
         return data
 
-    def _check_target(self) -> bool:
+    def _check_target(self, replace: bool) -> bool:  # noqa: FBT001
         """Whether this very checkpoint is committed at the target."""
         data = read_record(self.target)
         if data is None:
@@ -136,6 +140,9 @@ class _Transfer:
                 raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
             return False
         found = CommitRecord.from_bytes(data, f"{self.target.url}/{COMMIT_PATH}")
+        if replace and found.id < self.record.id:
+            self.replaced = data
+            return False
         if (found.id, dict(found.index)) != (self.record.id, dict(self.record.index)):
             raise ConflictError(
                 f"another checkpoint is there: save {found.id} of {found.created}",
@@ -164,15 +171,16 @@ class _Transfer:
 
     # ---- copying
 
-    def copy(self, threads: int, progress: Progress | None) -> set[str]:
-        """Compare what is there, copy the rest; gives the paths of what was copied."""
-        meter = _Meter(sum(self.sizes.values()), progress)
-        there = self.there()
+    def copy(self, paths: Collection[str], threads: int, progress: Progress | None) -> set[str]:
+        """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
+        sizes = {path: self.sizes[path] for path in paths}
+        meter = _Meter(sum(sizes.values()), progress)
+        there = {path: size for path, size in self.there().items() if path in sizes}
         whole = {path for path, size in there.items() if size == self.sizes[path]}
         damaged = self._damaged(whole, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
         self._make_room((there.keys() - whole) | damaged)
-        missing = (self.sizes.keys() - whole) | damaged
+        missing = (sizes.keys() - whole) | damaged
         self._copy_index(missing, meter)
         self._copy_data(missing, threads, meter)
         return missing
@@ -227,7 +235,7 @@ class _Transfer:
     # ---- the end
 
     def commit(self) -> None:
-        """Publish the record, if all files are there."""
+        """Publish the record, if all files are there, and remove the files of the checkpoint that it replaces."""
         lost = self.sizes.keys() - self.whole()
         if lost:
             raise StorageError(
@@ -238,10 +246,13 @@ class _Transfer:
         if self.committed_before:
             return
         try:
-            commit_copy(self.target, self.record_bytes)
+            commit_copy(self.target, self.record_bytes, self.replaced)
         except ConflictError:
             self._withdraw()
             raise
+        if self.replaced is not None:
+            for path in previous_files(self.target, self.replaced):
+                self.target.delete(path)
 
     def _withdraw(self) -> None:
         """Another checkpoint was committed meanwhile: take away what it does not use."""

@@ -45,7 +45,7 @@ TORCH_WHEN_ASKED = ("ckpt.tree",)
 
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
-    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris"),
+    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.tiers"),
 )
 
 

@@ -112,7 +112,7 @@ class CheckpointCallback(TrainerCallback):
             self._step = self.checkpointer.latest if resume_from_checkpoint in (None, True) else None
             self._folder = folder if self._step is not None else None
             if self._step is not None:
-                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.url(self._step)))
+                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.steps()[-1].url))
             given = self._folder or resume_from_checkpoint or None
             return self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
 

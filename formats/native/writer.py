@@ -62,14 +62,15 @@ def write_index(
     return record
 
 
-def commit_copy(backend: Backend, record: bytes) -> None:
-    """Commit a checkpoint that was copied file by file, where none is: the last act of a copy, when all files are there and durable.
+def commit_copy(backend: Backend, record: bytes, previous: bytes | None = None) -> None:
+    """Commit a checkpoint that was copied file by file: the last act of a copy, when all files are there and durable. ``previous`` is the
+    commit record that it replaces; None: none is there.
 
     Raises:
         ConflictError: another commit record is there by now. It stays.
         StorageError: the storage failed; it may have the record or not.
     """
-    _publish(backend, record, None, ())
+    _publish(backend, record, previous, ())
 
 
 def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:

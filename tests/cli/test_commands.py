@@ -77,6 +77,7 @@ def test_ls_json(run_root: Path) -> None:
         "reason",
         "metrics",
         "tags",
+        "id",
     }
 
 

@@ -1,0 +1,14 @@
+"""What all ranks have to see alike before they go different ways."""
+
+from __future__ import annotations
+
+from ckpt import settings
+from ckpt.checkpointer import Checkpointer
+from ckpt.group import current_group
+
+
+def agreed_latest(checkpointer: Checkpointer) -> int | None:
+    """The highest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
+    call = current_group().call("latest", checkpointer.root, settings.timeout(None))
+    found = call.agree("latest", dict, lambda rows: checkpointer.latest)
+    return None if found is None else int(found)

@@ -1,0 +1,212 @@
+"""Where the checkpoints of a run are: at its root, and before that on a local disk, if there is such a tier. No torch.
+
+Invariants: a checkpoint has the same id in both tiers, and of two checkpoints of one step that with the higher id was saved later. Nothing
+notes what is published: the commit records at the root say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import Any
+
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend
+
+from .errors import CkptError, NotFoundError, RankFailedError, StorageError, UsageError
+from .group import Group, Row
+from .plan.tables import ranks_text
+from .policies import All, KeepPolicy, Latest, retention
+from .runs import Step, infos, list_steps, remove_step
+
+log = logging.getLogger("ckpt")
+
+LOOK = 5.0
+"""Seconds after which a file that one rank has written shows to the others, if ever: network file systems remember what was not there."""
+
+
+def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
+    """Whether ``err`` is one of these, here or on another rank."""
+    if isinstance(err, kinds):
+        return True
+    return isinstance(err, RankFailedError) and any(f"raised {kind.__name__}:" in err.message for kind in kinds)
+
+
+class Tiers:
+    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays.
+
+    Raises:
+        UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
+    """
+
+    def __init__(self, root: str, keep: KeepPolicy = All(), local: str | None = None, local_keep: KeepPolicy = Latest(1)) -> None:  # noqa: B008
+        self.root, self.keep = root, keep
+        self.local, self.local_keep = local, local_keep
+        self.busy: str | None = None
+        """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
+        self.lock = threading.Lock()
+        self.damaged: set[str] = set()
+        """Ids of local checkpoints that cannot be published, since they are damaged."""
+        self._published: set[str] = set()
+        self._shared = local is None
+        if local is not None and not is_file_system(local):
+            raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
+        if local is not None and open_backend(local).url == open_backend(root).url:
+            raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
+
+    def place(self, n: int) -> str:
+        """Where step ``n`` is committed first."""
+        return join_url(self.root if self.local is None else self.local, f"step-{n:08d}")
+
+    # ---- what is there
+
+    def steps(self) -> list[Step]:
+        """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
+        found: dict[int | None, Step] = {}
+        for step in reversed(self._ordered([*self._near(), *_numbered(list_steps(self.root))])):
+            found[step.number] = step
+        return list(found.values())
+
+    def _near(self) -> list[Step]:
+        return _numbered(list_steps(self.local)) if self.local is not None else []
+
+    def _ordered(self, steps: Iterable[Step]) -> list[Step]:
+        """Those that are committed in the order in which to try them. Of steps alike the first stays first, and local ones come first."""
+        return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
+
+    def copies(self, step: int | None) -> list[list[Any]]:
+        """Step, URL and id of what to restore, the newest step first; of one step what was saved last, the local copy before the other.
+
+        Raises:
+            NotFoundError: there is none of ``step``.
+            StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
+        """
+        near = self._near()
+        found = [*near, *self._far(near, step)]
+        whole = self._ordered(found)
+        for s in found:
+            if not s.committed and (s.damaged or s.number not in {w.number for w in whole}):
+                log.warning("%s is passed over: %s", s.url, s.reason)
+        rows = [[s.number, s.url, s.id] for s in whole if step in (None, s.number)]
+        if step is not None and not rows:
+            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+        return rows
+
+    def _far(self, near: list[Step], step: int | None) -> list[Step]:
+        try:
+            return _numbered(list_steps(self.root))
+        except StorageError as err:
+            mine = [s.number for s in near if s.committed]
+            if step is not None and step in mine:
+                log.warning("only the local copy of step %d is looked at: %s", step, err)
+                return []
+            if not mine:
+                raise
+            hint = f"try again when the storage answers; restore(state, step={mine[-1]}) takes the newest local checkpoint as it is"
+            message = f"whether the root has newer checkpoints than step {mine[-1]}, the newest local one, cannot be seen: {err.message}"
+            raise StorageError(message, where=self.root, hint=hint) from err
+
+    def unconfirmed(self) -> list[Step]:
+        """Local checkpoints that are not known to be published, the lowest step first."""
+        return [s for s in self._near() if s.committed and s.id not in self._published | self.damaged]
+
+    def behind(self) -> list[Step]:
+        """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
+        near = self.unconfirmed()
+        if not near:
+            return []
+        far = {s.number: s for s in _numbered(list_steps(self.root)) if s.committed}
+        self._published |= {s.id for s in far.values() if s.id is not None}
+        near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
+        united = {**far, **{s.number: s for s in near}}
+        kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
+        return [s for s in reversed(near) if s.number in kept]
+
+    # ---- what stays
+
+    def retain(self) -> None:
+        """Remove what need not stay where saves are committed first. A failure here harms no checkpoint."""
+        if self.local is None:
+            self.retain_root()
+            return
+        with self.lock:
+            _remove(self.local, self.local_keep, self.busy)
+
+    def retain_root(self) -> None:
+        """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
+        _remove(self.root, self.keep, None)
+
+    # ---- whether ranks share the local tier
+
+    def check(self, group: Group, timeout: float) -> None:
+        """Once, if there are several: whether all ranks see the files of the local tier. Collective.
+
+        Raises:
+            UsageError: they do not.
+            StorageError: nothing can be written there.
+        """
+        if self._shared or self.local is None or group.size == 1:
+            return
+        call = group.call("local tier", self.root, timeout)
+        backend = open_backend(self.local)
+        path = call.agree("write", dict, lambda rows: _leave_file(backend))
+        try:
+            call.agree("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
+        finally:
+            if call.is_leader:
+                backend.delete(path)
+        self._shared = True
+
+
+def _numbered(steps: Iterable[Step]) -> list[Step]:
+    return [s for s in steps if s.number is not None]
+
+
+def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
+    if keep == All():
+        return
+    try:
+        steps = [s for s in _numbered(list_steps(root)) if s.committed]
+        by_number = {s.number: s for s in steps}
+        for number in retention(keep, infos(steps), datetime.now(timezone.utc)).removed:
+            if by_number[number].id != busy:
+                remove_step(root, by_number[number])
+                log.info("step %d is removed from %s", number, root)
+    except CkptError as err:
+        log.warning("old checkpoints stay behind in %s: %s", root, err)
+
+
+def _leave_file(backend: Backend) -> str:
+    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
+    path = f".prepare-{secrets.token_hex(8)}.tmp"
+    backend.prepare()
+    with backend.create(path, 0) as writer:
+        writer.commit()
+    return path
+
+
+def _shows(backend: Backend, path: str) -> bool:
+    end = time.monotonic() + LOOK
+    while True:
+        try:
+            backend.size(path)
+        except NotFoundError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
+    blind = [rank for rank, row in rows.items() if not row["seen"]]
+    if blind:
+        raise UsageError(
+            f"the local tier is not the same directory on all ranks: {ranks_text(blind)} cannot see what rank {group.leader} writes there",
+            where=url,
+            hint="give local= a directory that all nodes share, or leave it out",
+        )

@@ -1,0 +1,52 @@
+"""Which copy of which step a job goes on from: the newest that is whole, the nearest copy first. All ranks take the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from .errors import AccessError, CkptError, CorruptError, NotCommittedError, NotFoundError, StorageError
+from .group import Group
+from .tiers import Tiers, raised
+
+log = logging.getLogger("ckpt")
+
+_NOT_THERE = (StorageError, AccessError, NotFoundError, NotCommittedError)
+"""What, beside damage, sends ranks to another copy of the same step, if there is one."""
+
+
+def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str], object], step: int | None) -> tuple[int, str] | None:
+    """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; step and URL of that, or None
+    if there is none. Collective, and so is ``load``.
+
+    Raises:
+        CkptError: as :meth:`ckpt.Checkpointer.restore`.
+    """
+    call = group.call("restore", tiers.root, timeout)
+    copies: list[tuple[int, str, str]] = [(n, url, id) for n, url, id in call.agree("list", dict, lambda rows: tiers.copies(step))]
+    failed: CkptError | None = None
+    for i, (number, url, id) in enumerate(copies):
+        again = any(n == number for n, *_ in copies[i + 1 :])
+        try:
+            load(url)
+        except CkptError as err:
+            if (step is not None and not again) or not _passed_over(url, err, group, timeout, copies=again):
+                raise
+            log.warning("%s is passed over: %s", url, err)
+            tiers.damaged.add(id)
+            failed = err
+            continue
+        if tiers.local is not None:
+            log.info("going on from step %d: %s", number, url)
+        return number, url
+    if failed is not None:
+        raise failed
+    return None
+
+
+def _passed_over(url: str, err: CkptError, group: Group, timeout: float, *, copies: bool) -> bool:
+    """Whether any rank found damage, or, with other ``copies``, no whole checkpoint; all ranks come here together, since a load fails on
+    all."""
+    mine = raised(err, CorruptError, *(_NOT_THERE if copies else ()))
+    call = group.call("restore", url, timeout)
+    return bool(call.agree("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))
