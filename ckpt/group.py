@@ -58,6 +58,8 @@ class Group:
     served: object = None
     """The job's own store. As long as it is referred to, its server runs, also after ``destroy_process_group``: a save may be going on."""
     calls: int = 0
+    own_stores: int = 0
+    """How many parts of the store were set aside, for the notices of a Checkpointer and the like."""
     _written: dict[int, list[str]] = field(default_factory=dict)
     """Keys by number of the call. All calls before number ``_past`` are over on all ranks."""
     _past: int = 0

@@ -151,13 +151,9 @@ class Notices:
         return [f"{number}/first/{rank}" for rank in self.group.ranks]
 
 
-_made = 0
-
-
 def own_store(group: Group) -> Store:
-    """A part of the job's store that nobody else uses: ranks make them in the same order."""
-    global _made
+    """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
     import torch.distributed as dist
 
-    _made += 1
-    return cast(Store, dist.distributed_c10d.PrefixStore(f"own/{_made}", cast(Any, group.store)))
+    group.own_stores += 1
+    return cast(Store, dist.distributed_c10d.PrefixStore(f"own/{group.own_stores}", cast(Any, group.store)))

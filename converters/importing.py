@@ -20,7 +20,7 @@ from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
 from ckpt.errors import ConflictError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.native.writer import new_id, read_record, write_index
+from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.formats.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
@@ -86,6 +86,8 @@ def import_checkpoint(
     catalog = open_catalog(source)
     if isinstance(catalog, VirtualCatalog):
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
+    if _absolute(url).rstrip("/") == _absolute(catalog.backend.url).rstrip("/"):
+        raise UsageError("a checkpoint cannot point into itself", where=url, hint="import to another URL")
     pointed = _Pointed(catalog)
     wanted = _wanted(catalog, views, only)
     for name, view in wanted.items():
@@ -95,7 +97,10 @@ def import_checkpoint(
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     backend.prepare()
     id = new_id(previous)
+    replaced = previous_files(backend, previous) if previous is not None else ()
     write_index(backend, contents, id=id, world_size=catalog.world_size, previous=previous, features=(VIRTUAL,))
+    for path in replaced:
+        backend.delete(path)
     return ImportReport(
         url=url,
         id=id,
@@ -200,7 +205,7 @@ def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tupl
     steps = row_major_strides(chunk.shape)
     strides = [itemsize * (0 if axis is None else steps[axis]) for axis in piece.axes]
     found = []
-    for box in _cut(piece.box, itemsize):
+    for box in _cut(piece.box, itemsize, strides):
         offset = [p - c for p, c in zip(piece.part.offset, chunk.offset, strict=True)]
         for i, axis in enumerate(piece.axes):
             if axis is not None:
@@ -212,13 +217,13 @@ def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tupl
     return found
 
 
-def _cut(box: Box, itemsize: int) -> list[Box]:
-    """A box in parts of at most ``MAX_CHUNK`` bytes, along the first axis that is longer than 1."""
-    axis = next((i for i, n in enumerate(box.shape) if n > 1), None)
-    if axis is None or box.numel * itemsize <= MAX_CHUNK:
+def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
+    """A box in parts that take at most ``MAX_CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
+    axes = [i for i, n in enumerate(box.shape) if n > 1]
+    if not axes or reach(box.shape, strides, itemsize) <= MAX_CHUNK:
         return [box]
-    row = box.numel // box.shape[axis] * itemsize
-    count = max(1, MAX_CHUNK // row)
+    axis = max(axes, key=strides.__getitem__)
+    count = max(1, MAX_CHUNK // max(strides[axis], 1))
     found = []
     for at in range(0, box.shape[axis], count):
         offset, shape = list(box.offset), list(box.shape)

@@ -15,7 +15,7 @@ A translation is a TOML file (docs/translations.md)::
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -27,7 +27,7 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.plan.match import report_names
 from ckpt.plan.views import View, whole
 
-from .terms import Dimensions, Found, Kind, Patterns, Step, Term
+from .terms import Dimensions, Found, Kind, Patterns, Step, Term, spelled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,11 +57,16 @@ class Translation:
         ``numbers`` are those of the model that the terms name. ``partial``: not all of the model is there, so a term may find nothing.
 
         Raises:
-            NamesError: names that no term takes, or terms that no name fits.
+            NamesError: names that no term takes, terms that no name fits, or layers or experts that are not there.
             UsageError: a name fits two terms, a tensor's partners are missing, or shapes do not fit the steps; all of them in one message.
         """
         found, others = self._found(shapes, direction, partial=partial)
         known = Dimensions(numbers or {})
+        lost = [] if partial else list(self._lost(found, shapes, direction, known))
+        if lost:
+            raise NamesError(
+                "\n".join(["the model is not whole:", *lost[:20]]), hint="a file may be missing; --set layers=… if it has fewer"
+            )
         made = {name: whole(name, shapes[name]) for name in others}
         faults: list[str] = []
         for term, names in zip(self.terms, found, strict=True):
@@ -99,6 +104,25 @@ class Translation:
         if idle or (strange and not self.keeps_others):
             raise self._misfit([] if self.keeps_others else strange, idle, direction)
         return found, strange
+
+    def _lost(
+        self, found: Sequence[Mapping[str, Found]], shapes: Mapping[str, Sequence[int]], direction: Direction, known: Dimensions
+    ) -> Iterator[str]:
+        """What lacks layers that the model has, or experts."""
+        rows = [(t, [dict(f.numbers) for f in names.values()]) for t, names in zip(self.terms, found, strict=True) if not t.optional]
+        seen = {numbers["layer"] for _, of_term in rows for numbers in of_term if "layer" in numbers}
+        layers = set(range(known["layers"])) if "layers" in known else seen
+        for term, of_term in rows:
+            if not any("layer" in numbers for numbers in of_term) or (term.beside is not None and direction == "leftwards"):
+                continue
+            wanted = {n for n in layers if term.beside is None or spelled(term.beside, {"layer": n}) in shapes}
+            lost = sorted(wanted - {numbers["layer"] for numbers in of_term})
+            if lost:
+                yield f"  {term} is not there for layers {lost[:8]}{' and more' * (len(lost) > 8)}"
+            for layer in sorted(wanted) if "experts" in known and any("expert" in numbers for numbers in of_term) else ():
+                have = {numbers["expert"] for numbers in of_term if numbers["layer"] == layer}
+                if layer not in lost and have != set(range(known["experts"])):
+                    yield f"  {term} is there for {len(have)} of {known['experts']} experts of layer {layer}"
 
     def _misfit(self, strange: Sequence[str], idle: Sequence[str], direction: Direction) -> NamesError:
         sides = (self.left, self.right) if direction == "rightwards" else (self.right, self.left)

@@ -32,7 +32,7 @@ class Batches(Sampler[list[int]]):
         seed: of the shuffling.
         tail: what becomes of the samples at the end of an epoch that do not fill a step. ``"carry"``: the step is filled up with the next
             epoch's first; all steps are of one size. ``"drop"``: they are left out. ``"short"``: the last step is smaller; a part of it may
-            be an empty list, if fewer samples than parts are left.
+            be an empty list, if fewer samples than parts are left, and torch's default ``collate_fn`` cannot take that: give your own.
 
     Raises:
         UsageError: the numbers do not fit together.

@@ -25,6 +25,8 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
 
+from .agreed import agreed_latest
+
 MODEL = "model"
 
 
@@ -116,7 +118,7 @@ class CheckpointManager:
         """
         state = self.state()
         path = self.config.initial_load_path
-        found = self.checkpointer.latest if step == -1 else step
+        found = agreed_latest(self.checkpointer) if step == -1 else step
         if found is None and path is None:
             return False
         model_only = self.config.initial_load_model_only if found is None else found == 0

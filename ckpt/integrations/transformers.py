@@ -26,6 +26,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StateError, UsageError
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
 
+from .agreed import agreed_latest
 from .needs import needed
 
 with needed("transformers", "transformers"):
@@ -109,7 +110,7 @@ class CheckpointCallback(TrainerCallback):
         options = self.options if self.policy is None else {"save": self.policy, **self.options}
         with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
             self._saved = None
-            self._step = self.checkpointer.latest if resume_from_checkpoint in (None, True) else None
+            self._step = agreed_latest(self.checkpointer) if resume_from_checkpoint in (None, True) else None
             self._folder = folder if self._step is not None else None
             if self._step is not None:
                 Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.steps()[-1].url))

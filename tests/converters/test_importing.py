@@ -171,6 +171,27 @@ def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:
         import_checkpoint(url, str(tmp_path / "more"))
 
 
+def test_a_checkpoint_does_not_point_into_itself_and_a_replaced_one_leaves_nothing(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="into itself"):
+        import_checkpoint(source, source + "/", overwrite=True)
+    assert verify(source).ok
+    url = str(tmp_path / "other")
+    ckpt.save(url, {"w": torch.ones(5)})
+    import_checkpoint(source, url, overwrite=True)
+    assert not (Path(url) / "data").exists()
+    assert verify(url).ok
+
+
+def test_a_transposed_tensor_is_cut_where_it_is_long(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "MAX_CHUNK", 84)
+    url = str(tmp_path / "virtual")
+    import_checkpoint(source, url, views=lambda s: {"t": views.transpose(views.whole("w0", s["w0"]), [2, 1, 0])})
+    catalog = open_catalog(url)
+    entry = catalog.tensors["t"]
+    assert max(e.length for e in catalog.extents(entry, range(len(entry.grid)))) <= 84
+    assert same(ckpt.open(url)["t"][...], state()["w0"].permute(2, 1, 0))
+
+
 def test_coded_chunks_are_taken_whole_or_not_at_all(tmp_path: Path) -> None:
     source, url = str(tmp_path / "source"), str(tmp_path / "virtual")
     tensor = torch.zeros(64, 64)

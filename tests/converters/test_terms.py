@@ -107,10 +107,36 @@ def test_what_is_left_over_is_an_error_and_names_all() -> None:
 def test_a_lost_partner_is_an_error() -> None:
     t = parse_translation(HEAD + ATTENTION + EXPERTS, "t")
     shapes = {f"l.0.experts.{e}.{p}": (2, 3) for e in (0, 2) for p in ("gate", "up")}
+    numbers = {name: n for name, n in NUMBERS.items() if name != "experts"}
     with pytest.raises(UsageError, match=r"'d.0.experts.fc1' needs 'l.\{layer\}.experts.\{expert\}.gate', number 1 and 1 more"):
-        t.views(shapes, "rightwards", NUMBERS)
+        t.views(shapes, "rightwards", numbers)
     with pytest.raises(UsageError, match=r"needs 'l.\{layer\}.v.weight', which is not there"):
         t.views({"l.0.q.weight": (8, 1), "l.0.k.weight": (4, 1)}, "rightwards", NUMBERS, partial=True)
+
+
+def test_layers_and_experts_that_are_not_there() -> None:
+    norms = '[[term]]\nleft = "l.{layer}.norm"\nright = "d.{layer}.norm"\n'
+    t = parse_translation(
+        HEAD
+        + norms
+        + EXPERTS.replace("steps", 'beside = "l.{layer}.gate"\nsteps')
+        + '[[term]]\nleft = "l.{layer}.gate"\nright = "d.{layer}.gate"\nbeside = "l.{layer}.gate"\n',
+        "t",
+    )
+    whole = (
+        {f"l.{n}.norm": (2,) for n in range(3)}
+        | {"l.2.gate": (2,)}
+        | {f"l.2.experts.{e}.{p}": (2, 3) for e in range(2) for p in ("gate", "up")}
+    )
+    numbers = {"layers": 3, "experts": 2}
+    assert len(t.views(whole, "rightwards", numbers)) == 5
+    for lost, told in (("l.1.norm", r"layers \[1\]"), ("l.2.experts.1", "1 of 2 experts of layer 2")):
+        some = {name: shape for name, shape in whole.items() if not name.startswith(lost)}
+        with pytest.raises(NamesError, match=told):
+            t.views(some, "rightwards", numbers)
+    with pytest.raises(NamesError, match=r"layers \[3, 4\]"):
+        t.views(whole, "rightwards", {"layers": 5})
+    assert t.views({"l.1.norm": (2,)}, "rightwards", numbers, partial=True)
 
 
 def test_a_number_that_nothing_says() -> None:
