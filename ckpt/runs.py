@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import has_debris
+from ckpt.formats.native.catalog import read_index_file
+from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord
+from ckpt.formats.native.extents import decode_sources
+from ckpt.formats.native.paths import SOURCES, has_debris
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import absolute_url, join_url, open_backend
 
 from .errors import CorruptError, FormatError, NotFoundError
 from .policies import StepInfo
@@ -47,6 +49,8 @@ class Step:
     tags: tuple[str, ...] = ()
     id: str | None = None
     """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
+    sources: tuple[str, ...] = ()
+    """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths."""
 
 
 def step_number(name: str) -> int | None:
@@ -88,18 +92,32 @@ def remove_step(root_url: str, step: Step) -> None:
 
 
 def infos(steps: Sequence[Step]) -> list[StepInfo]:
-    """What keeping policies know of the checkpoints of a run; those without a step number are left out."""
-    return [
-        StepInfo(
-            step=s.number,
-            created=datetime.fromisoformat(s.created.replace("Z", "+00:00")) if s.created else _LONG_AGO,
-            metrics=dict(s.metrics),
-            tags=frozenset(s.tags),
-            committed=s.committed,
+    """What keeping policies know of the checkpoints of a run; those without a step number are left out.
+
+    What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag.
+    """
+    found = []
+    for s in steps:
+        if s.number is None:
+            continue
+        users = [v for v in steps if v is not s and any(_lies_in(source, s.url) for source in v.sources)]
+        nameless = {f"used by {v.url.rstrip('/').rpartition('/')[2]}" for v in users if v.number is None}
+        found.append(
+            StepInfo(
+                step=s.number,
+                created=datetime.fromisoformat(s.created.replace("Z", "+00:00")) if s.created else _LONG_AGO,
+                metrics=dict(s.metrics),
+                tags=frozenset(s.tags) | nameless,
+                referred_by=tuple(v.number for v in users if v.number is not None),
+                committed=s.committed,
+            )
         )
-        for s in steps
-        if s.number is not None
-    ]
+    return found
+
+
+def _lies_in(source: str, url: str) -> bool:
+    place = absolute_url(url).rstrip("/")
+    return source.rstrip("/") == place or source.startswith(f"{place}/")
 
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:
@@ -107,6 +125,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     number = step_number(url.rstrip("/").rpartition("/")[2])
     try:
         record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
+        sources = _sources(record, url)
     except NotFoundError:
         return Step(number=number, url=url, committed=False, reason=UNFINISHED) if has_debris(backend, prefix) else None
     except (CorruptError, FormatError) as err:
@@ -121,4 +140,12 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         metrics=record.metrics,
         tags=record.tags,
         id=record.id,
+        sources=sources,
     )
+
+
+def _sources(record: CommitRecord, url: str) -> tuple[str, ...]:
+    if VIRTUAL not in record.features:
+        return ()
+    data = read_index_file(open_backend(url), record, SOURCES)
+    return tuple({source.root: None for source in decode_sources(data, url)})

@@ -25,7 +25,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.formats.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import Backend, stamp_of
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import absolute_url, open_backend
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, whole, within
 
@@ -86,7 +86,7 @@ def import_checkpoint(
     catalog = open_catalog(source)
     if isinstance(catalog, VirtualCatalog):
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
-    if _absolute(url).rstrip("/") == _absolute(catalog.backend.url).rstrip("/"):
+    if absolute_url(url).rstrip("/") == absolute_url(catalog.backend.url).rstrip("/"):
         raise UsageError("a checkpoint cannot point into itself", where=url, hint="import to another URL")
     pointed = _Pointed(catalog)
     wanted = _wanted(catalog, views, only)
@@ -189,7 +189,7 @@ class _Pointed:
     def contents(self, state: Any) -> Contents:
         backend = self.catalog.backend
         sources = tuple(
-            Source(root=_absolute(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
+            Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
         )
         return Contents(tensors=tuple(self.tensors), files=(), state=state, ranks=self.catalog.ranks, sources=sources, extents=self.extents)
 
@@ -245,10 +245,6 @@ def _grid(shape: tuple[int, ...], boxes: Sequence[Box], files: np.ndarray[Any, n
             return Grid(cuts=tuple((*starts, n) if i == axes[0] else cuts[i] for i, n in enumerate(shape)), files=files)
     offsets = np.array([b.offset for b in boxes], dtype=np.int64)
     return Grid(boxes=(offsets, np.array([b.shape for b in boxes], dtype=np.int64)), files=files)
-
-
-def _absolute(url: str) -> str:
-    return url if "://" in url else os.path.abspath(url)
 
 
 def _digested(backend: Backend, contents: Contents, progress: Progress | None) -> dict[str, list[Extent]]:

@@ -6,6 +6,7 @@ object is called with the URL and gives a Backend. Schemes that neither has are 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,15 @@ def open_backend(url: str) -> Backend:
     for wrapper in wrappers:
         backend = wrapper(backend)
     return backend
+
+
+def absolute_url(url: str) -> str:
+    """The same place from any working directory.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+    return url if _scheme(url) else os.path.abspath(url)
 
 
 def join_url(root: str, *parts: str) -> str:
