@@ -76,8 +76,8 @@ class VirtualCatalog:
             CorruptError: a source is missing, or not the file that was imported.
         """
         found = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
-        for path in {extent.path for extent in found}:
-            self._sources.check(path)
+        for path, digested in {(extent.path, extent.digest is not None) for extent in found}:
+            self._sources.check(path, digested=digested)
         return found
 
 
@@ -88,7 +88,7 @@ class Sources(Backend):
         self._url = url
         self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
         self._backends: dict[str, Backend] = {}
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -104,13 +104,13 @@ class Sources(Backend):
                 self._backends[source.root] = open_backend(source.root)
             return self._backends[source.root], source
 
-    def check(self, path: str) -> None:
-        """That the source is the file that was imported; looked at once.
+    def check(self, path: str, *, digested: bool) -> None:
+        """That the source is the file that was imported; looked at once. What has a digest says so itself, also if the file was touched.
 
         Raises:
             CorruptError: it is missing or another one.
         """
-        if path in self._checked:
+        if (path, digested) in self._checked:
             return
         backend, source = self._find(path)
         try:
@@ -119,11 +119,11 @@ class Sources(Backend):
             raise CorruptError(f"{source.path}, which was imported, is not there any more", where=source.root, hint=_AGAIN) from err
         if size != source.size:
             raise CorruptError(f"{source.path} has {size} bytes; when it was imported it had {source.size}", where=source.root, hint=_AGAIN)
-        stamp = stamp_of(backend, source.path)
-        if source.stamp is not None and stamp != source.stamp:
+        stamp = None if digested else stamp_of(backend, source.path)
+        if not digested and source.stamp is not None and stamp != source.stamp:
             told = f"{source.path} changed after it was imported: {stamp}, then {source.stamp}"
             raise CorruptError(told, where=source.root, hint=_AGAIN)
-        self._checked.add(path)
+        self._checked.add((path, digested))
 
     # ---- the storage port (io_backends/protocol.py)
 
