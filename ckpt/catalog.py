@@ -182,3 +182,9 @@ class Catalog(Protocol):
         Raises:
             CorruptError: as above.
         """
+
+
+def identity(catalog: Catalog) -> str:
+    """What tells one save at a URL from another: the id of a checkpoint of ours; empty for other formats, which do not say."""
+    record = getattr(catalog, "record", None)
+    return "" if record is None else str(record.id)

@@ -5,6 +5,7 @@ A checkpoint counts as committed only if its commit record is there and can be b
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from ckpt.io_backends.registry import absolute_url, join_url, open_backend
 
 from .errors import CorruptError, FormatError, NotFoundError
 from .policies import StepInfo
+
+log = logging.getLogger("ckpt")
 
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 
@@ -81,12 +84,14 @@ def list_steps(root_url: str) -> list[Step]:
 def remove_step(root_url: str, step: Step) -> None:
     """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it.
 
-    Stopped anywhere, it leaves a whole checkpoint or debris.
+    Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays.
 
     Raises:
         StorageError: the storage refuses.
     """
-    remove_checkpoint(open_backend(step.url))
+    if not remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags):
+        log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
+        return
     if step.url != root_url:  # there is nothing to delete any more, but the root's backend removes directories below it that are empty
         open_backend(root_url).delete(f"{step.url.rstrip('/').rpartition('/')[2]}/{COMMIT_PATH}")
 

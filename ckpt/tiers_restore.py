@@ -13,6 +13,8 @@ log = logging.getLogger("ckpt")
 
 _NOT_THERE = (StorageError, AccessError, NotFoundError, NotCommittedError)
 """What, beside damage, sends ranks to another copy of the same step, if there is one."""
+_GONE = (NotFoundError, NotCommittedError)
+"""What a step gives that was removed after it was listed."""
 
 
 def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str], object], step: int | None) -> tuple[int, str] | None:
@@ -22,15 +24,23 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
     Raises:
         CkptError: as :meth:`ckpt.Checkpointer.restore`.
     """
-    call = group.call("restore", tiers.root, timeout)
-    copies: list[tuple[int, str, str]] = [(n, url, id) for n, url, id in call.agree("list", dict, lambda rows: tiers.copies(step))]
     failed: CkptError | None = None
-    for i, (number, url, id) in enumerate(copies):
-        again = any(n == number for n, *_ in copies[i + 1 :])
+    tried: set[tuple[str, str]] = set()
+    while True:
+        # Listed anew each time: what could not be read may have been removed because something newer is there.
+        call = group.call("restore", tiers.root, timeout)
+        listed: list[tuple[int, str, str]] = [(n, url, id) for n, url, id in call.agree("list", dict, lambda rows: tiers.copies(step))]
+        copies = [copy for copy in listed if copy[1:] not in tried]
+        if not copies:
+            break
+        number, url, id = copies[0]
+        tried.add((url, id))
+        again = any(n == number for n, *_ in copies[1:])
         try:
             load(url)
         except CkptError as err:
-            if (step is not None and not again) or not _passed_over(url, err, group, timeout, copies=again):
+            kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
+            if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
             log.warning("%s is passed over: %s", url, err)
             tiers.damaged.add(id)
@@ -44,9 +54,8 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
     return None
 
 
-def _passed_over(url: str, err: CkptError, group: Group, timeout: float, *, copies: bool) -> bool:
-    """Whether any rank found damage, or, with other ``copies``, no whole checkpoint; all ranks come here together, since a load fails on
-    all."""
-    mine = raised(err, CorruptError, *(_NOT_THERE if copies else ()))
+def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:
+    """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
+    mine = raised(err, *kinds)
     call = group.call("restore", url, timeout)
     return bool(call.agree("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

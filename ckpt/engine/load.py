@@ -19,8 +19,8 @@ from ckpt import tree
 from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
-from ckpt.catalog import Catalog
-from ckpt.errors import CkptError, MismatchError, NamesError, ShapeError
+from ckpt.catalog import Catalog, identity
+from ckpt.errors import CkptError, ConsistencyError, MismatchError, NamesError, ShapeError
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
@@ -114,6 +114,8 @@ _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 _placements: WeakKeyDictionary[Group, Placements] = WeakKeyDictionary()
 """What earlier loads of a job found out about where its tensors lie."""
 
+_TRIES = 5
+"""How often ranks open a checkpoint that is replaced between the first rank and the last."""
 _TOUCHED = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
 _UNTOUCHED = "nothing in the state was changed on this rank"
 
@@ -131,7 +133,12 @@ class _Load:
         self._names: Set[str] | None = None
 
     def run(self, state: object) -> Row:
-        names = self.call.agree("match", lambda: self.match(state), self.judge)
+        for _ in range(_TRIES):
+            names = self.call.agree("match", lambda: self.match(state), self.judge)
+            if "replaced" not in names:
+                break
+        else:
+            raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
             self.call.agree("read", lambda: self.read(names), lambda rows: None)
         except CkptError as err:
@@ -165,7 +172,8 @@ class _Load:
         said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
         everything = self.binding.used >= self.names()
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
-        row: Row = {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
+        row: Row = {"id": identity(self.catalog)}
+        row |= {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
         if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
             jobs = map(Job._make, self.binding.targets.values())
             self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts")
@@ -178,6 +186,8 @@ class _Load:
         Raises:
             NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
         """
+        if len({row["id"] for row in rows.values()}) > 1:
+            return {"replaced": True}
         missing: dict[str, list[int]] = {}
         misfits: dict[str, list[int]] = {}
         used: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,10 +22,10 @@ from torch.futures import Future
 
 from ckpt import settings
 from ckpt.adapters.tensors import dtype_of
-from ckpt.catalog import Catalog
+from ckpt.catalog import Catalog, identity
 from ckpt.engine.reader import Job
 from ckpt.engine.reader import Reader as Reading
-from ckpt.errors import NamesError, ShapeError, UsageError
+from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
 from ckpt.view import StoredPerRank, StoredTensor, View
@@ -91,9 +91,13 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        self.known()
+        assert self._catalog is not None
+        return replace(plan, storage_data=identity(self._catalog))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise ConsistencyError("it was replaced while ranks opened it", where=str(self.checkpoint_id), hint="load it again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError
 
 from .catalog import read_index_file, read_record
 from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
@@ -119,15 +119,27 @@ def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
     return record
 
 
-def remove_checkpoint(backend: Backend) -> None:
-    """Remove a checkpoint: first the commit record, so that it does not exist any more, then every file of this format.
+def remove_checkpoint(backend: Backend, *, id: str | None = None, tags: Collection[str] = ()) -> bool:
+    """Remove a checkpoint: first the commit record, so that it does not exist any more, then its files and those of older saves.
 
-    Stopped anywhere, it leaves a whole checkpoint or debris. What is not of this format stays. An absent checkpoint is no error.
+    Stopped anywhere, it leaves a whole checkpoint or debris. What is not of this format stays, and what belongs to a save that began later.
+    An absent checkpoint is no error. With ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others
+    now. Whether it was removed.
     """
+    data = read_record(backend)
+    last = None
+    if data is not None:
+        with suppress(CorruptError, FormatError):  # then whoever removes it knows
+            record = CommitRecord.from_bytes(data, _where(backend))
+            last = record.id
+            if id is not None and (record.id != id or set(record.tags) != set(tags)):
+                return False
     backend.delete(COMMIT_PATH)
     for entry in list(backend.list()):
-        if id_of(entry.path) is not None:
+        save = id_of(entry.path)
+        if save is not None and (last is None or save <= last):
             backend.delete(entry.path)
+    return True
 
 
 def committed_id(backend: Backend) -> str | None:
