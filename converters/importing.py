@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
-from ckpt.errors import ConflictError, CoverageError, NamesError, UsageError
+from ckpt.errors import ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -88,13 +88,12 @@ def import_checkpoint(
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
     if absolute_url(url).rstrip("/") == absolute_url(catalog.backend.url).rstrip("/"):
         raise UsageError("a checkpoint cannot point into itself", where=url, hint="import to another URL")
-    pointed = _Pointed(catalog)
-    wanted = _wanted(catalog, views, only)
-    for name, view in wanted.items():
-        pointed.add(name, view)
-    contents = pointed.contents(_state(catalog, wanted, same=views is None and not only))
+    contents = pointed = _point(catalog, views, only)
     if digest:
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
+    again = _point(open_catalog(source), views, only)
+    if (again.sources, again.extents) != (pointed.sources, pointed.extents):
+        raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
     backend.prepare()
     id = new_id(previous)
     replaced = previous_files(backend, previous) if previous is not None else ()
@@ -112,6 +111,14 @@ def import_checkpoint(
         digested=digest,
         seconds=time.monotonic() - began,
     )
+
+
+def _point(catalog: Catalog, views: Views | None, only: Sequence[str]) -> Contents:
+    pointed = _Pointed(catalog)
+    wanted = _wanted(catalog, views, only)
+    for name, view in wanted.items():
+        pointed.add(name, view)
+    return pointed.contents(_state(catalog, wanted, same=views is None and not only))
 
 
 def _wanted(catalog: Catalog, views: Views | None, only: Sequence[str]) -> dict[str, View]:

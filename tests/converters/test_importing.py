@@ -163,6 +163,21 @@ def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: 
     assert verify(source).ok and set(ckpt.open(url)) == {"w"}
 
 
+def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = importing.stamp_of
+
+    def touched(backend: object, path: str) -> str | None:
+        os.utime(data_file(source), ns=(1, len(seen)))
+        seen.append(path)
+        return stamp(backend, path)  # type: ignore[arg-type]
+
+    seen: list[str] = []
+    monkeypatch.setattr(importing, "stamp_of", touched)
+    with pytest.raises(CorruptError, match="changed while they were imported"):
+        import_checkpoint(source, str(tmp_path / "virtual"))
+    assert not (tmp_path / "virtual").exists()
+
+
 def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:
     url = str(tmp_path / "virtual")
     with pytest.raises(NamesError, match="'z\\*'"):
