@@ -1,6 +1,6 @@
 """Virtual checkpoints: an index and a commit record of ours over chunks that lie in files of others (docs/format.md §11).
 
-Invariant: nothing is read from a source that had not, when it was first looked at, the size that it had when it was imported, and for chunks
+Invariant: nothing is read from a source that had not, when it was first looked at, the size of its import, and for chunks
 without a digest the stamp.
 """
 
