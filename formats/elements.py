@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
-from ckpt.geometry import Box
+from ckpt.geometry import Box, box_to_flat
 from ckpt.plan.join import join
 
 from .strided import gather, strides_of
@@ -36,7 +36,7 @@ class Stored(Protocol):
 def read_box(stored: Stored, entry: TensorEntry, box: Box) -> npt.NDArray[Any]:
     """The elements of a box as unsigned integers of their size: equal bits are equal numbers.
 
-    Each chunk that has something of the box is read whole, so a box should be as chunks are.
+    Of a chunk whose part of the box is contiguous only that part is read; others are read whole.
 
     Raises:
         CorruptError: a file is missing or damaged.
@@ -45,8 +45,15 @@ def read_box(stored: Stored, entry: TensorEntry, box: Box) -> npt.NDArray[Any]:
     out = np.zeros(box.shape, _UNSIGNED.get(entry.dtype.itemsize, np.uint8))
     copies = join(entry.grid, box)
     for copy, extent in zip(copies, stored.extents_of([(entry, c.chunk) for c in copies]), strict=True):
-        chunk = read_extent(stored.backend, entry.dtype.name, extent, copy.chunk_box.shape)
-        out[copy.box.relative_to(box.offset).slices] = chunk[copy.box.relative_to(copy.chunk_box.offset).slices]
+        part = copy.box.relative_to(copy.chunk_box.offset)
+        flat = box_to_flat(copy.chunk_box.shape, part) if extent.codec is None else None
+        if flat is None:
+            elements = read_extent(stored.backend, entry.dtype.name, extent, copy.chunk_box.shape)[part.slices]
+        else:
+            size = entry.dtype.itemsize
+            own = extent._replace(offset=extent.offset + flat[0] * size, length=(flat[1] - flat[0]) * size)
+            elements = read_extent(stored.backend, entry.dtype.name, own, part.shape)
+        out[copy.box.relative_to(box.offset).slices] = elements
     return out
 
 

@@ -58,6 +58,7 @@ class MegatronCatalog(ForeignCatalog):
         self.arguments = arguments
         self.notes = tuple(notes)
         self.suspect = suspect
+        self.table = table
         self.replicas: Callable[[], list[Replica]] = table.replicas
 
 
@@ -121,7 +122,13 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
         if not names:
             raise NotFoundError("the latest iteration is missing", where=join_url(backend.url, below), hint="open another one")
         backend = open_backend(join_url(backend.url, below))
-    return open_torch_dist(backend) if _is_torch_dist(backend, names, "") else open_legacy(backend, names)
+    try:
+        return open_torch_dist(backend) if _is_torch_dist(backend, names, "") else open_legacy(backend, names)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as err:
+        if isinstance(err, CkptError):
+            raise
+        what = f"the files do not say what Megatron writes ({type(err).__name__}: {err})"
+        raise CorruptError(what, where=backend.url, hint="the files are damaged, or of different saves: copy the checkpoint again") from err
 
 
 FORMAT = Format(name="Megatron", recognises=recognises, open=open_megatron)

@@ -133,6 +133,10 @@ class PieceTable:
     def _row(self, source: Source) -> int:
         return self._rows[source.archive] if isinstance(source, InArchive) else self._row_of[source.box.item.path]
 
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """What a tensor of the table is made of, in the order of its chunks."""
+        return self._pieces[name]
+
     # ---- places of bytes
 
     def locate(self, wanted: Wanted) -> list[Extent]:
