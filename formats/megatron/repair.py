@@ -113,7 +113,7 @@ class _Repair:
         return found
 
     def _written(self, name: str, block: Block, start: int, used: int) -> list[Segment]:
-        """The segments that were written as a block that begins at ``start``. Beyond ``used`` are zeros that stand for what was not there."""
+        """The segments that were written as a block from ``start`` on. Beyond ``used`` are zeros for what was not there."""
         found, elements, own = [], 0, Box(block.offset, block.shape)
         for piece in self.table.pieces(name):
             box = Box(piece.offset, piece.shape)
