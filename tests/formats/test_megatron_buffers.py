@@ -17,9 +17,10 @@ from ckpt.formats.megatron.stages import layers_of_chunks
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
 
-def transcript(
-    numels: list[int], shared: list[bool], bucket_size: int | None, ranks: int
-) -> tuple[list[tuple[int, int, int]], list[list[int]]]:
+Places = list[tuple[int, int, int]]
+
+
+def transcript(numels: list[int], shared: list[bool], bucket_size: int | None, ranks: int) -> tuple[Places, list[list[int]]]:
     """(start, end, bucket) of each parameter in the model's order, and (start, end, end without padding) of each bucket."""
     places: Places = []
     buckets: list[list[int]] = []
@@ -71,13 +72,9 @@ def test_a_buffer_that_megatron_told_of():
 def test_other_buckets_are_not_taken():
     members = [Member(100), Member(60)]
     assert layout_in(members, [Bucket(128, 60), Bucket(128, 100)]) is not None
-    for buckets in (
-        [Bucket(256, 160)],
-        [Bucket(128, 60), Bucket(128, 99)],
-        [Bucket(128, 60)],
-        [],
-        [Bucket(128, 60), Bucket(128, 100), Bucket(128, 1)],
-    ):
+    others = [[(256, 160)], [(128, 60), (128, 99)], [(128, 60)], [], [(128, 60), (128, 100), (128, 1)]]
+    for sizes in others:
+        buckets = [Bucket(*size) for size in sizes]
         assert layout_in(members, buckets) is None
 
 

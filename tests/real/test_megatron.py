@@ -18,27 +18,15 @@ from ckpt.converters.semantic import semantic_problems
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import assert_same, dense_norms, read_all, whole_model
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
-    reason="megatron-core is not installed",
-)
+_FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+pytestmark = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed")
 WRITER = Path(__file__).with_name("megatron_writer.py")
 
 
 def written(folder: Path, ranks: int, *options: str) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(WRITER),
-        "--out",
-        str(folder),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    subprocess.run([*command, *options], check=True, timeout=300, env=environment, capture_output=True)
+    subprocess.run([*launcher, str(WRITER), "--out", str(folder), *options], check=True, timeout=300, env=environment, capture_output=True)
     return folder
 
 
