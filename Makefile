@@ -1,7 +1,8 @@
 # make test   everything that has to pass: ruff, mypy, pytest
 # make demo   a job is killed in the middle of a save and resumes on another mesh
+# make api    docs/api.md from the docstrings
 #
-# Both make .venv first if it is missing or older than pyproject.toml. Another interpreter: make test PYTHON=python3.12
+# They make .venv first if it is missing or older than pyproject.toml. Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: venv demo test lint format bench clean
+.PHONY: venv demo test lint format bench api clean s3-server
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -27,8 +28,12 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@touch $@
 
-test: lint
+test: lint s3-server
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# a real object store for the tests, where apt and root are at hand; else they use moto's server and say so
+s3-server:
+	@tests/s3/install.sh
 
 lint: venv
 	$(BIN)/ruff check .
@@ -41,6 +46,9 @@ format: venv
 
 demo: venv
 	$(BIN)/python examples/demo/run.py
+
+api: venv
+	$(BIN)/python docs/build_api.py
 
 bench: venv
 	$(BIN)/python -m benchmarks

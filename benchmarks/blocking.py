@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 
+from .findings import medians
+from .measure import cpu_seconds
 from .pool import Rank
 from .states import State
 
@@ -57,7 +59,8 @@ def settle(rank: Rank) -> None:
 
 
 def block(rank: Rank, *, contestant: str, directory: str) -> dict[str, float]:
-    """Seconds: ``call`` alone; ``blocked``, the call and an optimizer's step right after it; ``durable`` until the save is over."""
+    """Seconds: ``call`` alone; ``cpu``, of all threads of this process in the call; ``blocked``, the call and an optimizer's step right
+    after it; ``durable`` until the save is over."""
     state: State = rank.kept["state"]
     group = rank.groups[rank.kept["recipe"].ranks]
     acts: dict[str, Callable[[], Any]] = {
@@ -68,16 +71,16 @@ def block(rank: Rank, *, contestant: str, directory: str) -> dict[str, float]:
     }
     gc.collect()
     dist.barrier(group)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     handle = acts[contestant]()
-    called = time.perf_counter()
+    called, cpu = time.perf_counter(), time.process_time() - cpu
     rank.kept["optimizer"].step()
     stepped = time.perf_counter()
     if handle is not None:
         handle.result()
     ended = time.perf_counter()
     dist.barrier(group)
-    return {"call": called - began, "blocked": stepped - began, "durable": ended - began}
+    return {"call": called - began, "cpu": cpu, "blocked": stepped - began, "durable": ended - began}
 
 
 def _copy(state: State, warm: dict[str, torch.Tensor]) -> None:
@@ -115,35 +118,48 @@ def build_training(rank: Rank, *, ranks: int, size: int) -> int:
 
 
 def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int) -> dict[str, float]:
-    """Seconds of ``steps`` steps with a save before every ``every``-th, and those that the calls of the savers took."""
+    """Seconds of ``steps`` steps with a save before every ``every``-th; medians over the saves of what each costs the trainer.
+
+    ``call``: the saver's call. ``blocked``: that, and what the next step waits for the capture: all that training loses where the
+    background has cores of its own. ``computed``: CPU time of the trainer's thread in the call. ``cpu``: of the whole process, until the
+    last save is over.
+    """
     group, saver = rank.groups[rank.kept["ranks"]], rank.kept["dcp"]
     tree = {"model": rank.kept["model"], "optimizer": rank.kept["optimizer"]}
     handle: Any = None
-    calls = 0.0
+    costs: list[dict[str, float]] = []
     gc.collect()
     dist.barrier(group)
-    began = time.perf_counter()
+    cpu, began = cpu_seconds(), time.perf_counter()
     for number in range(steps):
-        if number % every == 0 and contestant != "none":
-            called = time.perf_counter()
-            if contestant == "dcp":
-                model, optimizer = get_state_dict(tree["model"], tree["optimizer"])
-                handle = saver.save(f"{directory}-{number}", {"model": model, "optimizer": optimizer})
-            else:
-                handle = ckpt.save_async(f"{directory}-{number}", tree, capture="lazy", process_group=group)
-            calls += time.perf_counter() - called
-        _step(rank)
+        saves = number % every == 0 and contestant != "none"
+        called, computed = time.perf_counter(), time.thread_time()
+        if saves and contestant == "dcp":
+            model, optimizer = get_state_dict(tree["model"], tree["optimizer"])
+            handle = saver.save(f"{directory}-{number}", {"model": model, "optimizer": optimizer})
+        elif saves:
+            handle = ckpt.save_async(f"{directory}-{number}", tree, capture="lazy", process_group=group)
+        call, computed = time.perf_counter() - called, time.thread_time() - computed
+        blocked = call + _step(rank)
+        if saves or contestant == "none":
+            costs.append({"call": call, "blocked": blocked, "computed": computed})
     dist.barrier(group)
     seconds = time.perf_counter() - began
     if handle is not None:
         handle.result()
     ended = time.perf_counter() - began
+    cpu = cpu_seconds() - cpu
     dist.barrier(group)
-    return {"seconds": seconds, "calls": calls, "ended": ended}
+    return {"seconds": seconds, "cpu": cpu, "ended": ended, **medians(costs)}
 
 
-def _step(rank: Rank) -> None:
+def _step(rank: Rank) -> float:
+    """One step of training; seconds that it waited for a capture."""
     loss = rank.kept["model"](rank.kept["batch"]).square().mean()
     loss.backward()
+    began = time.perf_counter()
+    ckpt.fence()  # the optimizer's step does it by itself; here it is timed
+    waited = time.perf_counter() - began
     rank.kept["optimizer"].step()
     rank.kept["optimizer"].zero_grad()
+    return waited

@@ -48,13 +48,14 @@ class Ours:
     """``ckpt.save`` and ``ckpt.load``."""
 
     verify: Literal["full", "partial"] = "full"
+    exchange: bool | None = None
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
         report = ckpt.save(directory, job.state.tree, process_group=job.group)
         return {"rank_bytes": report.rank_bytes}
 
     def load(self, job: Job, directory: str) -> dict[str, Any]:
-        report = ckpt.load(directory, job.state.tree, process_group=job.group, verify=self.verify)
+        report = ckpt.load(directory, job.state.tree, process_group=job.group, verify=self.verify, exchange=self.exchange)
         return {"needed": report.bytes_needed, "read": report.bytes_read, "unverified": report.bytes_unverified}
 
 
@@ -132,6 +133,7 @@ class Raw:
 CONTESTANTS: dict[str, Contestant] = {
     "ckpt": Ours(),
     "ckpt partial": Ours(verify="partial"),
+    "ckpt alone": Ours(exchange=False),
     "dcp": Dcp(),
     "torch.save": TorchSave(),
     "raw": Raw(),

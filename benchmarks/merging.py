@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import ckpt
 from ckpt.formats.registry import open_catalog
@@ -114,7 +115,7 @@ def prepare(rank: Rank, *, ranks: int, target: int, size: int) -> int:
 def _prepare_rows(rank: Rank, target: int) -> None:
     mesh = DeviceMesh.from_group(rank.groups[target], "cpu")
     local: dict[str, torch.Tensor] = {}
-    rows = {name: dtensor(local, name, shape, seed, mesh, 0) for seed, (name, shape) in enumerate(rank.kept["shapes"].items())}
+    rows = {name: dtensor(local, name, shape, seed, mesh, [Shard(0)]) for seed, (name, shape) in enumerate(rank.kept["shapes"].items())}
     rank.kept.update(rows=rows, local=local, digests=digests_of(local), target=rank.groups[target])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, footprint, merging, planning_large
+from . import async_saves, background, coding, footprint, merging, object_store, planning_large, stepping
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -17,5 +17,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "codecs": coding.run,
     "memory": footprint.run,
     "plan-large": planning_large.run,
+    "step": stepping.run,
+    "s3": object_store.run,
 }
 """Each gives findings for one place."""

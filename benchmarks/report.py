@@ -13,6 +13,10 @@ BALANCE = 1.05
 """Most that one rank may write of a replicated state, in mean shares."""
 INDEX_BYTES_PER_TENSOR = 250
 """An index of 4,000 tensors must stay under a megabyte."""
+READ = 1.02
+"""Most that all ranks may read of a checkpoint in another layout, in bytes per byte that they need."""
+WORTH = 100_000_000
+"""Bytes of a state whose chunks are large enough for ranks on a file system to share them."""
 DISTURBED = 0.15
 """With more than this part of the machine's CPU time spent by others, wall times say little, and CPU times are too high."""
 
@@ -73,6 +77,8 @@ def checks_of(rows: Sequence[Row], planning: Row | None) -> list[Check]:
             found.append(Check(name=name, ok=row["cpu_over_dcp"] < 1, detail=detail))
         if row["scenario"] == "replicated" and row["operation"] == "save":
             found.append(_balance(row, where))
+        if row["scenario"] == "reshard" and row["state_bytes"] >= WORTH:
+            found.append(_read(row, where))
     return found if planning is None else [*found, _index(planning)]
 
 
@@ -84,6 +90,11 @@ def _balance(row: Row, where: str) -> Check:
     written = [said["rank_bytes"] for said in row["said"]]
     ratio = max(written) / mean(written)
     return Check(name=f"bytes per rank max/mean <= {BALANCE}: {where}", ok=ratio <= BALANCE, detail=f"{ratio:.4f}")
+
+
+def _read(row: Row, where: str) -> Check:
+    ratio = sum(said["read"] for said in row["said"]) / sum(said["needed"] for said in row["said"])
+    return Check(name=f"bytes read / needed <= {READ}: {where}", ok=ratio <= READ, detail=f"{ratio:.4f}")
 
 
 def _index(planning: Row) -> Check:

@@ -33,8 +33,10 @@ SCENARIOS = (
     "codecs",
     "memory",
     "plan-large",
+    "step",
+    "s3",
 )
-ONCE = ("codecs", "plan-large")
+ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""
 MB = 1_000_000
 

@@ -86,10 +86,10 @@ def reshard(source: Recipe, target: Recipe, pool: Pool, place: Place, repeat: in
     for contestant in ("ckpt", "dcp", "raw"):
         directories[contestant] = place.fresh(contestant)
         pool.run(tasks.run, on=source.ranks, operation="save", contestant=contestant, directory=directories[contestant])
-    directories["ckpt partial"] = directories["ckpt"]
+    directories["ckpt partial"] = directories["ckpt alone"] = directories["ckpt"]
     pool.run(tasks.forget, on=source.ranks)
     held = sum(nbytes for nbytes, _ in pool.run(tasks.prepare, on=target.ranks, recipe=target))
-    label = f"{source.ranks}→{target.ranks}, dim {source.dim}→{target.dim}"
+    label = f"{source.ranks}→{target.ranks}, {source.label} → {target.label}"
     found = {
         contestant: Measurement(
             scenario="reshard",
@@ -154,11 +154,14 @@ def small(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Meas
 
 
 def resharded(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Measurement]:
-    """The sharded state into shards of the other dimension, and onto one rank more."""
+    """The sharded state into shards of the other dimension, onto one rank more, onto one, and from FSDP over tensor parallelism to FSDP."""
     n, size = settings.ranks, settings.size * settings.ranks
-    source = Recipe(kind="sharded", ranks=n, size=size)
-    columns, more = Recipe(kind="sharded", ranks=n, size=size, dim=1), Recipe(kind="sharded", ranks=n + 1, size=size)
-    return [m for target in (columns, more) for m in reshard(source, target, pool, place, settings.repeat, tell)]
+
+    def rows(ranks: int, dim: int = 0, tensor_parallel: int = 1) -> Recipe:
+        return Recipe(kind="sharded", ranks=ranks, size=size, dim=dim, tensor_parallel=tensor_parallel)
+
+    pairs = [(rows(n), rows(n, dim=1)), (rows(n), rows(n + 1)), (rows(2 * n), rows(1)), (rows(2 * n, tensor_parallel=2), rows(2 * n))]
+    return [m for source, target in pairs for m in reshard(source, target, pool, place, settings.repeat, tell)]
 
 
 MOVING: dict[str, Callable[[Settings, Pool, Place, Tell], list[Measurement]]] = {

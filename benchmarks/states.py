@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -10,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpt.adapters.memory import as_bytes
@@ -29,14 +30,21 @@ class Recipe:
     """What to build on ``ranks`` ranks.
 
     ``sharded``: a model and its Adam state as DTensors over all ranks, along dimension ``dim`` where there is one; ``size`` is bytes of all
-    ranks together. ``replicated``: the same as plain tensors, equal on all ranks; ``size`` is bytes of one rank. ``small``: ``size`` is
-    the number of tensors of 64 bytes.
+    ranks together. With ``tensor_parallel``, so many neighbours cut the last dimension, and the groups of them dimension 0.
+    ``replicated``: the same as plain tensors, equal on all ranks; ``size`` is bytes of one rank. ``small``: ``size`` is the number of
+    tensors of 64 bytes.
     """
 
     kind: Kind
     ranks: int
     size: int
     dim: int = 0
+    tensor_parallel: int = 1
+
+    @property
+    def label(self) -> str:
+        """The layout, in short."""
+        return f"dim {self.dim}" if self.tensor_parallel == 1 else f"FSDP × TP {self.tensor_parallel}"
 
 
 @dataclass(eq=False)
@@ -97,7 +105,7 @@ def _small(count: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def _adam(recipe: Recipe, group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A model and its Adam state; ``step`` is a plain scalar per parameter, as torch.optim keeps it."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = _mesh(recipe, group)
     local: dict[str, torch.Tensor] = {}
     seed = 0
 
@@ -107,7 +115,9 @@ def _adam(recipe: Recipe, group: dist.ProcessGroup) -> tuple[dict[str, Any], dic
         if recipe.kind == "replicated":
             local[name] = pattern(shape, seed)
             return local[name]
-        return dtensor(local, name, shape, seed, mesh, min(recipe.dim, len(shape) - 1))
+        last = len(shape) - 1
+        dims = (min(recipe.dim, last),) if recipe.tensor_parallel == 1 else (0, last)
+        return dtensor(local, name, shape, seed, mesh, [Replicate() if i and not last else Shard(dim) for i, dim in enumerate(dims)])
 
     model, state = {}, {}
     for name, shape in shapes(recipe.size).items():
@@ -131,8 +141,16 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     return found | {"norm.weight": (hidden,), "output.weight": (4 * hidden, hidden)}
 
 
-def dtensor(local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, dim: int) -> DTensor:
-    placements = [Shard(dim)]
+def _mesh(recipe: Recipe, group: dist.ProcessGroup) -> DeviceMesh:
+    """Groups are made by all ranks of the job, so only a recipe for all of them can have tensor parallelism."""
+    if recipe.tensor_parallel == 1:
+        return DeviceMesh.from_group(group, "cpu")
+    return init_device_mesh("cpu", (recipe.ranks // recipe.tensor_parallel, recipe.tensor_parallel), mesh_dim_names=("dp", "tp"))
+
+
+def dtensor(
+    local: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], seed: int, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     local[name] = pattern(shape, seed, tuple(offset), tuple(size))
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -173,8 +173,9 @@ def load(
         cast: whether tensors of another dtype are converted, as ``Tensor.copy_`` does. Complex numbers do not become real ones.
         verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the chunks that
             are needed whole; ``"off"`` checks nothing.
-        exchange: ranks that hold the same tensors read each of them once and send it to each other. By default only where storage is not a
-            file system: reading from a local one costs less than sending.
+        exchange: ranks that want the same chunks, or parts of them, read each once and hand over to each other what they want. By default
+            everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
+            machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
         layout, timeout, threads, process_group: as for :func:`save`.
 
     Raises:
@@ -203,7 +204,7 @@ def load(
             strict=strict,
             cast=cast,
             verify=verify,
-            exchange=exchange if exchange is not None else not is_file_system(url),
+            exchange="none" if exchange is False else "parts" if exchange is None and is_file_system(url) else "all",
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
         )

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from . import settings
 from .api import load
 from .engine.background import SaveHandle, settle, start_save
 from .engine.save import SaveOptions
 from .errors import CkptError, CorruptError, NotFoundError, RankFailedError, UsageError
-from .formats.native.writer import remove_checkpoint
-from .group import Store, current_group
-from .io_backends.registry import join_url, open_backend
-from .notices import Notices
+from .group import current_group
+from .io_backends.registry import join_url
+from .notices import Due, Notices, own_store
 from .policies import All, EverySteps, KeepPolicy, Moment, SavePolicy, retention
 from .preemption import SIGNALS, Preemption
 from .rules import Layout
-from .runs import Step, infos, list_steps
+from .runs import Step, infos, list_steps, remove_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +44,7 @@ class Checkpointer:
         save: when :meth:`step` saves (docs/policies.md). With :class:`OnPreemption` among them, SIGTERM and SIGUSR1 on any rank are
             noticed, and the handlers that were there before run too.
         keep: what stays; the newest checkpoint and tagged ones always do.
+        signals: what counts as such a notice.
         capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
     """
 
@@ -86,7 +85,7 @@ class Checkpointer:
         }
         self.group = current_group(process_group)
         self.handle: SaveHandle | None = None
-        """The last save that was begun; None before the first."""
+        """The last save that was begun, until somebody was told how it ended."""
         self._began = time.monotonic()
         self._started_step: int | None = None
         self._last_step: int | None = None
@@ -96,11 +95,11 @@ class Checkpointer:
         self._local, self._led = save.local, save.led
         self._preemption = Preemption(signals)
         self._notices: Notices | None = None
-        if self._led is not None:
+        if save.heeds_notices:
             self._preemption.watch()
-            if self.group.size > 1:
-                self._notices = Notices(self.group, _own_store(self.group.store), self.timeout)
-                self._notices.start()
+        if self._led is not None and self.group.size > 1:
+            self._notices = Notices(self.group, own_store(self.group), self.timeout)
+            self._notices.start()
 
     # ---- going on
 
@@ -160,26 +159,31 @@ class Checkpointer:
 
     # ---- saving
 
-    def step(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
+    def step(
+        self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
+    ) -> bool:
         """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
 
-        ``metrics`` are kept with the checkpoint, for ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
+        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
+        ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
 
         Raises:
-            CkptError: an earlier save failed; what :func:`ckpt.save_async` raises.
+            CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
+                :func:`ckpt.save_async` raises.
         """
         if self._started_step is None:
             self._started_step = n - 1
-        reason = self._due(n)
-        if reason is None:
+        due = self._due(n)
+        if due is None:
             if self.handle is not None and self.handle.done():
-                self._take()
+                _raise(self._ended())
             return False
-        log.info("step %d is saved: %s", n, reason)
-        self.save(n, state, metrics=metrics)
-        if self._preemption.noticed.is_set() or (self._notices is not None and self._notices.asked.is_set()):
-            self._answered = True
+        log.info("step %d is saved: %s", n, due.reason)
+        failed = self._begin(n, state() if callable(state) else state, metrics)
+        if due.final:
             self.wait()
+            self._answered = True
+        _raise(failed)
         return True
 
     @property
@@ -187,26 +191,28 @@ class Checkpointer:
         """The job will be stopped, and its last save is durable: leave the loop and end the program."""
         return self._answered
 
-    def _due(self, n: int) -> str | None:
+    def _due(self, n: int) -> Due | None:
+        noticed = self._noticed() and not self._answered
         moment = Moment(
             step=n,
             started_step=self._started_step if self._started_step is not None else n - 1,
             last_saved_step=self._last_step,
             seconds=time.monotonic() - self._began,
             last_saved_at=self._last_at,
-            preempted=self._noticed() and not self._answered,
+            preempted=noticed,
         )
         reason = self._local.due(moment) if self._local is not None else None
         if self._led is None:
-            return reason
+            return Due(reason=reason) if reason is not None else None
         if self._notices is None:
-            return reason or self._led.due(moment)
+            reason = reason or self._led.due(moment)
+            return Due(reason=reason, final=noticed) if reason is not None else None
         if self.group.rank == self.group.leader and not self._notices.pending:
             led = self._led.due(moment)
             if led is not None:
-                self._notices.propose(n, led)
-        agreed = self._notices.due(n)
-        return reason or agreed
+                self._notices.propose(n, Due(reason=led, final=noticed))
+        # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
+        return self._notices.due(n) or (Due(reason=reason) if reason is not None else None)
 
     def _noticed(self) -> bool:
         mine = self._preemption.noticed.is_set()
@@ -220,15 +226,28 @@ class Checkpointer:
         """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
 
         Raises:
-            CkptError: an earlier save failed; what :func:`ckpt.save_async` raises.
+            CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
+                :func:`ckpt.save_async` raises.
         """
-        self._take()
+        _raise(self._begin(n, state, metrics))
+        assert self.handle is not None
+        return self.handle
+
+    def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> BaseException | None:
+        """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
+        saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
+        failed = self._ended()
         settle(self.group)
         options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, **self._options)
-        self.handle = start_save(self.url(n), state, self.group, options, self.capture, self._retain)
+        url = self.url(n)
         self._before = self._last_step, self._last_at
         self._last_step, self._last_at = n, time.monotonic() - self._began
-        return self.handle
+        try:
+            self.handle = start_save(url, state, self.group, options, self.capture, self._retain)
+        except BaseException:
+            self._still_due()
+            raise
+        return failed
 
     def url(self, n: int) -> str:
         """Where step ``n`` is saved."""
@@ -242,19 +261,24 @@ class Checkpointer:
         Raises:
             CkptError: it failed.
         """
-        if self.handle is not None:
-            self.handle.wait()
-            self._take()
+        _raise(self._ended())
 
-    def _take(self) -> None:
-        """Raise what the last save raised, once."""
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            try:
-                handle.result()
-            except BaseException:
-                self._last_step, self._last_at = self._before  # so what was due is still due
-                raise
+    def _ended(self) -> BaseException | None:
+        """Wait for the last save; gives what it failed with, once."""
+        if self.handle is None:
+            return None
+        handle, self.handle = self.handle, None
+        handle.wait()
+        error = handle.durable.exception()
+        if error is not None:
+            self._still_due()
+        return error
+
+    def _still_due(self) -> None:
+        """The last save failed. Several ranks do not come here at the same step, so each must still count that step as dealt with."""
+        step, self._last_at = self._before
+        if self.group.size == 1:
+            self._last_step = step
 
     # ---- what is there
 
@@ -280,15 +304,13 @@ class Checkpointer:
         if self.keep == All():
             return
         try:
-            for step in retention(self.keep, infos(self.steps()), datetime.now(timezone.utc)).removed:
-                remove_checkpoint(open_backend(self.url_of(step)))
+            steps = self.steps()
+            by_number = {s.number: s for s in steps}
+            for step in retention(self.keep, infos(steps), datetime.now(timezone.utc)).removed:
+                remove_step(self.root, by_number[step])
                 log.info("step %d is removed", step)
         except CkptError as err:
             log.warning("old checkpoints stay behind in %s: %s", self.root, err)
-
-    def url_of(self, step: int) -> str:
-        """The URL of a step that is there, whatever its directory is called."""
-        return next((s.url for s in self.steps() if s.number == step), self.url(step))
 
     # ---- the end
 
@@ -314,19 +336,12 @@ class Checkpointer:
         try:
             if self.handle is not None and not self.handle.wait(self.timeout):
                 log.error("the save of %s is still going on", self.handle.url)
-            with suppress(CkptError):  # it is logged; what training raised matters more
-                self._take()
+            else:
+                self._ended()  # what it failed with is logged; what training raised matters more
         finally:
             self._stop()
 
 
-_made = 0
-
-
-def _own_store(store: Store | None) -> Store:
-    """A part of the job's store for one Checkpointer: ranks make them in the same order."""
-    global _made
-    import torch.distributed as dist
-
-    _made += 1
-    return cast(Store, dist.distributed_c10d.PrefixStore(f"notices/{_made}", cast(Any, store)))
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import xxhash
 
 from . import errors
-from .errors import CkptError, ConsistencyError, DeadlineError, GroupError, RankFailedError, UsageError
+from .errors import CkptError, ConsistencyError, CorruptError, DeadlineError, GroupError, RankFailedError, UsageError
 from .plan.tables import ranks_text
 from .workers import Pending
 
@@ -74,8 +74,6 @@ class Group:
         """Begin a collective call; every rank makes the same calls in the same order. ``overlaps``: an earlier one may go on in the
         background, on any rank."""
         self.calls += 1
-        if self.store is not None:
-            self._forget()
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
 
     def settled(self, number: str) -> None:
@@ -83,12 +81,12 @@ class Group:
         going on in the background when the next one begins, and fails."""
         self._past = max(self._past, int(number))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Delete what this rank wrote in calls that all ranks have left."""
         assert self.store is not None
         with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
             for number in [n for n in list(self._written) if n < self._past]:
-                for key in self._written.pop(number):
+                for key in self._written.pop(number, ()):  # a save in the background forgets, too
                     self.store.delete_key(key)
 
     def remember(self, key: str) -> None:
@@ -159,6 +157,7 @@ class Call:
     """Number of the phase. Keys have it, not the name: ranks that make different calls must meet to find out."""
     _beats: int = 0
     _beaten: float = 0.0
+    _looked: float = 0.0
     _blobs: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -174,6 +173,8 @@ class Call:
         """
         self._phase = phase
         self._turn += 1
+        if self._turn == 1 and self.group.store is not None:
+            self.group.forget()  # here, not when the call began: a save in the background has a thread of its own for it
         try:
             row = work()
         except BaseException as err:
@@ -192,6 +193,25 @@ class Call:
         self._beaten = now
         self._beats += 1
         self._set(f"beat/{self.group.rank}", str(self._beats).encode())
+
+    def look(self) -> None:
+        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.
+
+        Raises:
+            CorruptError: another rank found damage.
+            RankFailedError: another rank raised anything else.
+        """
+        self.beat()
+        now = time.monotonic()
+        if self.group.store is None or now - self._looked < max(0.5, self.group.size / 1024):
+            return
+        self._looked = now
+        if not self._has(f"{self._turn}/all"):  # this rank's row is not there yet, so not all are: some rank has failed
+            return
+        for rank in self.group.ranks:
+            row = self._read(f"{self._turn}/row/{rank}") if self._has(f"{self._turn}/row/{rank}") else {}
+            if "error" in row:
+                raise failed_on(rank, row["error"])
 
     def alive_while(self, work: Callable[[], R], seconds: float) -> R:
         """Run something that cannot give signs of life itself (a flush to disk), and give them for it, for at most ``seconds``."""
@@ -400,6 +420,13 @@ def _failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
     told = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
     hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
     return RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
+
+
+def failed_on(rank: int, told: Row) -> CkptError:
+    """What to raise for an error of another rank that this one waits for. Damage stays what it is, whoever finds it."""
+    if told["type"] == CorruptError.__name__:
+        return CorruptError(f"{told['message']} (found by rank {rank})", where=told["where"], hint=told["hint"])
+    return RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
 
 
 def _error_to_json(err: BaseException) -> Row:

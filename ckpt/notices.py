@@ -3,19 +3,32 @@
 A thread on each rank looks into the job's store a few times a second, so a training step costs no message. The leader proposes a step;
 every rank answers with the first step after which it can save, and waits from the proposed step on; the leader then fixes the first step
 that no rank has passed. Invariant: no rank saves after a proposed step before it is fixed, so all save after the same one.
+A rank that has ended its loop answers that it never can, and then nothing more is fixed.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from .errors import DeadlineError
 from .group import Group, Store
 
 PAUSE = 0.1
 """Seconds between two looks into the store."""
+NEVER = 1 << 62
+"""A step that no job comes to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """Why a save is due; ``final``: because the job will be stopped."""
+
+    reason: str
+    final: bool = False
 
 
 @dataclass(eq=False)
@@ -30,7 +43,7 @@ class Notices:
     _seen: int = -1
     _number: int = 0
     _proposed: int | None = None
-    _reason: str = ""
+    _due: Due = Due(reason="")
     _fixed: int | None = None
     _said: bool = False
     _error: Exception | None = None
@@ -42,9 +55,18 @@ class Notices:
         self._thread.start()
 
     def stop(self) -> None:
+        """This rank's loop is over: no save after a later step waits for it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5)
+        with suppress(RuntimeError):  # the store is gone: nobody asks any more
+            self._answer(self._number, NEVER)
+
+    def _answer(self, number: int, step: int) -> None:
+        """Say after which step this rank can save, unless it has said so."""
+        key = f"{number}/first/{self.group.rank}"
+        if not self.store.check([key]):
+            self.store.set(key, str(step).encode())
 
     def ask(self) -> None:
         """Tell the leader that this rank has had a notice. Costs a message, once."""
@@ -56,14 +78,14 @@ class Notices:
     def pending(self) -> bool:
         return self._proposed is not None
 
-    def propose(self, step: int, reason: str) -> None:
+    def propose(self, step: int, due: Due) -> None:
         """Leader: the job is to save, after ``step`` or soon after it."""
         with self._lock:
-            self._proposed, self._reason = step, reason
-        self.store.set(f"{self._number}/proposed", json.dumps([step, reason]).encode())
+            self._proposed, self._due = step, due
+        self.store.set(f"{self._number}/proposed", json.dumps([step, due.reason, due.final]).encode())
 
-    def due(self, step: int) -> str | None:
-        """After ``step``: why all ranks save now, or None. Waits if a step is proposed and not fixed yet.
+    def due(self, step: int) -> Due | None:
+        """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet.
 
         Raises:
             DeadlineError: a rank has not answered within the timeout.
@@ -78,10 +100,9 @@ class Notices:
                 raise self._error
             if self._fixed is None or step < self._fixed:
                 return None
-            reason = self._reason
             self._proposed = self._fixed = None
             self._number += 1
-            return reason
+            return self._due
 
     # ---- the thread
 
@@ -109,17 +130,34 @@ class Notices:
                 self._fixed = int(self.store.get(f"{prefix}/fixed"))
                 self._lock.notify_all()
         elif not self.store.check([f"{prefix}/first/{self.group.rank}"]) and self.store.check([f"{prefix}/proposed"]):
-            step, reason = json.loads(self.store.get(f"{prefix}/proposed"))
+            step, reason, final = json.loads(self.store.get(f"{prefix}/proposed"))
             with self._lock:
-                self._proposed, self._reason = step, reason
+                self._proposed, self._due = step, Due(reason=reason, final=final)
                 # The leader waits at the step that it proposes; the others have passed the last one that they have seen.
                 first = step if self.group.rank == self.group.leader else self._seen + 1
-            self.store.set(f"{prefix}/first/{self.group.rank}", str(first).encode())
+            self._answer(number, first)
         if self.group.rank == self.group.leader and self._proposed is not None:
-            self._fix(prefix)
+            self._fix(number)
 
-    def _fix(self, prefix: str) -> None:
-        """Leader: once every rank has answered, fix the step."""
-        keys = [f"{prefix}/first/{rank}" for rank in self.group.ranks]
-        if self.store.check(keys) and not self.store.check([f"{prefix}/fixed"]):
-            self.store.set(f"{prefix}/fixed", str(max(int(self.store.get(key)) for key in keys)).encode())
+    def _fix(self, number: int) -> None:
+        """Leader: once every rank has answered, fix the step. What was said about the one before, all have read."""
+        keys = self._answers(number)
+        if self.store.check(keys) and not self.store.check([f"{number}/fixed"]):
+            self.store.set(f"{number}/fixed", str(max(int(self.store.get(key)) for key in keys)).encode())
+            for key in (f"{number - 1}/proposed", *self._answers(number - 1), f"{number - 1}/fixed"):
+                self.store.delete_key(key)
+
+    def _answers(self, number: int) -> list[str]:
+        return [f"{number}/first/{rank}" for rank in self.group.ranks]
+
+
+_made = 0
+
+
+def own_store(group: Group) -> Store:
+    """A part of the job's store for the notices of one Checkpointer: ranks make them in the same order."""
+    global _made
+    import torch.distributed as dist
+
+    _made += 1
+    return cast(Store, dist.distributed_c10d.PrefixStore(f"notices/{_made}", cast(Any, group.store)))

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -19,12 +19,19 @@ import xxhash
 
 from . import settings
 from .addresses import listen, own_addresses
-from .errors import CkptError, CorruptError, DeadlineError, GroupError, UsageError
-from .exchange import Exchange, Pieces, Port
+from .errors import CkptError, DeadlineError, GroupError, UsageError
+from .exchange import Exchange, Port
 from .group import Group, Store
 from .plan.tables import ranks_text
+from .relay import Feed, Inlet, damaged
+from .streams import Incoming, Outgoing, Views
 
 log = logging.getLogger("ckpt")
+
+Pieces = Mapping[int, Sequence[memoryview]]
+"""Memory by the rank that gets it, or that it comes from."""
+Turn = Callable[[float], None]
+"""Moves what can be moved, after waiting at most so many seconds until something can."""
 
 
 class Peers:
@@ -58,28 +65,54 @@ class Peers:
         Raises:
             DeadlineError: a rank died, or nothing moved to or from it for ``timeout`` seconds.
             RankFailedError: the exchange failed on another rank.
-        CorruptError: bytes were damaged on the way.
+            CorruptError: bytes were damaged on the way.
             ConsistencyError: two ranks do not agree how much moves between them.
             GroupError: an earlier exchange failed.
             UsageError: a rank is not in the group, or this rank is in the middle of another exchange.
         """
+        sent = {rank: Views([*views, memoryview(_digest(views))]) for rank, views in outgoing.items()}
+        digests = {rank: memoryview(bytearray(DIGEST_BYTES)) for rank in incoming}
+        taken = {rank: Views([*views, digests[rank]]) for rank, views in incoming.items()}
+
+        def check() -> None:
+            for rank, views in incoming.items():
+                if _digest(views) != bytes(digests[rank]):
+                    raise damaged(rank)
+
+        self._run(sent, taken, alive, lambda turn: None, check)
+
+    def relay(
+        self, outgoing: Mapping[int, Feed], incoming: Mapping[int, Inlet], work: Callable[[Turn], None], *, alive: Callable[[], None]
+    ) -> None:
+        """The same for what becomes known while it flows: until all feeds are closed and sent, and all inlets have what they expect.
+
+        ``work`` puts into the feeds. It may do so itself, and call its argument often, which moves what can be moved and waits for that at
+        most so many seconds; or start threads that do. ``alive`` is called also when somebody wakes a feed.
+
+        Raises:
+            as :meth:`exchange`; and CorruptError if another rank found a damaged chunk.
+        """
+        self._run(outgoing, incoming, alive, work, lambda: None)
+
+    def _run(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        alive: Callable[[], None] | None,
+        work: Callable[[Turn], None],
+        check: Callable[[], None],
+    ) -> None:
         if not self._busy.acquire(blocking=False):
             raise UsageError("an exchange is going on already", hint="wait for it")
         try:
             self._check_usable([*outgoing, *incoming])
             self._number += 1
-            sent = {rank: [*views, memoryview(_digest(views))] for rank, views in outgoing.items()}
-            digests = {rank: memoryview(bytearray(DIGEST_BYTES)) for rank in incoming}
-            taken = {rank: [*views, digests[rank]] for rank, views in incoming.items()}
-            exchange = Exchange(self._port, self._number, sent, taken, alive or (lambda: None))
+            exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
             try:
+                exchange.start()
+                work(exchange.turn)
                 exchange.run()
-                for rank, views in incoming.items():
-                    if _digest(views) != bytes(digests[rank]):
-                        raise CorruptError(
-                            f"what rank {rank} sent to rank {self._port.rank} was damaged on the way",
-                            hint="try again; if it comes back, look at the network and the memory of these machines",
-                        )
+                check()
             except BaseException as err:
                 self._break(err)  # before connections close: the others look here why they did
                 raise
@@ -110,8 +143,10 @@ class Peers:
     def _break(self, err: BaseException) -> None:
         self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
         if self._store is not None:
+            where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
+            told = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
             try:
-                self._leave(f"failed/{self._port.rank}", self._broken)
+                self._leave(f"failed/{self._port.rank}", self._port.told or told)
             except DeadlineError as lost:
                 log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 

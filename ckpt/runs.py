@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import has_debris
+from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 
@@ -69,6 +70,19 @@ def list_steps(root_url: str) -> list[Step]:
         found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
         steps = [step for step in found if step is not None]
     return sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+
+
+def remove_step(root_url: str, step: Step) -> None:
+    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it.
+
+    Stopped anywhere, it leaves a whole checkpoint or debris.
+
+    Raises:
+        StorageError: the storage refuses.
+    """
+    remove_checkpoint(open_backend(step.url))
+    if step.url != root_url:  # there is nothing to delete any more, but the root's backend removes directories below it that are empty
+        open_backend(root_url).delete(f"{step.url.rstrip('/').rpartition('/')[2]}/{COMMIT_PATH}")
 
 
 def infos(steps: Sequence[Step]) -> list[StepInfo]:

@@ -7,6 +7,9 @@
 ``CKPT_DIRECT``        auto     ``on``, ``off``: files are written past the page cache where the file
                                 system can, or never; ``auto``: large files, where trying shows that it pays
 ``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
+``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
+                       require  refused; ``emulate``: we look and then write, which protects nothing from
+                                another job that saves to the same place at once
 =====================  =======  ==============================================================================
 """
 
@@ -50,6 +53,13 @@ def spans() -> bool:
     if text not in ("on", "off"):
         raise UsageError(f"spans are on or off, not {text!r}", where="CKPT_SPANS")
     return text == "on"
+
+
+def conditional_put() -> Literal["require", "emulate"]:
+    text = os.environ.get("CKPT_CONDITIONAL_PUT", "require")
+    if text not in ("require", "emulate"):
+        raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
+    return "emulate" if text == "emulate" else "require"
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 HELLO = struct.Struct("!4s16sIIQ")
-"""Magic, the receiver's secret, number of the exchange, the sender's rank, and how many bytes it has."""
+"""Magic, the receiver's secret, number of the exchange, the sender's rank, and how much it has."""
 MAGIC = b"ckp1"
 READY, ARRIVED, REFUSED = b"r", b"a", b"x"
 
@@ -27,12 +28,43 @@ class Refused(Exception):
     """The other end does not expect what this one has."""
 
 
+class Outgoing(Protocol):
+    """What a stream carries to another rank: ``size`` of ``unit``, which that rank must expect."""
+
+    size: int
+    unit: str
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send now, but will be."""
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send what fits of what is there; whether all is sent."""
+
+
+class Incoming(Protocol):
+    """What a stream brings from another rank: ``size`` of ``unit``, which that rank must have."""
+
+    size: int
+    unit: str
+
+    def receive(self, sock: socket.socket) -> bool:
+        """Take what is there; whether all has come.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+
+
 class Views:
-    """Memory that is sent or filled in order, as one stream of bytes."""
+    """Memory that is sent or filled in order, as one stream of bytes. ``nbytes`` are left of ``size``."""
+
+    idle = False
+    unit = "bytes"
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._left = deque(v.cast("B") for v in views if v.nbytes)
-        self.nbytes = sum(len(v) for v in self._left)
+        self.size = self.nbytes = sum(len(v) for v in self._left)
 
     def send(self, sock: socket.socket) -> bool:
         """Send what fits; whether all is sent."""
@@ -91,7 +123,7 @@ class Sending:
     rank: int
     sock: socket.socket
     hello: bytes
-    views: Views
+    views: Outgoing
     greeted: bool = False
     ready: bool = False
     sent: bool = False
@@ -99,7 +131,7 @@ class Sending:
     @property
     def writes(self) -> bool:
         """Whether the next step waits for room in the stream, not for an answer."""
-        return not self.greeted or (self.ready and not self.sent)
+        return not self.greeted or (self.ready and not self.sent and not self.views.idle)
 
     def step(self) -> bool:
         """Go on as far as is possible without waiting; whether all has arrived.
@@ -117,7 +149,7 @@ class Sending:
             self.greeted = True
         elif not self.ready:
             self.ready = self._heard(READY)
-        elif not self.sent:
+        elif not self.sent and not self.views.idle:
             self.sent = self.views.send(self.sock)
         else:
             return self._heard(ARRIVED)
@@ -159,7 +191,7 @@ class Receiving:
 
     rank: int
     sock: socket.socket
-    views: Views
+    views: Incoming
 
     def step(self) -> bool:
         """Take what is there; whether all has arrived, which the other end is then told.

@@ -76,18 +76,18 @@ def child_path(path: str, key: Node) -> str:
 # ------------------------------------------------------------------------------------------------------------ encode
 
 
-def encode(value: object, path: str, leaf: Leaf) -> Node:
+def encode(value: object, path: str, leaf: Leaf, quick: Mapping[type, Leaf] | None = None) -> Node:
     """Turn a nested state into a node.
 
     Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list,
     tuple, set, frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
     ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets,
-    where only plain values may be.
+    where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before anything else is tried.
 
     Raises:
         StateError: a value is neither plain nor known to ``leaf``, contains itself, is nested too deep, or is a string that is not Unicode.
     """
-    return _Encoder(leaf).node(value, path)
+    return _Encoder(leaf, quick=quick).node(value, path)
 
 
 def _unknown(value: object, path: str) -> None:
@@ -101,16 +101,17 @@ def _encode_key(key: object, path: str) -> Node:
 
 
 class _Encoder:
-    def __init__(self, leaf: Leaf, around: set[int] | None = None) -> None:
+    def __init__(self, leaf: Leaf, around: set[int] | None = None, quick: Mapping[type, Leaf] | None = None) -> None:
         self.leaf = leaf
+        self.quick = {**_SCALARS, **quick} if quick else _SCALARS
         self.open: set[int] = set() if around is None else around  # ids of the containers around the value in hand
 
     def node(self, value: object, path: str) -> Node:
         if value is None or type(value) is bool:
             return value
-        scalar = _SCALARS.get(type(value))
-        if scalar is not None:
-            return scalar(value, path)
+        quick = self.quick.get(type(value))
+        if quick is not None:
+            return quick(value, path)
         if type(value) in _CONTAINERS:
             return self.container(value, path)
         found = _numpy_node(value)
@@ -139,10 +140,16 @@ class _Encoder:
             self.open.discard(id(value))
 
     def mapping(self, value: dict[object, object], path: str) -> Node:
-        pairs = []
+        pairs: list[tuple[Node, Node]] = []
+        start, quick = f"{path}." if path else "", self.quick
         for key, child in value.items():
-            key_node = _encode_key(key, path)
-            pairs.append((key_node, self.node(child, child_path(path, key_node))))
+            if type(key) is str and key.isascii():  # a mapping may have many thousand
+                key_node, at = key, start + key
+            else:
+                key_node = _encode_key(key, path)
+                at = child_path(path, key_node)
+            known = quick.get(type(child))
+            pairs.append((key_node, self.node(child, at) if known is None else known(child, at)))
         found = mapping_node(pairs)
         if "$map" in found:
             _refuse_twins([k for k, _ in pairs], path)
@@ -162,9 +169,10 @@ def _refuse_twins(nodes: Sequence[Node], path: str) -> None:
 
 
 def mapping_node(pairs: Sequence[tuple[Node, Node]]) -> Node:
-    if all(isinstance(k, str) and not k.startswith("$") for k, _ in pairs):
-        return dict(pairs)
-    return {"$map": [list(pair) for pair in pairs]}
+    for key, _ in pairs:
+        if not isinstance(key, str) or key[:1] == "$":
+            return {"$map": [list(pair) for pair in pairs]}
+    return dict(pairs)
 
 
 def _int_node(value: int, path: str) -> Node:
@@ -466,7 +474,7 @@ def leaves(node: Node, *, but: Set[str] = frozenset()) -> Iterator[tuple[str, No
 
 def _leaves(path: str, node: Node, but: Set[str]) -> Iterator[tuple[str, Node]]:
     children = pairs_of(node)
-    items = items_of(node)
+    items = items_of(node) if children is None else None
     if items is not None and refers(node):
         children = list(enumerate(items))
     if not children:

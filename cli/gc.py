@@ -2,84 +2,124 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.errors import NotFoundError, UsageError
 
+from . import units
 from .output import Output, options
 
 if TYPE_CHECKING:
+    from ckpt.debris import Debris
     from ckpt.policies import Verdicts
     from ckpt.runs import Step
 
+_WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload"}
 
-@click.command("gc", short_help="Remove the checkpoints of a run that no rule keeps.")
+
+@click.command("gc", short_help="Remove what a run does not need: old checkpoints, debris.")
 @click.argument("root")
 @click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep what RULE says, e.g. latest=3; several keep what any says.")
-@click.option("--debris", is_flag=True, help="Also what is left of saves that did not finish, below the newest checkpoint.")
+@click.option("--grace", default="1d", metavar="TIME", help="Debris that nobody touched for TIME goes, e.g. 36h. [default: 1d]")
 @click.option("--yes", is_flag=True, help="Remove. Without it, only tell what would be removed.")
 @click.option("--dry-run", is_flag=True, help="Only tell: the default.")
 @options
-def command(root: str, rules: tuple[str, ...], *, debris: bool, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    """Tell for each checkpoint below ROOT whether the rules keep it, and why; with --yes remove the others.
+def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    """Tell for each checkpoint below ROOT whether the rules keep it, and why, and what killed saves left; with --yes remove the others.
 
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. The newest checkpoint, the one that was written last and
-    tagged ones are always kept. Run it while no job saves to ROOT.
+    tagged ones are always kept, and without a rule all are.
+
+    Debris is what is not committed and was not touched for --grace: younger files may be of a save that goes on. --grace 0 says that none
+    does.
 
     \b
     Example:
       ckpt gc runs/a --keep latest=3 --keep every=1000
-      ckpt gc runs/a --keep latest=3 --debris --yes
+      ckpt gc s3://bucket/runs/a --keep latest=3 --grace 6h --yes
     """
-    from ckpt.formats.native.writer import remove_checkpoint
+    from ckpt.debris import find_debris, remove_debris
     from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps
+    from ckpt.runs import infos, list_steps, remove_step
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
+    patience = units.seconds(grace)
+    if patience is None:
+        raise UsageError(f"{grace!r} is no time", where="--grace", hint="90min, 36h, 1d12h, or 0")
     output = Output(json=as_json, quiet=quiet)
+    backend = open_backend(root)
+    debris = find_debris(backend, grace=patience, now=time.time())
     steps = list_steps(root)
-    if not steps:
+    if not steps and not debris:
         raise NotFoundError("no checkpoint here, and none in a directory below", where=root, hint="name the directory that holds the steps")
     verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), infos(steps), datetime.now(timezone.utc))
     by_number = {s.number: s for s in steps}
-    going = [by_number[n] for n in verdicts.removed] + (_debris(steps) if debris else [])
-    _tell(output, root, steps, verdicts, going, removed=yes)
+    going = [by_number[n] for n in verdicts.removed]
+    _tell(output, root, _step_rows(steps, verdicts, going, debris), debris, removed=yes)
     for step in going if yes else ():
-        remove_checkpoint(open_backend(step.url))
+        remove_step(root, step)
+    if yes:
+        remove_debris(backend, debris)
 
 
-def _debris(steps: list[Step]) -> list[Step]:
-    """What is left of saves that did not finish, older than the newest checkpoint: what is newer may be a save that goes on."""
-    newest = max((s.number for s in steps if s.committed and s.number is not None), default=-1)
-    return [s for s in steps if not s.committed and not s.damaged and s.number is not None and s.number < newest]
+Row = tuple["Step", str, tuple[str, ...]]
+"""A step, ``kept`` or ``removed``, and why."""
 
 
-def _tell(output: Output, root: str, steps: list[Step], verdicts: Verdicts, going: list[Step], *, removed: bool) -> None:
+def _step_rows(steps: list[Step], verdicts: Verdicts, going: list[Step], debris: list[Debris]) -> list[Row]:
     why = {v.step: v.reasons for v in verdicts}
     gone = {s.url for s in going}
-    rows = [
-        (step, "removed" if step.url in gone else "kept", _reasons(step, why, debris=step.url in gone and not step.committed))
+    return [
+        _unfinished_row(step, debris)
+        if not step.committed and not step.damaged
+        else (step, "removed" if step.url in gone else "kept", ("it has no step number",) if step.number is None else why[step.number])
         for step in steps
     ]
+
+
+def _unfinished_row(step: Step, debris: list[Debris]) -> Row:
+    name = step.url.rstrip("/").rpartition("/")[2]
+    saves = [d for d in debris if d.what == "save" and d.directory in ("", name)]
+    goes = bool(saves) and all(d.goes for d in saves)
+    return step, "removed" if goes else "kept", tuple(dict.fromkeys(d.reason for d in saves)) or ("not committed",)
+
+
+def _tell(output: Output, root: str, rows: list[Row], debris: list[Debris], *, removed: bool) -> None:
     if output.json:
         found = [{"url": s.url, "step": s.number, "outcome": outcome, "reasons": list(reasons)} for s, outcome, reasons in rows]
-        output.document({"root": root, "acted": removed, "steps": found})
-    elif output.quiet:
-        for step in going:
-            output.line(step.url)
-    else:
-        words = {"kept": click.style("keep", fg="green"), "removed": click.style("remove", fg="red")}
-        output.table(("CHECKPOINT", "WHAT", "WHY"), [(s.url, words[outcome], "; ".join(reasons)) for s, outcome, reasons in rows])
-        if going and not removed:
-            output.talk(f"{len(going)} would be removed; --yes removes them")
+        output.document({"root": root, "acted": removed, "steps": found, "debris": [_fields(root, d) for d in debris]})
+        return
+    committed = [row for row in rows if row[0].committed or row[0].damaged]
+    going = [step.url for step, outcome, _ in committed if outcome == "removed"] + [_url(root, d) for d in debris if d.goes]
+    if output.quiet:
+        for url in dict.fromkeys(going):
+            output.line(url)
+        return
+    words = {"kept": click.style("keep", fg="green"), "removed": click.style("remove", fg="red")}
+    lines = [(s.url, words[outcome], "; ".join(reasons)) for s, outcome, reasons in committed]
+    lines += [(_url(root, d), words["removed" if d.goes else "kept"], f"{_WHAT[d.what]}: {d.reason}") for d in debris]
+    output.table(("CHECKPOINT", "WHAT", "WHY"), lines)
+    if going and not removed:
+        output.talk(f"{len(going)} would be removed; --yes removes them")
 
 
-def _reasons(step: Step, why: dict[int, tuple[str, ...]], *, debris: bool) -> tuple[str, ...]:
-    if debris:
-        return ("debris of a save that did not finish",)
-    return ("it has no step number",) if step.number is None else why.get(step.number, ())
+def _url(root: str, debris: Debris) -> str:
+    return f"{root.rstrip('/')}/{debris.path}".rstrip("/")
+
+
+def _fields(root: str, debris: Debris) -> dict[str, Any]:
+    return {
+        "url": _url(root, debris),
+        "what": debris.what,
+        "id": debris.id,
+        "files": len(debris.entries),
+        "bytes": debris.bytes,
+        "outcome": "removed" if debris.goes else "kept",
+        "reasons": [debris.reason],
+    }

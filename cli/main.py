@@ -27,8 +27,9 @@ COMMANDS = {
     "verify": "Read a checkpoint whole and compare it with its digests.",
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
-    "gc": "Remove the checkpoints of a run that no rule keeps.",
     "import": "Point a checkpoint at the files of another, of any format.",
+    "cp": "Copy a checkpoint to another storage.",
+    "gc": "Remove what a run does not need: old checkpoints, debris.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
+
+_UNITS = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
 
 
 def size(count: float) -> str:
@@ -19,10 +22,16 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """``0.4 s``, ``12 s``, ``5 min``, ``3.5 h``, ``12 d``."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+    for unit, length in list(_UNITS.items())[:-1]:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 9.5 else f"{max(seconds, 0):.1f} s"
+
+
+def seconds(text: str) -> float | None:
+    """The seconds that ``90min``, ``36h``, ``1d12h`` or ``0`` stand for; None for anything else."""
+    found = re.fullmatch(r"0|(?=.)" + "".join(rf"(?:(\d{{1,9}}){unit})?" for unit in _UNITS), text.strip(), re.ASCII)
+    return None if found is None else float(sum(int(n or 0) * length for n, length in zip(found.groups(), _UNITS.values(), strict=True)))
 
 
 def age(created: str | None, now: datetime | None = None) -> str:

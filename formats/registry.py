@@ -51,9 +51,14 @@ def open_catalog(url: str) -> Catalog:
         FormatError: what is there is no checkpoint that we know; the message names what was found.
         CorruptError: it is one, and damaged.
     """
-    from .native.catalog import not_committed
+    from ckpt.io_backends.registry import open_backend
+
+    from .native.catalog import not_committed, open_native, read_record
     from .native.paths import has_debris
 
+    record = read_record(native := open_backend(url))
+    if record is not None:  # by far the most common case: no listing for it
+        return open_native(native, record)
     backend, names = _look(url)
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")

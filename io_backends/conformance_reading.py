@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -143,6 +144,16 @@ class ReadingRows:
         put(backend, "a", BYTES)
         put(backend, "empty", b"")
         assert (backend.size("a"), backend.size("empty")) == (1024, 0)
+
+    def test_modified(self, backend: Backend) -> None:
+        put(backend, "d/a", BYTES)
+        told = backend.modified("d/a")
+        if told is None:
+            pytest.skip("the storage keeps no times")
+        assert abs(told - time.time()) < 120
+        for path in ("no", "d", "d/no"):
+            with pytest.raises(NotFoundError):
+                backend.modified(path)
 
     def test_parallel_reads(self, backend: Backend) -> None:
         put(backend, "a", BYTES)

@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 
 from .checks import byte_views
-from .protocol import Backend, Entry, Writer
+from .protocol import Backend, Entry, Grain, Unfinished, Writer
 
 _T = TypeVar("_T")
 
@@ -169,6 +169,10 @@ class FaultyBackend(Backend):
     def url(self) -> str:
         return self._inner.url
 
+    @property
+    def grain(self) -> Grain:
+        return self._inner.grain
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self.process.operate(f"read {path}", lambda: self._inner.read(path, offset, length))
 
@@ -201,6 +205,15 @@ class FaultyBackend(Backend):
     def prepare(self) -> None:
         self.process.operate("prepare", self._inner.prepare)
 
+    def modified(self, path: str) -> float | None:
+        return self.process.operate(f"modified {path}", lambda: self._inner.modified(path))
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        return self.process.operate(f"unfinished {prefix}", lambda: self._inner.unfinished(prefix))
+
+    def forget(self, unfinished: Unfinished) -> None:
+        self.process.operate(f"forget {unfinished.path}", lambda: self._inner.forget(unfinished))
+
 
 class FaultyWriter(Writer):
     """A Writer of a FaultyBackend."""
@@ -213,6 +226,10 @@ class FaultyWriter(Writer):
         self._settled = False
         self._inner = backend.create(path, size)
         process.opened(self)
+
+    @property
+    def block(self) -> int:
+        return self._inner.block
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         self._process.operate(

@@ -108,6 +108,14 @@ class PosixBackend(Backend):
         with storage_errors(file, "get the time of", reading=True):
             return f"mtime {os.stat(file).st_mtime_ns}"
 
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``."""
+        file = self._file(path)
+        with storage_errors(file, "get the time", reading=True):
+            status = os.stat(file)
+            _regular_size(status, file)
+            return status.st_mtime
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See ``Backend.list``."""
         check_prefix(prefix)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from .checks import check_prefix
+
 _W = TypeVar("_W", bound="Writer")
 
 
@@ -27,6 +29,31 @@ class Entry:
 
     path: str
     size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grain:
+    """What a storage is used in best, where that is more than suits files. It changes how fast bytes go, never which."""
+
+    piece: int = 0
+    """Bytes of a long range that one call asks for, where they are put into place afterwards."""
+    stretch: int = 0
+    """The same where they are read straight into place; the storage cuts the call up and reads its parts at once."""
+    gap: int = 0
+    """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
+    calls: int = 0
+    """Reads or writes that one process has to have going on at once, however few cores it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What a Writer that was neither committed nor aborted keeps in the storage, though no listing shows it."""
+
+    path: str
+    started: float
+    """Seconds since 1970, by the storage's clock."""
+    token: str
+    """How the storage knows it."""
 
 
 class Writer(Protocol):
@@ -89,21 +116,16 @@ class Writer(Protocol):
         """
         ...
 
+    @property
+    def block(self) -> int:
+        """Bytes that one write has best, from an offset that is a multiple of it: such a write is not copied on its way."""
+        return 1 << 20
+
     def __enter__(self: _W) -> _W:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()  # does nothing after commit
-
-
-def stamp_of(backend: Backend, path: str) -> str | None:
-    """What tells versions of an object of one size apart: a time, an ETag. None if the backend has no method ``stamp(path) -> str`` for it.
-
-    Raises:
-        NotFoundError: ``path`` is absent or a directory.
-    """
-    stamp = getattr(backend, "stamp", None)
-    return None if stamp is None else str(stamp(path))
 
 
 class Backend(Protocol):
@@ -113,6 +135,11 @@ class Backend(Protocol):
     def url(self) -> str:
         """The root. ``open_backend(url)`` opens the same one, from any directory."""
         ...
+
+    @property
+    def grain(self) -> Grain:
+        """What the storage is used in best."""
+        return Grain()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
@@ -249,3 +276,33 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def modified(self, path: str) -> float | None:
+        """When the object was last written, in seconds since 1970 by the storage's clock; None if the storage keeps no such times.
+
+        Raises NotFoundError where it keeps them and ``path`` is absent or a directory.
+        """
+        return None
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """What Writers of dead processes left behind invisibly, for paths that start with ``prefix``. Most storages have none of it."""
+        check_prefix(prefix)
+        return iter(())
+
+    def forget(self, unfinished: Unfinished) -> None:
+        """Remove what ``unfinished`` gave. A Writer that is alive after all can then only fail; what is gone already is no error."""
+        return None  # noqa: RET501  a body, so that backends without uploads need none
+
+
+def stamp_of(backend: Backend, path: str) -> str | None:
+    """What tells versions of an object of one size apart: what the backend's method ``stamp(path) -> str`` gives if it has one, else when
+    the object was last written; None if the storage says neither.
+
+    Raises:
+        NotFoundError: ``path`` is absent or a directory.
+    """
+    stamp = getattr(backend, "stamp", None)
+    if stamp is not None:
+        return str(stamp(path))
+    moment = backend.modified(path)
+    return None if moment is None else f"modified {moment}"

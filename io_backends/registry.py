@@ -1,7 +1,7 @@
 """From a URL to the backend that serves it.
 
 Backends outside this package are found by the entry-point group ``ckpt.io_backends``: the name of an entry point is a URL scheme, its
-object is called with the URL and gives a Backend.
+object is called with the URL and gives a Backend. Schemes that neither has are served through fsspec, if it knows them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from .posix import PosixBackend
 from .protocol import Backend
 
 _GROUP = "ckpt.io_backends"
-_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
-_EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}"
+
+
+def _s3(url: str) -> Backend:
+    from .s3 import S3Backend  # late: botocore takes a while to import
+
+    return S3Backend(url)
+
+
+_LOCAL: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
+_BUILT_IN = {**_LOCAL, "s3": _s3}
+_EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
 
 
 def is_file_system(url: str) -> bool:
     """Whether a URL is a path of a file system, or of this process's memory: what is read there need not be sent."""
-    return _scheme(url) in _BUILT_IN
+    return _scheme(url) in _LOCAL
 
 
 def open_backend(url: str) -> Backend:
@@ -94,6 +103,10 @@ def _factory(scheme: str) -> Callable[[str], Backend]:
 
     points = {point.name: point for point in entry_points(group=_GROUP)}
     if scheme not in points:
+        from .fsspec import FsspecBackend, known_to_fsspec  # late: fsspec is slow to import
+
+        if known_to_fsspec(scheme):
+            return FsspecBackend
         known = ", ".join(sorted({*_BUILT_IN, *points} - {""}))
         raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=_EXTRAS)
     try:

@@ -1,4 +1,4 @@
-"""Settings that hold for every test. Nothing here knows about a single part of the project."""
+"""Settings that hold for every test, and the servers that many of them share. Nothing else here knows about a part of the project."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 
 import hypothesis
 import pytest
+
+from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, s3_url
+
+# The suite that the package ships fails as readably as the tests beside it.
+pytest.register_assert_rewrite("ckpt.io_backends.conformance_reading", "ckpt.io_backends.conformance_writing")
+
+__all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "s3_url"]
 
 # No time limit per example: the machines that run this are shared.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)

@@ -3,6 +3,7 @@ training script that saves in the background."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -12,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import ckpt
+from tests.distributed.ranks import Ranks
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 
@@ -184,6 +187,84 @@ def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path: Path,
         (8, True, ranks),
         (12, True, 1),
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------- one for each task
+
+EXAMPLES = DEMO.parent
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(name: str, function: str, *args: Any) -> Any:
+    """On a rank: the process group is there already."""
+    return getattr(example(name), function)(*args)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    return Ranks(4)
+
+
+def test_every_example_has_a_docstring_and_a_paragraph() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert doc is not None and f"examples/{path.name}" in doc, path.name
+        assert f"## {path.name}" in readme or f", {path.name}" in readme, path.name
+
+
+def test_a_plain_loop_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = example("plain_loop")
+    plain.train(str(tmp_path / "whole"), 24, 8)
+    plain.train(str(tmp_path / "parts"), 19, 8)
+    assert "going on" not in capsys.readouterr().out
+    plain.train(str(tmp_path / "parts"), 24, 8)
+    assert "going on after step 16\n" in capsys.readouterr().out
+    whole, parts = (tensors_of(tmp_path / run / "step-00000024") for run in ("whole", "parts"))
+    assert whole == parts and "rng" in whole
+
+
+def test_weights_are_served_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    example("plain_loop").train(str(tmp_path / "run"), 4, 2)
+    serve = example("serve")
+    url = serve.newest(str(tmp_path / "run"))
+    model = serve.weights(url)
+    view = ckpt.open(url)
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, view[f"model.{name}"].read().bfloat16())
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(tmp_path / "run")])
+    serve.main()
+    assert "step-00000004 has 17 tensors" in capsys.readouterr().out
+
+
+def test_fsdp2_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.run(2, call, "fsdp2", "train", str(tmp_path / "whole"), 20, 10)[0]
+    ranks.run(2, call, "fsdp2", "train", str(tmp_path / "parts"), 15, 10)
+    assert ranks.run(3, call, "fsdp2", "train", str(tmp_path / "parts"), 20, 10)[0] == pytest.approx(whole, rel=1e-3)
+    assert [(s.number, s.world_size) for s in ckpt.list_steps(str(tmp_path / "parts"))] == [(10, 2), (20, 3)]
+
+
+@pytest.mark.parametrize("name", ["tp_fsdp2", "megatron_style"])
+def test_tensor_parallel_runs_go_on_on_another_mesh(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    whole = ranks.run(1, call, name, "train", str(tmp_path / "whole"), 12, 6, 1)[0]
+    first = ranks.run(4, call, name, "train", str(tmp_path / "parts"), 8, 6, 2)[0]
+    then = ranks.run(2, call, name, "train", str(tmp_path / "parts"), 12, 6, 1)[0]
+    assert len(first) == 8 and first == pytest.approx(whole[:8], rel=1e-3)
+    assert len(then) == 6 and then == pytest.approx(whole[6:], rel=1e-3)
+    assert whole[-1] < 0.8 * whole[0]
+
+
+def test_another_world_size_has_the_same_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(4, call, "another_world_size", "save", str(tmp_path / "c"))
+    loaded = ranks.run(3, call, "another_world_size", "load", str(tmp_path / "c"))
+    assert len(saved[0]) == 16 and all(found == saved[0] for found in [*saved, *loaded])
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole

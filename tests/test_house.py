@@ -21,7 +21,7 @@ PURE = tuple(
     f"ckpt.{name}"
     for name in (
         *("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan"),
-        *("settings", "spans", "policies"),
+        *("settings", "spans", "policies", "workers"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""
@@ -43,7 +43,10 @@ ABOVE = {"ckpt.cli": ("ckpt.cli",), "ckpt.converters": ("ckpt.converters", "ckpt
 TORCH_WHEN_ASKED = ("ckpt.tree",)
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one."""
 
-WITHOUT_TORCH = (*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure")
+WITHOUT_TORCH = (
+    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
+    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris"),
+)
 
 
 @dataclass(frozen=True)

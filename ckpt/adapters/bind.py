@@ -21,14 +21,13 @@ from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
 from .binding import Binder, Binding, Setter, inline_only
-from .collect import check_root
-from .meshes import meshes_in
-from .modules import copies_of, modules_in, tensors_of
+from .modules import copies_of, tensors_of
 from .optimizers import names_in
 from .per_rank import Compound, PerRank
 from .place import Placer, own_name
 from .placements import Placements
 from .refill import is_stateful, refill
+from .survey import survey
 
 
 def bind(
@@ -47,12 +46,13 @@ def bind(
     Raises:
         UsageError, StateError, LayoutError: as for a save.
     """
-    check_root(state)
+    seen = survey(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, meshes_in(state), placements=placements or Placements())
-        walk = _Walk(catalog, placer, selection, names_in(modules_in(state)), cast=cast)
+        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        walk = _Walk(catalog, placer, selection, names_in(seen.modules), cast=cast)
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
+        placer.remember()
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
     return walk.found
 
@@ -92,11 +92,11 @@ class _Walk(Binder):
 
     def mapping(self, target: dict[Any, Any], node: Node, path: str) -> None:
         """Bind each key of a dict. One that holds plain values only also takes the keys that just the checkpoint has."""
-        start = f"{path}." if path else ""
+        start, tensor = f"{path}." if path else "", self.tensor
         for key, value in list(target.items()):
             at = start + key if type(key) is str and key.isascii() else join(path, key)
             if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
-                self.tensor(at, value)
+                tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
         if not path or _has_live(target):

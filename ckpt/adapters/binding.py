@@ -107,7 +107,9 @@ class Binder:
                 return
             if entry.dtype != info.dtype:
                 self.found.cast.append(name)
-        _check_writable(name, local)
+        for _, memory in local.parts:
+            if not memory.is_contiguous():
+                _check_writable(name, memory)
         first, other = self._filled.setdefault(id(local), (name, entry))
         if other is entry:
             self.found.targets[name] = (local, entry)
@@ -214,12 +216,10 @@ _OWN_WALKS = frozenset(_OF_KIND)
 """Kinds of node that only the same kind of object in the state can take."""
 
 
-def _check_writable(name: str, local: LocalTensor) -> None:
-    for held in local.parts:
-        memory = held.memory
-        if not memory.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
-            text = "its elements share memory (it was expanded), so it cannot be loaded into"
-            raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
+def _check_writable(name: str, memory: torch.Tensor) -> None:
+    if any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
+        text = "its elements share memory (it was expanded), so it cannot be loaded into"
+        raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 
 
 def real_device(tensor: torch.Tensor) -> str | torch.device:

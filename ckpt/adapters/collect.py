@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ckpt.errors import CoverageError, StateError, UsageError
+from ckpt.errors import CoverageError, StateError
 from ckpt.rules import Layout
-from ckpt.tree import MAX_DEPTH, Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
+from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
 from .dtensor import DTensor
-from .meshes import meshes_in
-from .modules import ModuleTensors, modules_in, tensors_of
+from .modules import ModuleTensors, tensors_of
 from .optimizers import check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import Compound, PerRank
 from .place import Placer
 from .placements import Placements
 from .refill import is_stateful
+from .survey import survey
 from .tensors import LocalTensor
 
 
@@ -42,26 +42,38 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         LayoutError: a tensor's place is not clear.
         CoverageError: the rank lacks a part of what it should have.
     """
-    check_root(state)
+    seen = survey(state)
     with torch.no_grad():
-        found = Collected(Placer(rank, ranks, layout, meshes_in(state), placements=placements or Placements()))
-        parts: dict[int, ModuleTensors] = {}
-        walk = _Walk(found, names_in(modules_in(state), parts), parts)
-        found.state, _ = _rehomed(encode(state, "", walk.leaf), "", walk.renumbered)
-    for tensor in found.placer.tensors.values():
+        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        found, parts = Collected(placer), dict[int, ModuleTensors]()
+        walk = _Walk(found, names_in(seen.modules, parts), parts)
+        found.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(_TENSORS, walk.tensor)), "", walk.renumbered)
+    _check_memory(placer.tensors.values())
+    for tensor in placer.unproven():
         _check_complete(tensor, rank)
+    placer.remember()
     if _may_repeat(found.state):
         _check_paths(found.state)
     return found
 
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+
+
 def _may_repeat(node: Node) -> bool:
-    """Whether two values can have one path: only where a key is more than a plain word."""
-    if isinstance(node, list):
-        return any(map(_may_repeat, node))
-    if not isinstance(node, dict) or "$tensor" in node:
-        return False
-    return any("." in key or key[:1] == "$" or not key for key in node) or any(map(_may_repeat, node.values()))
+    """Whether two values can have one path: only where a key begins as another one of the same mapping, up to a dot, or is no word."""
+    if not isinstance(node, dict):
+        return isinstance(node, list) and any(map(_may_repeat, node))
+    for key in node:
+        if not key or key == "$map":
+            return True
+        at = key.find(".")
+        while at >= 0:
+            if key[:at] in node:
+                return True
+            at = key.find(".", at + 1)
+    below = [n for n in node.values() if type(n) is list or (type(n) is dict and "$tensor" not in n)]
+    return any(map(_may_repeat, below))
 
 
 def _check_paths(state: Node) -> None:
@@ -73,15 +85,21 @@ def _check_paths(state: Node) -> None:
         seen.add(path)
 
 
+def _check_memory(tensors: Iterable[LocalTensor]) -> None:
+    """Raise unless all that is to be saved has values."""
+    for tensor in tensors:
+        for part in tensor.parts:
+            if _without_memory(part.memory):
+                raise StateError(
+                    "a tensor on the meta device, or one whose memory was freed, has no values to save",
+                    where=f"tensor {tensor.said}",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+                )
+
+
 def _check_complete(tensor: LocalTensor, rank: int) -> None:
-    """Raise unless a tensor has values for all that its layout gives this rank."""
+    """Raise unless this rank has all that a tensor's layout gives it."""
     parts = tensor.parts
-    if _without_memory(parts[0].memory) if len(parts) == 1 else any(_without_memory(part.memory) for part in parts):
-        raise StateError(
-            "a tensor on the meta device, or one whose memory was freed, has no values to save",
-            where=f"tensor {tensor.said}",
-            hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
-        )
     if len(parts) == 1 and parts[0].box.shape == tensor.info.shape:
         return
     pieces = tensor.info.layout.pieces(tensor.info.shape, rank)
@@ -120,26 +138,7 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or (tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0)
-
-
-def check_root(state: object) -> None:
-    """Raise UsageError unless a state is a dict, StateError if it contains itself or is nested too deep to be walked."""
-    if not isinstance(state, dict):
-        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
-    _check_depth(state, "", frozenset())
-
-
-def _check_depth(value: Any, path: str, around: frozenset[int]) -> None:
-    said = f"the value at {path[1:80]!r}{'…' * (len(path) > 80)}"
-    if id(value) in around:
-        raise StateError(f"{said} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
-    if len(around) >= MAX_DEPTH:
-        raise StateError(f"{said} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
-    inside = around | {id(value)}
-    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(child, (dict, list, tuple)):
-            _check_depth(child, f"{path}.{key}", inside)
+    return tensor.is_meta or (not tensor.untyped_storage().nbytes() and tensor.numel() > 0)
 
 
 class _Walk:
@@ -155,11 +154,7 @@ class _Walk:
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, torch.Tensor):
-            self.found.placer.add(_named(path), value)
-            name = self.found.placer.names[path]
-            if name != path:
-                self.renumbered[path] = name
-            return {"$tensor": name}
+            return self.tensor(value, path)
         if isinstance(value, PerRank):
             if path in self.found.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
@@ -177,6 +172,14 @@ class _Walk:
             self.renumbered = outside
             return node
         return None
+
+    def tensor(self, tensor: Any, path: str) -> Node:
+        placer = self.found.placer
+        placer.add(path or _named(path), tensor)
+        name = placer.names[path]
+        if name != path:
+            self.renumbered[path] = name
+        return {"$tensor": name}
 
     def inner_leaf(self, value: object, path: str) -> Node:
         """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""

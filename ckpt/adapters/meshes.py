@@ -5,20 +5,16 @@ rest of the mesh that the others are on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
-
-from .dtensor import DTensor
 
 _known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
@@ -37,25 +33,10 @@ def _mesh_of(mesh: DeviceMesh) -> Mesh:
     return Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist()))
 
 
-def meshes_in(state: object) -> tuple[Mesh, ...]:
-    """The named meshes of all DTensors of a state, those with the most ranks first. The order is the same on all ranks of a mesh."""
-    found = {mesh: None for mesh in _device_meshes(state) if mesh.mesh_dim_names}
-    meshes = dict.fromkeys(mesh_of(mesh) for mesh in found)
-    return tuple(sorted(meshes, key=lambda m: (-len(m.ranks), m.names, tuple(m.ranks))))
-
-
-def _device_meshes(state: object) -> Iterator[DeviceMesh]:
-    if isinstance(state, DTensor):
-        yield state.device_mesh
-    elif isinstance(state, torch.nn.Module):
-        yield from _device_meshes([*state.parameters(), *state.buffers()])
-    elif isinstance(state, Optimizer):
-        yield from _device_meshes([group["params"] for group in state.param_groups])
-    elif isinstance(state, dict):
-        yield from _device_meshes(list(state.values()))
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _device_meshes(value)
+def in_order(meshes: Iterable[DeviceMesh]) -> tuple[Mesh, ...]:
+    """Ours of those that are named, each once, those with the most ranks first. The order is the same on all ranks of a mesh."""
+    found = dict.fromkeys(mesh_of(mesh) for mesh in meshes if mesh.mesh_dim_names)
+    return tuple(sorted(found, key=lambda m: (-len(m.ranks), m.names, tuple(m.ranks))))
 
 
 def widened(layout: TensorLayout, meshes: Sequence[Mesh], rank: int) -> TensorLayout:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-
-from ckpt.tree import join
 
 from .tensors import local_of
 
@@ -73,13 +70,3 @@ def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = local_of(a), local_of(b)
     return a is b or a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
-
-
-def modules_in(state: object, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules of a nested state, with the path of each."""
-    if isinstance(state, nn.Module):
-        yield path, state
-    elif isinstance(state, (dict, list, tuple)):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            if isinstance(value, (nn.Module, dict, list, tuple)):
-                yield from modules_in(value, join(path, key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ ParamNames = Mapping[int, str]
 """``id(parameter)`` → name in the state."""
 
 
-def names_in(modules: Iterator[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> dict[int, str]:
+def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> dict[int, str]:
     """Names of all parameters of a state's modules; their tensors are left in ``parts`` by id of the module. A tied parameter has its
     first name."""
     names: dict[int, str] = {}

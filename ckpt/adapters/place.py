@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 
 import torch
 
@@ -16,7 +16,7 @@ from ckpt.splits import Shard
 
 from .dtensor import DTensor
 from .meshes import widened
-from .placements import Placement, Placements, key_of
+from .placements import Placement, Placements, alive_of, key_of, memory_of
 from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 
@@ -42,8 +42,13 @@ class Placer:
     placements: Placements = field(default_factory=Placements)
     """What earlier walks of the same context found."""
     _replicated: TensorLayout | None = None
-    _seen: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-    """Address → stored name, tensor and its memory, of all that begin there. The tensors live as long as this: their ids stay unique."""
+    _seen: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Address → stored name, tensor and its memory, of the first that begins there. The tensors live as long as this: their ids stay
+    unique."""
+    _more: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """The others that begin there and are not the same."""
+    _anew: dict[str, Placement] = field(default_factory=dict)
+    _unproven: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.placements.settle(self.rank, self.ranks, self.layout, self.meshes)
@@ -55,7 +60,11 @@ class Placer:
 
     def add(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, or replicated."""
-        return self._recall(said, tensor, key_of(tensor), partial(self._place, said, tensor))
+        key = key_of(tensor)
+        known = self.placements.known.get(said)
+        if known is not None and known.key == key:
+            return self._recall(said, tensor, known)
+        return self._remembered(self._place(said, tensor), tensor, key, tensor)
 
     def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, DTensor):
@@ -65,21 +74,27 @@ class Placer:
         dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
         return from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
 
-    def _recall(
-        self, said: str, tensor: torch.Tensor, key: tuple[Hashable, object] | None, place: Callable[[], LocalTensor]
-    ) -> LocalTensor:
-        """Place a tensor as the last walk did if nothing that decides it has changed; else by ``place``."""
-        known = self.placements.known.get(said)
-        memory = None
-        if known is not None and key is not None and known.key == key[0]:
-            memory = local_of(tensor)
-            local = LocalTensor(known.info, [Held(known.box, memory)], said)
-        else:
-            local = place()
-            memory = local_of(tensor)
-            if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
-                self.placements.known[said] = Placement(key[0], local.info, local.parts[0].box, key[1])
+    def _recall(self, said: str, tensor: torch.Tensor, known: Placement) -> LocalTensor:
+        """Place a tensor as the last walk did: nothing that decides it has changed."""
+        memory = memory_of(tensor)
+        return self._register(LocalTensor(known.info, [Held(known.box, memory)], said), tensor, memory)
+
+    def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, *behind: torch.Tensor) -> LocalTensor:
+        """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it. ``behind`` are the tensors
+        that ``key`` was made of."""
+        memory = local_of(tensor)
+        self._unproven.add(local.info.name)
+        if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
+            self._anew[local.said] = Placement(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
         return self._register(local, tensor, memory)
+
+    def unproven(self) -> list[LocalTensor]:
+        """Tensors that no earlier walk found to be complete."""
+        return [self.tensors[name] for name in self._unproven if name in self.tensors]
+
+    def remember(self) -> None:
+        """What this walk has found is right: the next one may rely on it."""
+        self.placements.known.update(self._anew)
 
     def replicated(self) -> TensorLayout:
         """The layout of tensors that all ranks have."""
@@ -109,8 +124,12 @@ class Placer:
         The stored name is ``prefix``, the parameter's stored name, and the last segment of ``said``.
         """
         keys = key_of(tensor), key_of(param)
-        key = None if keys[0] is None or keys[1] is None else ((keys[0][0], keys[1][0], param_name, prefix), (keys[0][1], keys[1][1]))
-        return self._recall(said, tensor, key, partial(self._place_state, said, tensor, param, param_name, prefix))
+        key = None if None in keys else (*keys, param_name, prefix)
+        known = self.placements.known.get(said)
+        if known is not None and known.key == key:
+            return self._recall(said, tensor, known)
+        local = self._place_state(said, tensor, param, param_name, prefix)
+        return self._remembered(local, tensor, key, tensor, param)
 
     def _place_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if isinstance(tensor, DTensor):
@@ -158,21 +177,24 @@ class Placer:
 
     def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it."""
-        return ((name, tensor) for entries in self._seen.values() for name, tensor, _ in entries)
+        return ((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values()))
 
     def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
         """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
-        address = 0 if memory.is_meta else memory.data_ptr()
-        begins_here = self._seen.setdefault(address or id(tensor), [])
-        if begins_here:
-            info, key, own = local.info, identity(tensor, memory), name in self.own
-            for first, other, its_memory in begins_here:
-                same_place = self.tensors[first].info
-                if (same_place.layout, same_place.shape, first in self.own) == (info.layout, info.shape, own) and key == identity(
-                    other, its_memory
-                ):
-                    return first
-        begins_here.append((name, tensor, memory))
+        address = (0 if memory.is_meta else memory.data_ptr()) or id(tensor)
+        entry = name, tensor, memory
+        before = self._seen.setdefault(address, entry)
+        if before is entry:
+            return name
+        info, key, own = local.info, identity(tensor, memory), name in self.own
+        others = self._more.setdefault(address, [])
+        for first, other, its_memory in (before, *others):
+            same_place = self.tensors[first].info
+            if (same_place.layout, same_place.shape, first in self.own) == (info.layout, info.shape, own) and key == identity(
+                other, its_memory
+            ):
+                return first
+        others.append(entry)
         return name
 
     def _join(self, known: LocalTensor, more: LocalTensor) -> LocalTensor:
@@ -184,6 +206,7 @@ class Placer:
                 hint="rename one of them",
             )
         known.parts.extend(more.parts)
+        self._unproven.add(known.info.name)
         return known
 
 

@@ -46,14 +46,24 @@ class Placements:
         self._context = context
 
 
-def key_of(tensor: torch.Tensor) -> tuple[Hashable, object] | None:
-    """What the place of a tensor depends on, and what has to stay alive for that to stay true; None for classes that are not plain."""
+def key_of(tensor: torch.Tensor) -> Hashable:
+    """What the place of a tensor depends on; None for classes that are not plain. It knows objects by their ids: see ``alive_of``."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return None if tensor.is_nested else ((kind, tensor.dtype, tensor.shape, tensor.layout), None)
+        return None if tensor.is_nested else (kind, tensor.dtype, tensor.shape, tensor.layout)
     if isinstance(tensor, DTensor):
         spec, local = getattr(tensor, "_spec", None), getattr(tensor, "_local_tensor", None)
         if spec is not None and type(local) is torch.Tensor:
-            alive = spec.mesh, spec.placements
-            return (kind, tensor.dtype, tensor.shape, local.shape, local.layout, *map(id, alive)), alive
+            return kind, tensor.dtype, tensor.shape, local.shape, local.layout, id(spec.mesh), id(spec.placements)
     return None
+
+
+def alive_of(tensor: torch.Tensor) -> object:
+    """What has to stay alive for a key to stay true."""
+    return (tensor._spec.mesh, tensor._spec.placements) if isinstance(tensor, DTensor) else None
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor that has a key, without autograd."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach() if local.requires_grad else local

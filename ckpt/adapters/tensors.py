@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,9 +24,9 @@ from .memory import raw_view, reads_otherwise
 from .meshes import mesh_of, widened
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Held:
-    """A box of a global tensor and the memory that holds it here: a view of shape ``box.shape``, any strides."""
+class Held(NamedTuple):
+    """A box of a global tensor and the memory that holds it here: a view of shape ``box.shape``, any strides. Not to be compared, as
+    tensors are not. A state may have very many: hence a tuple."""
 
     box: Box
     memory: torch.Tensor

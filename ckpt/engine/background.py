@@ -63,7 +63,7 @@ class BackgroundSave(Save):
     def compared(self, writer: RankWriter) -> dict[str, str]:
         assert self.capture is not None
         self.capture.result()
-        self.beat()
+        self.pulse.beat()
         return super().compared(writer)
 
 
@@ -155,7 +155,7 @@ class SaveHandle:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
         save = self._save
         if save is not None:
-            save.cancelled.set()
+            save.pulse.cancelled.set()
 
     # ---- the work
 
@@ -168,21 +168,23 @@ class SaveHandle:
         _in_flight[save.call.group] = self
         with _lock:
             _capturing.add(self)
-        capture: Pending[None] | None = None
         if now:
             self._hurry()
             self._capture(save, save.capture, threads)
-        else:
-            capture = Pending(partial(self._capture, save, save.capture, threads), "ckpt-capture")
+        capture = None if now else partial(self._capture, save, save.capture, threads)
+        # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
         threading.Thread(target=self._run, args=(save, capture, then), name="ckpt-save").start()
 
     def _capture(self, save: BackgroundSave, capture: Capture, threads: int) -> None:
         error: BaseException | None = None
         try:
-            capture.run(threads, save.beat)
+            capture.run(threads, save.pulse.beat)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
+        self._captured(error)
+
+    def _captured(self, error: BaseException | None) -> None:
         with _lock:
             _capturing.discard(self)
         if error is None:
@@ -190,8 +192,9 @@ class SaveHandle:
         else:
             self.captured.set_exception(error)
 
-    def _run(self, save: BackgroundSave, capture: Pending[None] | None, then: Callable[[], None] | None) -> None:
+    def _run(self, save: BackgroundSave, capture: Callable[[], None] | None, then: Callable[[], None] | None) -> None:
         try:
+            capturing = None if capture is None else Pending(capture, "ckpt-capture")
             try:
                 report = save.run(lambda: None)
                 if then is not None and save.call.is_leader:
@@ -201,11 +204,13 @@ class SaveHandle:
                     save.capture.stage.fail(err)
                 raise
             finally:
-                if capture is not None:
-                    capture.wait()
+                if capturing is not None:
+                    capturing.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
             self._save = None
+            if not self.captured.done():  # no thread could be started for it
+                self._captured(err)
             self.durable.set_exception(err)
         else:
             self._save = None

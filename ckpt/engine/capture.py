@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -58,18 +59,37 @@ class Capture:
     # ---- in the caller's thread
 
     def what_may_change(self) -> None:
-        """Set aside what a forward pass may change, and note what everything else is like.
-
-        A copy beside the arena, not into it: the place in the arena may have to be written first, and what is only compared with other
-        ranks or sent to them has no place there.
-        """
+        """Capture what a forward pass may change, or set it aside, and note what everything else is like."""
         eager = self._eager()
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
         self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
-        self.source.set_aside(eager)
+        self.source.set_aside(eager - self._captured_now(eager))
         self._follow()
         self.source.note_addresses()
+
+    def _captured_now(self, names: AbstractSet[str]) -> AbstractSet[str]:
+        """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that.
+
+        Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch with something that
+        can wait, and what is compared with other ranks or sent to them but is not written here.
+        """
+        if any(s.waits_for is not None for s in self.stage.segments):
+            return frozenset()
+        now: list[Batch] = []
+        later: set[str] = set()
+        for batch in (batch for batches in self.plan.batches for batch in batches):
+            inside = {self.plan.chunks[n].name for n in batch.numbers}
+            if inside <= names:
+                now.append(batch)
+            else:
+                later |= inside
+        with self._aside():
+            self.stage.capture(now, lambda batch, at: self.source.fill_batch(batch, self.stage.memory, at))
+        self.captured += sum(batch.length for batch in now)
+        if self.replicas is not None:
+            later |= self.replicas.elsewhere()
+        return {name for name in names if name not in later and not self.plan.owned[name].merged}
 
     def _follow(self) -> None:
         """Let the side streams come after all that the caller has queued."""

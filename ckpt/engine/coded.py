@@ -74,7 +74,8 @@ class CodedWriter(RankWriter):
             self.stage.release(batch)
 
     def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
+        step = max(BLOCK, writer.block)
         with self.spans.span("write", len(data)):
-            for at in range(0, len(data), BLOCK):
-                writer.write(offset + at, [data[at : at + BLOCK]])
-                self.count(len(data[at : at + BLOCK]))
+            for at in range(0, len(data), step):
+                writer.write(offset + at, [data[at : at + step]])
+                self.count(len(data[at : at + step]))

@@ -123,18 +123,20 @@ def _number(grid: Grid, box: Box) -> int | None:
 
 def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
+    grain = fetch.catalog.backend.grain
+    longest, most = max(SMALL, grain.gap), max(BATCH, grain.piece)
     small: list[int] = []
     large: list[int] = []
     for i, extent in enumerate(exact.extents):
-        (small if extent[2] <= SMALL else large).append(i)
-    for batch in batches(exact, small):
+        (small if extent[2] <= longest else large).append(i)
+    for batch in batches(exact, small, most):
         yield partial(_move, fetch, exact, batch)
     for i in large:
         yield partial(_fill, fetch, exact, i)
 
 
-def batches(exact: Exact, small: Sequence[int]) -> Iterator[Batch]:
-    """Chunks in the order of their bytes, neighbours together. A chunk that several targets want is read once."""
+def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[Batch]:
+    """Chunks in the order of their bytes, neighbours together up to ``most`` bytes. A chunk that several targets want is read once."""
     by_file: dict[str, list[int]] = {}
     for i in small:
         by_file.setdefault(exact.extents[i][0], []).append(i)
@@ -146,7 +148,7 @@ def batches(exact: Exact, small: Sequence[int]) -> Iterator[Batch]:
         ends = [0, *(np.flatnonzero(starts[1:] > np.maximum.accumulate(stops)[:-1]) + 1).tolist(), len(members)]
         for first, last in pairwise(ends):
             while first < last:
-                reach = first + int(np.searchsorted(starts[first:last], starts[first] + BATCH - SMALL, side="right"))
+                reach = first + int(np.searchsorted(starts[first:last], starts[first] + most - SMALL, side="right"))
                 start, stop = int(starts[first]), int(stops[first:reach].max())
                 yield Batch(path, start, stop - start, numbers[first:reach].tolist())
                 first = reach

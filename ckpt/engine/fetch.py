@@ -5,6 +5,7 @@ Thread-safe. Scratch memory is kept per thread, and is never more than what the 
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,8 @@ are checked. ``off``: nothing is checked."""
 
 PIECE = 2 << 20
 """Bytes of a long range that are read, hashed and copied before the next ones."""
+PROBE = 4 << 20
+"""Bytes that are read to see whether the storage makes a thread wait."""
 PAGE = 4096
 SPARE = 512
 """Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
@@ -45,14 +48,18 @@ class Chunk(NamedTuple):
 
 
 class Fetch:
-    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those of chunks that were as their digests say."""
+    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those of chunks that were as their digests say; ``waits`` how
+    often a thread gave up its core during the first reads, ``PROBE`` bytes."""
 
     def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
         self.catalog = catalog
         self.verify = verify
+        self.piece = max(PIECE, catalog.backend.grain.piece)
+        self.stretch = max(self.piece, catalog.backend.grain.stretch)
         self.read = 0
         self.verified = 0
-        self._beat = beat
+        self.waits = 0
+        self.beat = beat
         self._spans = spans
         self._lock = threading.Lock()
         self._scratch = threading.local()
@@ -70,11 +77,13 @@ class Fetch:
         Raises:
             StorageError: the storage failed.
         """
+        before = _waits() if self.read < PROBE else None
         with self.span("read", len(memory)):
             self.catalog.backend.read_into(path, offset, memory)
         with self._lock:
             self.read += len(memory)
-        self._beat()
+            self.waits += _waits() - before if before is not None else 0
+        self.beat()
 
     def chunk(self, chunk: Chunk, memory: memoryview) -> None:
         """Read the stored bytes of a whole chunk, piece by piece, and check them.
@@ -84,8 +93,8 @@ class Fetch:
             StorageError: the storage failed.
         """
         check = Check(self, chunk)
-        for at in range(0, len(memory), PIECE):
-            piece = memory[at : at + PIECE]
+        for at in range(0, len(memory), self.stretch):
+            piece = memory[at : at + self.stretch]
             self.fill(chunk.extent.path, chunk.extent.offset + at, piece)
             check.update(piece)
         check.end()
@@ -123,9 +132,9 @@ class Fetch:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
         found: npt.NDArray[np.uint8] | None = getattr(self._scratch, use, None)
         if found is None or len(found) < size:
-            raw = np.empty(max(size, PIECE) + SPARE, dtype=np.uint8)
+            raw = np.empty(max(size, self.piece) + SPARE, dtype=np.uint8)
             start = -raw.ctypes.data % SPARE
-            found = raw[start : start + max(size, PIECE)]
+            found = raw[start : start + max(size, self.piece)]
             setattr(self._scratch, use, found)
         return found
 
@@ -162,6 +171,11 @@ def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:
         where=f"{url}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
         hint="run `ckpt verify` to see what else is damaged, and load another step",
     )
+
+
+def _waits() -> int:
+    """How often this thread has given up its core of its own accord."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.errors import CkptError, ConsistencyError, ReplicaError, StorageError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError, StorageError
 from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
@@ -38,6 +40,13 @@ class Tables:
     index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], Kept]] = field(default_factory=dict)
 
 
+class Values(NamedTuple):
+    """What is not a tensor: the state of all ranks, and the values of single ranks by position and path."""
+
+    state: tree.Node
+    own: Mapping[int, Mapping[str, tree.Node]]
+
+
 class Leader:
     """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's."""
 
@@ -51,8 +60,8 @@ class Leader:
         self.metrics = metrics
         self.previous: bytes | None = None
         self.tables: Tables | None = None
-        self.state: tree.Node = None
-        self.values: dict[int, Mapping[str, tree.Node]] = {}
+        self._begun: dict[int, Row] = {}
+        self._values: Values | None = None
 
     # ---- begin
 
@@ -63,15 +72,46 @@ class Leader:
             ConsistencyError, CoverageError: they do not.
             StorageError: nothing can be written here.
         """
+        self._check_options(rows)
+        id = self.start(self._tables(rows))
+        self._begun = rows
+        kept = self.tables.index.values() if self.tables is not None else ()
+        if not any(k.state is not None and k.values == self._said() for _, k in kept):
+            self.values()  # they may contradict each other
+        return {"id": id}
+
+    def start(self, tables: Tables) -> str:
+        """Make ready to save these tensors; the id of the save.
+
+        Raises:
+            StorageError: nothing can be written here.
+        """
         self.backend.prepare()
         self.previous = read_record(self.backend)
-        self._check_options(rows)
-        self.tables = self._tables(rows)
-        self.state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
-        for rank, row in rows.items():
-            if "own" in row:
-                self.values[self.call.group.ranks.index(rank)] = json.loads(self.call.fetch(row["values"]))
-        return {"id": new_id(after=self.previous)}
+        self.tables = tables
+        return new_id(after=self.previous)
+
+    def give(self, state: tree.Node) -> None:
+        """Values that no rank left in the store."""
+        self._values = Values(state, {})
+
+    def _said(self) -> tuple[object, ...]:
+        """What the ranks' values follow from."""
+        shared = tuple((digest, tuple(ranks)) for digest, ranks in grouped(self._begun, "state"))
+        return shared, tuple((rank, row["values"]) for rank, row in self._begun.items() if "own" in row)
+
+    def values(self) -> Values:
+        """The values of all ranks, joined.
+
+        Raises:
+            ConsistencyError: ranks disagree.
+        """
+        if self._values is None:
+            state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(self._begun, "state")])
+            positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
+            own = {positions[rank]: json.loads(self.call.fetch(row["values"])) for rank, row in self._begun.items() if "own" in row}
+            self._values = Values(state, own)
+        return self._values
 
     def _check_options(self, rows: Mapping[int, Row]) -> None:
         by_options = grouped(rows, "options")
@@ -112,7 +152,10 @@ class Leader:
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
         check_files(self.backend, files, id)
         entries, kept = self.entries(files, coded=any("coded" in row for row in rows.values()))
-        contents = Contents(tensors=entries, files=tuple(files), state=self.state, ranks=self.values)
+        if kept.values != self._said():
+            kept.values, kept.state = self._said(), None
+        values = self.values() if kept.state is None else Values(None, {})
+        contents = Contents(tensors=entries, files=tuple(files), state=values.state, ranks=values.own)
         self.call.beat()
         features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
         record = write_index(
@@ -150,7 +193,7 @@ class Leader:
         key = (coded, tuple(f.rank for f in files))
         if key not in self.tables.index:
             self.tables.index.clear()
-            self.tables.index[key] = (self._entries(self.tables, files, coded=coded), {})
+            self.tables.index[key] = (self._entries(self.tables, files, coded=coded), Kept())
         return self.tables.index[key]
 
     def _entries(self, tables: Tables, files: Sequence[DataFile], *, coded: bool) -> tuple[TensorEntry, ...]:
@@ -190,8 +233,16 @@ class Leader:
             paths |= {e.path for e in self.backend.list() if (id_of(e.path) or id) < id}
             for path in sorted(paths):
                 self.backend.delete(path)
+            self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
+
+    def _forget_uploads(self, id: str) -> None:
+        uploads = []
+        with suppress(AccessError):  # to list them takes a right of its own, which few jobs have been given
+            uploads = [u for u in self.backend.unfinished() if (id_of(u.path) or id) < id]
+        for upload in uploads:
+            self.backend.forget(upload)
 
 
 def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:

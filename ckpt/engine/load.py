@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from ckpt import tree
@@ -26,12 +27,14 @@ from ckpt.peers import peers_of
 from ckpt.plan.match import Selection, report_names
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
+from ckpt.ring import machine
 from ckpt.rules import Layout
 
 from .fetch import Spans
 from .garbage import uncollected
-from .reader import Job, Reader, Verify
-from .sharing import Sharing, agreed
+from .parcels import Carrier
+from .reader import Job, Reader, Verify, changed
+from .sharing import Sharing, refused, worth_all, worth_parts, worth_replicas
 
 log = logging.getLogger("ckpt")
 
@@ -42,8 +45,8 @@ class LoadReport:
 
     ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's
     state has. ``renamed``: a tensor's stored name → its name in the state. ``cast``: tensors of this rank whose dtype was converted.
-    Bytes are this rank's: ``bytes_needed`` by the tensors that it read itself, ``bytes_read`` from storage, ``bytes_unverified`` read
-    without a check of their digest, ``bytes_received`` from ranks that had read the same tensors.
+    Bytes are this rank's: ``bytes_needed`` by its tensors as they are stored, ``bytes_read`` from storage, for others too,
+    ``bytes_unverified`` read without a check of their digest, ``bytes_received`` of those needed that other ranks had read.
     """
 
     url: str
@@ -59,6 +62,10 @@ class LoadReport:
     seconds: float
 
 
+Shares = Literal["all", "parts", "none"]
+"""What ranks read for each other: all that several want, on one machine only what several want different parts of, or nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     layout: Layout | None
@@ -68,7 +75,7 @@ class LoadOptions:
     verify: Verify
     timeout: float
     threads: int
-    exchange: bool = False
+    exchange: Shares = "none"
     spans: Spans | None = None
 
 
@@ -93,10 +100,10 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
         unexpected=tuple(names["unexpected"]),
         renamed=renamed(load.binding, options.selection),
         cast=tuple(load.binding.cast),
-        bytes_needed=load.reader.bytes_needed,
+        bytes_needed=load.reader.bytes_needed + (load.sharing.needed if load.sharing is not None else 0),
         bytes_read=load.reader.bytes_read,
         bytes_unverified=load.reader.bytes_unverified,
-        bytes_received=load.sharing.received if load.sharing is not None else 0,
+        bytes_received=load.carrier.received if load.carrier is not None else 0,
         seconds=seconds,
     )
 
@@ -119,15 +126,14 @@ class _Load:
         self.binding: Binding | None = None
         self.reader: Reader | None = None
         self.sharing: Sharing | None = None
+        self.carrier: Carrier | None = None
         self.touched = False
         self._names: Set[str] | None = None
 
     def run(self, state: object) -> Row:
         names = self.call.agree("match", lambda: self.match(state), self.judge)
         try:
-            self.call.agree("read", lambda: self.read(names["rounds"]), lambda rows: None)
-            if names["rounds"]:
-                self.call.agree("exchange", lambda: self.exchange(names["rounds"]), lambda rows: None)
+            self.call.agree("read", lambda: self.read(names), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -160,9 +166,10 @@ class _Load:
         everything = self.binding.used >= self.names()
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
         row: Row = {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
-        if self.options.exchange and group.size > 1:
-            self.sharing = Sharing.plan(map(Job._make, self.binding.targets.values()), group.rank)
-            row |= {"shares": self.sharing.digests, "rounds": self.sharing.rounds}
+        if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
+            jobs = map(Job._make, self.binding.targets.values())
+            self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts")
+            row |= {"shares": self.call.share(json.dumps(self.sharing.said()).encode()), "machine": machine()}
         return row
 
     def judge(self, rows: dict[int, Row]) -> Row:
@@ -189,7 +196,18 @@ class _Load:
         idle = self.options.selection.idle(self.paths(), missing) if self.options.strict else []
         if misfits or idle or (self.options.strict and (missing or unexpected)):
             raise self.mismatch(missing, unexpected, misfits, idle)
-        return {"missing": sorted(missing), "unexpected": unexpected, "rounds": agreed(rows)}
+        return {"missing": sorted(missing), "unexpected": unexpected} | self.share_out(rows)
+
+    def share_out(self, rows: dict[int, Row]) -> Row:
+        """Leader: which circles of ranks cannot share, and which ranks are on one machine."""
+        if any("shares" not in row for row in rows.values()):
+            return {"refused": None}
+        said = {digest: self._once(digest) for digest in {row["shares"] for row in rows.values()}}
+        machines = {name: i for i, name in enumerate(dict.fromkeys(row["machine"] for row in rows.values()))}
+        return {
+            "refused": refused(said[row["shares"]] for row in rows.values()),
+            "machines": [machines[rows[rank]["machine"]] for rank in self.call.group.ranks],
+        }
 
     def _once(self, digest: str) -> Row:
         found: Row = json.loads(self.call.fetch(digest))
@@ -239,29 +257,32 @@ class _Load:
             hint="rename={...} maps names, only=[...] loads a part, strict=False leaves missing and unexpected names alone",
         )
 
-    def read(self, rounds: int) -> Row:
-        """Every rank: give memory to what has none, and fill it, all but what other ranks read for it."""
+    def read(self, names: Row) -> Row:
+        """Every rank: give memory to what has none, and fill it, with what other ranks read for it too."""
         assert self.binding is not None and self.catalog is not None
         options = self.options
         self.reader = Reader(catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.beat, spans=options.spans)
         self.touched = bool(self.binding.create)
         run_each(self.binding.create)
-        jobs: Iterable[Job] = map(Job._make, self.binding.targets.values())
-        if self.sharing is not None:
-            if not rounds:
-                self.sharing.alone()
-            jobs = self.sharing.mine
-        plan = self.reader.plan(jobs)
+        if self.sharing is not None and names["refused"] is not None:
+            self.carrier = self.divide(self.sharing, names)
+        jobs = list(map(Job._make, self.binding.targets.values()))
+        shared = self.sharing if self.sharing is not None else Sharing(self.call.group.rank)
+        plan = self.reader.plan([job for job in jobs if id(job.target) not in shared.complete], shared.left_out)
         self.touched = True
-        self.reader.run(plan)
-        return {} if rounds else self.apply()
-
-    def exchange(self, rounds: int) -> Row:
-        """Every rank: send what it has read for others, and take what they have."""
-        assert self.sharing is not None
-        with self.span("exchange"):
-            self.sharing.exchange(peers_of(self.call.group, timeout=self.options.timeout), rounds, self.call.beat)
+        self.reader.run(plan, self.carrier)
+        changed([part.memory for job in jobs if id(job.target) in shared.complete for part in job.target.parts])
         return self.apply()
+
+    def divide(self, sharing: Sharing, names: Row) -> Carrier:
+        """Every rank: find what it reads for others, and they for it."""
+        assert self.reader is not None
+        group, options = self.call.group, self.options
+        machines = dict(zip(group.ranks, names["machines"], strict=True))
+        worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
+        sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
+        near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
+        return Carrier(sharing, self.reader.fetch, near, options.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
     def apply(self) -> Row:
         """Set the values, now that all bytes are there."""

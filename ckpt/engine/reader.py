@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -25,7 +25,8 @@ from ckpt.workers import run_tasks
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
-from .fetch import PAGE, PIECE, Check, Chunk, Fetch, Spans, Verify
+from .fetch import PAGE, PROBE, Check, Chunk, Fetch, Spans, Verify
+from .parcels import Carrier
 
 __all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
 
@@ -36,8 +37,6 @@ MAX_GAP = 32 << 10
 """Bytes between two ranges that are read rather than skipped: one more call of the storage takes as long."""
 MAX_PART = 64 << 20
 """Longer ranges of one chunk are read by several threads, if no digest asks for one after another."""
-PROBE = 4 << 20
-"""Bytes that are read to see whether the storage makes a thread wait."""
 MAX_SCRATCH = 448 << 20
 """Bytes that all threads together have for coded chunks, while each has room for one."""
 
@@ -94,6 +93,10 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
+        grain = self.catalog.backend.grain
+        self.threads = max(self.threads, grain.calls)
+        self.max_gap, self.max_read = max(MAX_GAP, grain.gap), max(MAX_READ, grain.piece)
+        self.probes = not grain.calls
 
     @property
     def bytes_read(self) -> int:
@@ -103,59 +106,66 @@ class Reader:
     def bytes_unverified(self) -> int:
         return self.fetch.read - self.fetch.verified
 
-    def run(self, plan: ReadPlan) -> None:
-        """Fill every target.
+    def run(self, plan: ReadPlan, carrier: Carrier | None = None) -> None:
+        """Fill every target; with a ``carrier`` also those of what other ranks read, while this one reads for them.
 
         Raises:
             CorruptError: bytes are not what the digests say.
             StorageError: the storage failed.
+            DeadlineError, RankFailedError: another rank died, hangs or failed.
         """
         for memory in plan.padding:
             (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-        tasks = list(tasks_of(plan.exact, self.fetch))
+        tasks = [] if carrier is None else carrier.tasks(self.catalog)
+        tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
-        threads = min(self.threads, max(1, MAX_SCRATCH // plan.coded)) if plan.coded else self._threads(tasks)
-        run_tasks(tasks, threads, "ckpt-read")
-        # Autograd did not see the bytes change.
-        torch.autograd.graph.increment_version([memory for memory in plan.filled if not memory.is_inference()])
+        if carrier is None:
+            run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
+        else:
+            carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)))
+        changed(plan.filled)
 
-    def _threads(self, tasks: list[Callable[[], None]]) -> int:
-        """How many threads pay, after the first few of ``tasks``, which are taken out and run here.
+    def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:
+        """How many threads pay, after the first few of ``tasks``, which are taken out and run here. ``coded``: scratch memory that each
+        may need.
 
         What comes from the page cache is a copy in memory: a few cores do that as fast as many, and the other ranks of the machine need
         cores too. Storage that makes a thread wait can serve many at once.
         """
+        if coded:
+            return min(self.threads, max(1, MAX_SCRATCH // coded))
         cores = os.cpu_count() or 1
-        if self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
+        if not self.probes or self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
             return self.threads
-        waits = _waits()
         while tasks and self.fetch.read < PROBE:
             tasks.pop(0)()
-        return self.threads if _waits() - waits > 1 else max(1, cores // 2)
+        return self.threads if self.fetch.waits > 1 else max(1, cores // 2)
 
     # ---- the plan
 
-    def plan(self, jobs: Iterable[Job]) -> ReadPlan:
-        """What to read for these jobs. Changes nothing.
+    def plan(self, jobs: Iterable[Job], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
+        """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way.
 
         Raises:
             CorruptError: a file is missing or truncated, or a header does not fit the index.
         """
-        jobs = list(jobs)
-        exact, rest = find_exact(jobs, self.catalog, self.beat)
+        jobs, left_out = list(jobs), left_out or {}
+        exact, rest = find_exact([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
+        rest += [job for job in jobs if id(job.target) in left_out]
         self.bytes_needed += exact.nbytes
         steps: list[_Step] = []
         padding: list[torch.Tensor] = []
         for job in rest:
-            steps += self.steps(job, padding)
+            steps += self.steps(job, padding, left_out.get(id(job.target), ()))
             self.beat()
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
-        reads = coalesce(parts, max_gap=MAX_GAP if self.verify != "full" else 0, max_length=MAX_READ)
+        reads = coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
         filled = [held.memory for target, _ in jobs for held in target.parts]
         return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
 
-    def steps(self, job: Job, padding: list[torch.Tensor]) -> list[_Step]:
-        """What to copy for one tensor; memory with padding beyond the stored tensor is added to ``padding``."""
+    def steps(self, job: Job, padding: list[torch.Tensor], left_out: Collection[int]) -> list[_Step]:
+        """What to copy for one tensor, but for chunks that are left out; memory with padding beyond the stored tensor is added to
+        ``padding``."""
         info, entry = job.target.info, job.entry
         self._check_tiling(entry)
         stored = common_box(info, entry)
@@ -166,7 +176,7 @@ class Reader:
                 padding.append(held.memory)
                 box = held.box.intersect(stored)
             if box is not None:
-                copies += join(entry.grid, box)
+                copies += [copy for copy in join(entry.grid, box) if copy.chunk not in left_out]
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True)]
 
     def _check_tiling(self, entry: TensorEntry) -> None:
@@ -191,13 +201,13 @@ class Reader:
         blocks = [copy]
         if step.nbytes > MAX_PART:
             blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, MAX_PART // itemsize)]
-        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=MAX_GAP)]
+        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=self.max_gap)]
 
     # ---- one read
 
     def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
         mine = [parts[i] for i in read.parts]
-        if read.length <= MAX_READ and len(mine) > 1:
+        if read.length <= self.max_read and len(mine) > 1:
             self._together(read, mine, steps)
         else:
             for _, group in groupby(mine, lambda p: (p.offset, p.length)):  # what lies in a longer part comes after it
@@ -233,17 +243,17 @@ class Reader:
 
     def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
         check = Check(self.fetch, step.chunk)
-        for at in range(0, part.length, PIECE):
-            piece = target[at : at + PIECE]
+        for at in range(0, part.length, self.fetch.stretch):
+            piece = target[at : at + self.fetch.stretch]
             self.fetch.fill(part.path, part.offset + at, piece)
             check.update(piece)
         check.end()
 
     def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
         size, copy = step.job.entry.dtype.itemsize, step.copy
-        buffer, check = self.fetch.scratch(PIECE), Check(self.fetch, step.chunk)
+        buffer, check = self.fetch.scratch(self.fetch.piece), Check(self.fetch, step.chunk)
         whole = mine[0].length == step.extent.length
-        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, PIECE // size):
+        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
             data = buffer[: piece.length * size]
             self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data)
             check.update(data.data)
@@ -279,6 +289,6 @@ class Reader:
                 copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
 
 
-def _waits() -> int:
-    """How often this thread has given up its core of its own accord."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+def changed(memories: Iterable[torch.Tensor]) -> None:
+    """Autograd did not see the bytes change."""
+    torch.autograd.graph.increment_version([memory for memory in memories if not memory.is_inference()])

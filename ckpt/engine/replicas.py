@@ -29,6 +29,10 @@ class Replicas:
         self._written = {(c.name, c.number): i for i, c in enumerate(plan.chunks)} if plan.replicated else {}
         self._digests: dict[tuple[str, int], int] = {}
 
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the tensors of which this rank has bytes that only other ranks write."""
+        return frozenset(name for name, held in self.plan.replicated if any((name, i) not in self._written for i in held))
+
     def hash(self, threads: int, beat: Callable[[], None]) -> None:
         """Hash what other ranks write. Reads the state's memory, so it must come before the state changes."""
         todo = self.plan.replicated

@@ -97,6 +97,21 @@ def _save(save: Save, state: object) -> SaveReport:
     return save.run(lambda: save.prepare(state))
 
 
+class Pulse:
+    """Signs of life of one save. Not the save itself: what it starts holds this, and a circle would keep the state's memory until the
+    collector finds it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.cancelled = threading.Event()
+
+    def beat(self) -> None:
+        """A sign of life, from a rank that is meant to go on."""
+        if self.cancelled.is_set():
+            raise CancelledError("the save was cancelled", where=self.call.url)
+        self.call.beat()
+
+
 class Save:
     """One rank's side of one save."""
 
@@ -107,7 +122,7 @@ class Save:
         self.rank = call.group.rank
         self.memory = memory_of(call.group)
         self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
-        self.cancelled = threading.Event()
+        self.pulse = Pulse(call)
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
         self._rows: dict[int, Row] = {}
@@ -222,8 +237,8 @@ class Save:
             source=self.source,
             id=id,
             position=self.call.group.ranks.index(self.rank),
-            threads=self.options.threads,
-            alive=Alive(beat=self.beat, during=self.call.alive_while),
+            threads=max(self.options.threads, self.backend.grain.calls),
+            alive=Alive(beat=self.pulse.beat, during=self.call.alive_while),
             spans=self.spans,
             stage=self.capture.stage if self.capture is not None else None,
             merge=self.merge,
@@ -231,12 +246,6 @@ class Save:
         if isinstance(writer, CodedWriter) and self.options.codec is not None:
             writer.codec = self.options.codec
         return writer
-
-    def beat(self) -> None:
-        """A sign of life, from a rank that is meant to go on."""
-        if self.cancelled.is_set():
-            raise CancelledError("the save was cancelled", where=self.call.url)
-        self.call.beat()
 
     def write(self, writer: RankWriter) -> Row:
         exchange = self.exchange() if self.merge is not None else None
@@ -264,7 +273,7 @@ class Save:
 
         def move() -> None:
             with self.spans.span("exchange", merge.moved):
-                merge.run(self.beat)
+                merge.run(self.pulse.beat)
 
         return Pending(move, "ckpt-exchange")
 
@@ -273,7 +282,7 @@ class Save:
             return {}
         if self.capture is None:
             with self.spans.span("hash"):
-                self.replicas.hash(self.options.threads, self.beat)
+                self.replicas.hash(self.options.threads, self.pulse.beat)
         return {ranks: self.call.share(json.dumps(digests).encode()) for ranks, digests in self.replicas.found(writer.digests).items()}
 
     def is_committed(self, id: str) -> bool:

@@ -76,21 +76,23 @@ class Source:
         """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on."""
         base = into.data_ptr()
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
-            memory = self._plain(number)
-            if memory is not None:
-                (_move_small if length < _SMALL else ctypes.memmove)(base + at, memory.data_ptr(), length)
+            address = self._address(number)
+            if address:
+                (_move_small if length < _SMALL else ctypes.memmove)(base + at, address, length)
             elif length:
                 self.fill(number, into[at : at + length])
             at += length
 
-    def _plain(self, number: int) -> torch.Tensor | None:
-        """The memory of a chunk that is all that this rank has of its tensor, if it can be copied as it is."""
-        chunk = self.plan.chunks[number]
-        parts = self.tensor(chunk.name).parts
-        if len(parts) != 1 or parts[0].box != chunk.box:
-            return None
-        memory = parts[0].memory
-        return memory if memory.is_cpu and memory.is_contiguous() and not reads_otherwise(memory) else None
+    def _address(self, number: int) -> int:
+        """Where a chunk is that is all that this rank has of its tensor and can be copied as it is; 0 for others."""
+        name, _, box = self.plan.chunks[number]
+        parts = (self.tensor(name) if self._addresses else self.tensors[name]).parts
+        if len(parts) != 1:
+            return 0
+        held, memory = parts[0]
+        if held.shape != box.shape or held.offset != box.offset or not (memory.is_cpu and memory.is_contiguous()):
+            return 0
+        return 0 if reads_otherwise(memory) else memory.data_ptr()
 
     def fill(self, number: int, into: torch.Tensor) -> None:
         """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
@@ -141,7 +143,7 @@ class Source:
 
 
 def _copied(local: LocalTensor) -> LocalTensor:
-    return LocalTensor(local.info, [Held(part.box, part.memory.detach().clone()) for part in local.parts], local.said)
+    return LocalTensor(local.info, [Held(part.box, part.memory.clone()) for part in local.parts], local.said)
 
 
 def _addresses(local: LocalTensor) -> tuple[int, ...]:

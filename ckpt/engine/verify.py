@@ -9,9 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -23,6 +22,7 @@ from ckpt.formats.native.codecs import decode
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.spread import spread
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
@@ -97,7 +97,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     problems = [*check_tiling(catalog), *check_state(catalog)]
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
     chunks = list(_chunks(catalog, broken, problems))
-    done = _read_all(catalog.backend, chunks, threads or _default_threads(), progress)
+    done = _read_all(catalog.backend, chunks, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
@@ -144,29 +144,12 @@ def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Pr
     total = sum(c.extent.length for c in chunks)
     reader = _Reader(backend)
     bytes_done, problems = 0, list[Problem]()
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-verify") as pool:
-        try:
-            for result in _completed(pool, reader.check, _jobs(chunks), threads):
-                bytes_done += result.bytes
-                problems += result.problems
-                if progress is not None:
-                    progress(bytes_done, total)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for result in spread((partial(reader.check, job) for job in _jobs(chunks)), threads, "ckpt-verify"):
+        bytes_done += result.bytes
+        problems += result.problems
+        if progress is not None:
+            progress(bytes_done, total)
     return _Result(bytes_done, problems)
-
-
-def _completed(
-    pool: ThreadPoolExecutor, check: Callable[[list[_Chunk]], _Result], jobs: Iterator[list[_Chunk]], threads: int
-) -> Iterator[_Result]:
-    """Results as they come. Only a few jobs are handed out ahead, so that an interrupt ends soon."""
-    running: set[Future[_Result]] = {pool.submit(check, job) for job in islice(jobs, 2 * threads)}
-    while running:
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        running |= {pool.submit(check, job) for job in islice(jobs, len(done))}
-        for future in done:
-            yield future.result()
 
 
 def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:

@@ -199,13 +199,14 @@ class RankWriter:
 
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         digest = xxhash.xxh3_64()
-        at, end = 0, BLOCK - offset % BLOCK  # blocks end where pages end, for direct I/O
+        step = max(BLOCK, writer.block)
+        at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         while at < len(data):
             block = data[at:end]
             digest.update(block)
             writer.write(offset + at, [block])
             self.count(len(block))
-            at, end = end, end + BLOCK
+            at, end = end, end + step
         self.digests[number] = digest.intdigest()
 
     def count(self, nbytes: int) -> None:

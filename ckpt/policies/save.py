@@ -82,6 +82,11 @@ class SavePolicy(Policy, ABC):
         """The part that only the leader may answer; None if there is none, and then no rank ever has to ask another."""
         return self if self.needs_leader else None
 
+    @property
+    def heeds_notices(self) -> bool:
+        """Whether it looks at ``Moment.preempted``: only then are signals watched. A policy of your own that does says so here."""
+        return False
+
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return AnySave.of(self, other)
 
@@ -148,6 +153,11 @@ class OnPreemption(SavePolicy):
         """See :meth:`SavePolicy.due`."""
         return "preempted" if now.preempted else None
 
+    @property
+    def heeds_notices(self) -> bool:
+        """See :attr:`SavePolicy.heeds_notices`."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class AnySave(Joined, SavePolicy):
@@ -180,6 +190,11 @@ class AnySave(Joined, SavePolicy):
     def led(self) -> SavePolicy | None:
         """See :attr:`SavePolicy.led`."""
         return self._part([policy.led for policy in self.policies])
+
+    @property
+    def heeds_notices(self) -> bool:
+        """See :attr:`SavePolicy.heeds_notices`."""
+        return any(policy.heeds_notices for policy in self.policies)
 
     @staticmethod
     def _part(parts: list[SavePolicy | None]) -> SavePolicy | None:

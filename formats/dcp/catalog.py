@@ -66,7 +66,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     opaque: dict[str, str] = {}
     for number, name in enumerate(metadata.values):
         maker = node_maker(inner, number)
-        nodes[name] = maker.root(archives[number].root, name)
+        nodes[name] = maker.root(archives[number].load(), name)
         opaque |= maker.opaque
     twice = sorted(inner.entries.keys() & tensors.entries.keys())
     if twice:

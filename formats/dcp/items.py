@@ -71,7 +71,7 @@ def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
         CorruptError: the archive holds something else than the metadata say.
         FormatError: its elements are not stored row by row.
     """
-    found = archive.values.meaning(archive.root)
+    found = archive.values.meaning(archive.load())
     if type(found) is not StoredView or (found.dtype, found.shape) != (dtype, box.shape):
         has = f"{found.dtype} {list(found.shape)}" if type(found) is StoredView else "no tensor"
         raise CorruptError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.pickles.machine import load_pickle
+from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.values import Values, counts, shape_of
 
@@ -65,7 +65,10 @@ def read_metadata(backend: Backend) -> Metadata:
         CorruptError: it is damaged, or leads out of the checkpoint.
         FormatError: items are transformed (compressed, for example), or have a dtype that is not known.
     """
-    return _Reader(f"{backend.url.rstrip('/')}/{METADATA}").read(backend.read(METADATA))
+    where = f"{backend.url.rstrip('/')}/{METADATA}"
+    if backend.size(METADATA) > MAX_PICKLE:
+        raise FormatError(f"metadata of more than {MAX_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
+    return _Reader(where).read(backend.read(METADATA))
 
 
 class _Reader:

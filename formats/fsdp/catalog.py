@@ -100,7 +100,7 @@ class _Joined:
             return {"$tensor": name}
 
         maker = NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
-        found = maker.root(archive.root, path)
+        found = maker.root(archive.load(), path)
         self.opaque |= maker.opaque
         return found
 

@@ -33,7 +33,9 @@ _MAX_CODED = 64 << 20
 
 
 class NativeCatalog:
-    """A committed native checkpoint. Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
+    """A committed native checkpoint; ``record`` is its commit record if that was read just now.
+
+    Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
 
     Raises:
         NotCommittedError: files of a save are there, but no commit record.
@@ -42,11 +44,9 @@ class NativeCatalog:
         CorruptError: the record or an index file is damaged, missing or truncated.
     """
 
-    def __init__(self, backend: Backend, record: CommitRecord | None = None, contents: Contents | None = None) -> None:
+    def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
         self._backend = backend
-        if record is None or contents is None:
-            record, contents = _open(backend)
-        self._record, self._contents = record, contents
+        self._record, self._contents = _open(backend, record) if opened is None else opened
         self._coded = CODED in self._record.features
         self._tensors = {t.name: t for t in self._contents.tensors}
         self._headers: dict[int, Header] = {}
@@ -228,9 +228,9 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     return data
 
 
-def _open(backend: Backend) -> tuple[CommitRecord, Contents]:
+def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]:
     """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
-    data = _present_record(backend)
+    data = _present_record(backend) if data is None else data
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
         try:
@@ -269,10 +269,10 @@ def not_committed(url: str) -> NotCommittedError:
     )
 
 
-def open_native(backend: Backend) -> NativeCatalog | VirtualCatalog:
-    """The checkpoint here, whose chunks are in its own files or in those of others. Errors as for the catalogs."""
-    record, contents = _open(backend)
-    return VirtualCatalog(backend, record, contents) if VIRTUAL in record.features else NativeCatalog(backend, record, contents)
+def open_native(backend: Backend, record: bytes | None = None) -> NativeCatalog | VirtualCatalog:
+    """The checkpoint here, whose chunks are in its own files or in those of others. ``record`` and errors are as for the catalogs."""
+    opened = _open(backend, record)
+    return VirtualCatalog(backend, *opened) if VIRTUAL in opened[0].features else NativeCatalog(backend, opened=opened)
 
 
 FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=open_native)

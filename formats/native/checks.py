@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,9 +51,11 @@ def find_excess(contents: Contents) -> str | None:
     A grid of a few thousand cuts per dimension has more cells than memory can. Every chunk has a digest in a header; or a row of its own,
     in a virtual checkpoint.
     """
-    chunks = sum(_chunks(t.grid) for t in contents.tensors if t.alias is None)
     if contents.sources:
         return None  # there is a row for every chunk, which was checked before
+    grids = {id(t.grid): t.grid for t in contents.tensors}
+    uses = Counter(id(t.grid) for t in contents.tensors if t.alias is None)
+    chunks = sum(count * _chunks(grids[grid]) for grid, count in uses.items())
     room = sum(f.header for f in contents.files) // CHUNK_DIGITS
     return f"the tensors have {chunks} chunks, the headers of the data files have room for {room}" if chunks > room else None
 

@@ -105,6 +105,14 @@ def new_id(after: bytes | None = None) -> str:
     return _base36(moment, 9) + _base36(secrets.randbelow(36**7), 7)
 
 
+def began(id: str) -> float | None:
+    """When the save with this id began, in seconds since 1970; None if it is no id that ``new_id`` gives."""
+    try:
+        return int(id[:9], 36) / 1000
+    except ValueError:
+        return None
+
+
 def now() -> str:
     """The present UTC time as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

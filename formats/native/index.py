@@ -7,10 +7,10 @@ Invariant: its size grows with tensors plus distinct grids plus files, not with 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -62,8 +62,18 @@ _OF_RANKS = frozenset({"$tensor", "$inline"})
 # ------------------------------------------------------------------------------------------------------------ encoding
 
 
-Kept: TypeAlias = dict[str, bytes]
-"""Index files that depend on the tensors and their grids alone, of an earlier index with the same ones; empty if there was none."""
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What an index leaves for the next one, which must have the same tensors and grids.
+
+    ``state`` was made of ``values``, whatever the caller knows these by; a caller with others sets both anew, ``state`` to None.
+    """
+
+    tables: dict[str, bytes] = field(default_factory=dict)
+    """The index files that depend on tensors and grids alone; empty if there was no index yet."""
+    tensor_bytes: int = 0
+    values: Hashable = None
+    state: bytes | None = None
 
 
 def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, bytes]:
@@ -73,23 +83,23 @@ def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, byte
         ConsistencyError: the contents contradict themselves; the message names the tensor or file.
         StateError: the state is not JSON.
     """
-    kept = {} if kept is None else kept
-    problem = find_problem(replace(contents, tensors=()) if kept else contents)
+    kept = Kept() if kept is None else kept
+    problem = find_problem(replace(contents, tensors=()) if kept.tables else contents)
     if problem is not None:
         raise ConsistencyError(f"these contents cannot be an index: {problem}")
-    if not kept:
+    if not kept.tables:
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
-        kept |= {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
-    virtual = encode_extents(contents) if contents.sources else {}
-    return (
-        kept
-        | virtual
-        | {
-            FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
-            STATE: _encode_state(contents),
-        }
-    )
+        kept.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
+        kept.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
+    if kept.state is None:
+        kept.state = _encode_state(contents)
+    return {
+        **kept.tables,
+        FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
+        STATE: kept.state,
+        **(encode_extents(contents) if contents.sources else {}),
+    }
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:

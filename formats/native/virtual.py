@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
-from ckpt.io_backends.protocol import Entry, Writer, stamp_of
+from ckpt.io_backends.protocol import Backend, Entry, Writer, stamp_of
 from ckpt.io_backends.registry import open_backend
 
 from .commit import VERSION, CommitRecord
 from .extents import source_path
-
-if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend
 
 _AGAIN = "bring the file back as it was, or import the checkpoint again"
 
@@ -84,20 +81,24 @@ class VirtualCatalog:
         return found
 
 
-class Sources:
+class Sources(Backend):
     """The sources of a virtual checkpoint as one storage to read from."""
 
     def __init__(self, url: str, sources: Sequence[Source]) -> None:
-        self.url = url
+        self._url = url
         self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
         self._backends: dict[str, Backend] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
 
+    @property
+    def url(self) -> str:
+        return self._url
+
     def _find(self, path: str) -> tuple[Backend, Source]:
         source = self._sources.get(path)
         if source is None:
-            raise NotFoundError(f"there is no source {path!r}", where=self.url, hint="`ckpt inspect` lists them")
+            raise NotFoundError(f"there is no source {path!r}", where=self._url, hint="`ckpt inspect` lists them")
         with self._lock:
             if source.root not in self._backends:
                 self._backends[source.root] = open_backend(source.root)
@@ -158,4 +159,4 @@ class Sources:
         self._refuse("")
 
     def _refuse(self, path: str) -> NoReturn:
-        raise AccessError(f"the sources of a virtual checkpoint are only read: {path}", where=self.url, hint="write to a URL of its own")
+        raise AccessError(f"the sources of a virtual checkpoint are only read: {path}", where=self._url, hint="write to a URL of its own")

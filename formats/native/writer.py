@@ -20,7 +20,7 @@ from .paths import FILES, SPANS, data_prefix, id_of, index_path
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-__all__ = ["Kept", "committed_id", "new_id", "previous_files", "read_record", "remove_checkpoint", "set_tags", "write_index"]
+__all__ = ["Kept", "commit_copy", "committed_id", "new_id", "previous_files", "read_record", "remove_checkpoint", "set_tags", "write_index"]
 
 
 def write_index(
@@ -48,8 +48,9 @@ def write_index(
         ConsistencyError, StateError: the contents cannot be an index.
         StorageError: the storage failed.
     """
+    kept = Kept() if kept is None else kept
     files = encode_index(contents, kept)
-    record = replace(_record(contents, files, id, world_size, features), metrics=dict(metrics or {}))
+    record = _record(files, kept.tensor_bytes, id, world_size, features, metrics or {})
     made: list[str] = []
     try:
         for name, data in files.items():
@@ -59,6 +60,16 @@ def write_index(
         raise
     _publish(backend, record.to_bytes(), previous, made)
     return record
+
+
+def commit_copy(backend: Backend, record: bytes) -> None:
+    """Commit a checkpoint that was copied file by file, where none is: the last act of a copy, when all files are there and durable.
+
+    Raises:
+        ConflictError: another commit record is there by now. It stays.
+        StorageError: the storage failed; it may have the record or not.
+    """
+    _publish(backend, record, None, ())
 
 
 def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:
@@ -133,7 +144,9 @@ def _where(backend: Backend) -> str:
     return f"{backend.url.rstrip('/')}/{COMMIT_PATH}"
 
 
-def _record(contents: Contents, files: Mapping[str, bytes], id: str, world_size: int, features: tuple[str, ...]) -> CommitRecord:
+def _record(
+    files: Mapping[str, bytes], tensor_bytes: int, id: str, world_size: int, features: tuple[str, ...], metrics: Mapping[str, float]
+) -> CommitRecord:
     index = {n: IndexFile(path=index_path(id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()}
     return CommitRecord(
         id=id,
@@ -142,7 +155,8 @@ def _record(contents: Contents, files: Mapping[str, bytes], id: str, world_size:
         world_size=world_size,
         features=features,
         index=index,
-        tensor_bytes=sum(t.nbytes for t in contents.tensors if t.alias is None),
+        tensor_bytes=tensor_bytes,
+        metrics=dict(metrics),
     )
 
 

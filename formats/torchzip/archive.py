@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.machine import load_pickle
+from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
 from ckpt.formats.pickles.values import StoredStorage, Values
 from ckpt.formats.ranges import Range, read_ranges
 
@@ -28,7 +28,7 @@ RESAVE = "load it with torch (weights_only=True) and `torch.save` it again"
 
 
 class Archive:
-    """An archive in a window of a file. Its directory is read at once, the pickle when ``root`` is asked for.
+    """An archive in a window of a file. Its directory is read at once, the pickle by ``load``.
 
     Raises:
         CorruptError: no archive, or a damaged one.
@@ -39,21 +39,21 @@ class Archive:
         self._backend = backend
         self._window = window
         self.where = window.where
-        directory = read_directory(window)
-        top = names_below(directory.records)
-        if top is None or f"{top}/data.pkl" not in directory.records:
+        records = read_directory(window)
+        top = names_below(records)
+        if top is None or f"{top}/data.pkl" not in records:
             raise FormatError("a zip archive, but not one that `torch.save` writes", where=self.where, hint="it has no data.pkl")
-        if f"{top}/constants.pkl" in directory.records:
+        if f"{top}/constants.pkl" in records:
             raise FormatError("an archive of TorchScript, which holds code", where=self.where, hint="save a state_dict() instead")
-        self._records = {name.removeprefix(f"{top}/"): record for name, record in directory.records.items()}
+        self._records = {name.removeprefix(f"{top}/"): record for name, record in records.items()}
         self._starts: dict[str, int] = {}
-        order = self.read("byteorder") if "byteorder" in self._records else b"little"
+        order = self._read("byteorder", 16) if "byteorder" in self._records else b"little"
         if order != b"little":
             raise FormatError("the numbers are not little-endian", where=self.where, hint=RESAVE)
 
     @cached_property
     def values(self) -> Values:
-        """Gives meaning to the stand-ins in ``root``."""
+        """Gives meaning to the stand-ins of ``load``."""
         return Values(self.where)
 
     @property
@@ -61,14 +61,16 @@ class Archive:
         """Size of the pickle."""
         return self._records["data.pkl"].size
 
-    @cached_property
-    def root(self) -> Any:
-        """The object that was saved, with stand-ins (``ckpt.formats.pickles``)."""
-        return load_pickle(self.read("data.pkl"), self.where)
+    def load(self) -> Any:
+        """The object that was saved, with stand-ins (``ckpt.formats.pickles``). It is not kept: a large one takes much memory."""
+        return load_pickle(self._read("data.pkl", MAX_PICKLE), self.where)
 
-    def read(self, name: str) -> bytes:
-        """All bytes of a small record."""
+    def _read(self, name: str, limit: int) -> bytes:
+        """All bytes of a record of at most ``limit`` bytes."""
         record = self._records[name]
+        if record.size > limit:
+            hint = f"at most {limit:,} are read; keep arrays as tensors, which lie in records of their own"
+            raise FormatError(f"the record {name!r} has {record.size:,} bytes", where=self.where, hint=hint)
         header = self._window.read(record.header, header_length(record))
         return self._window.read(data_offset(record, header, self.where), record.size)
 

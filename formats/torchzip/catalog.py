@@ -56,7 +56,7 @@ def _open_file(backend: Backend, path: str) -> ForeignCatalog:
     files = [ForeignFile(path, backend.size(path))]
     table = TensorTable([archive], files)
     maker = node_maker(table, 0)
-    state = maker.root(archive.root)
+    state = maker.root(archive.load())
     return ForeignCatalog(
         backend=backend,
         format=FORMAT_NAME,
@@ -97,7 +97,7 @@ def _open_shards(backend: Backend, index: str) -> ForeignCatalog:
     table = TensorTable([open_archive(backend, path) for path in paths], files)
     found: dict[str, str] = {}
     for number, path in enumerate(paths):
-        node_maker(table, number).root(table.archives[number].root)
+        node_maker(table, number).root(table.archives[number].load())
         found |= {name: path for name in table.entries if name not in found}
     check_index(weights, found, f"{backend.url.rstrip('/')}/{index}")
     return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate)

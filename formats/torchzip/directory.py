@@ -5,7 +5,7 @@ is read: records that are stored, one after another. Everything else is refused,
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -14,8 +14,8 @@ from ckpt.formats.native.paths import path_problem
 
 from .window import Window
 
-MAX_DIRECTORY = 1 << 30
-"""Bytes of a directory: that of ten million records."""
+MAX_DIRECTORY = 256 << 20
+"""Bytes of a directory: that of some three million records."""
 
 _STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
 _END = struct.Struct("<4s4H2LH")
@@ -37,15 +37,8 @@ class Record(NamedTuple):
     limit: int
 
 
-class Directory(NamedTuple):
-    """All records by name. Positions count from the start of the window."""
-
-    records: Mapping[str, Record]
-    where: str
-
-
-def read_directory(window: Window) -> Directory:
-    """Read and check the central directory.
+def read_directory(window: Window) -> dict[str, Record]:
+    """Read and check the central directory: all records by name. Positions count from the start of the window.
 
     Raises:
         CorruptError: no zip archive, or records that overlap, come twice or lie outside of it.
@@ -64,7 +57,7 @@ def read_directory(window: Window) -> Directory:
     if size > MAX_DIRECTORY or offset + size > end or count * _ENTRY.size > size:
         _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
     data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
-    return Directory(_records(window, data, count, offset), window.where)
+    return _records(window, data, count, offset)
 
 
 def _extent(window: Window, tail: bytes, at: int) -> tuple[int, int, int, int]:

@@ -25,6 +25,8 @@ MAX_ROWS = 1 << 16
 """Rows that a tensor may consist of: as many chunks, and reads."""
 
 
+MAX_ROWS_OF_ALL = 1 << 20
+"""Rows of all tensors that are not contiguous: they take memory before any is read."""
 MAX_SPREAD = 1 << 20
 """Bytes that an expanded tensor, which has the same stored elements many times, may have beyond its storage."""
 
@@ -78,6 +80,7 @@ class TensorTable:
     _blocks: dict[str, list[Block]] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _known: dict[tuple[int, StoredView], str] = field(default_factory=dict)
+    _rows_used: int = 0
 
     def __post_init__(self) -> None:
         self.rows = self.rows or range(len(self.archives))
@@ -96,7 +99,7 @@ class TensorTable:
             there = self.entries[first]
             self.entries[name] = TensorEntry(name=name, dtype=there.dtype, shape=there.shape, grid=there.grid, alias=first, rank=rank)
             return
-        rows = rows_of(view)
+        rows = self._rows(view)
         if rows is None or view.lazy:
             what = f"its elements have still to be changed ({view.lazy})" if view.lazy else f"its strides are {list(view.strides)}"
             self._problems[name] = f"tensor {name} of shape {list(view.shape)} is not stored row by row: {what}"
@@ -121,7 +124,7 @@ class TensorTable:
                 continue
             seen.add((offset, view.shape))
             self.archives[file].check(view.storage)
-            own = rows_of(view)
+            own = self._rows(view)
             if own is None or view.lazy:
                 self._problems[name] = f"a part of tensor {name} is not stored row by row: its strides are {list(view.strides)}"
                 own = [Row((0,) * len(shape), view.shape, view.offset)]
@@ -133,6 +136,13 @@ class TensorTable:
             file, _, view = parts[0]
             rows = [(Row((0,) * len(shape), shape, 0), file, view.storage, view.itemsize)]
         self._put(name, kind, shape, rows, None)
+
+    def _rows(self, view: StoredView) -> list[Row] | None:
+        rows = rows_of(view)
+        if rows is None or len(rows) == 1:
+            return rows
+        self._rows_used += len(rows)
+        return rows if self._rows_used <= MAX_ROWS_OF_ALL else None
 
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None

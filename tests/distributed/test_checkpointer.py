@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.policies import EveryMinutes, EverySteps, OnPreemption
+from ckpt.errors import CkptError
+from ckpt.io_backends.faulty import Fault, FaultyProcess
+from ckpt.io_backends.registry import wrap_backends
+from ckpt.policies import AtSteps, EveryMinutes, EverySteps, OnPreemption
 from tests.distributed.ranks import Ranks
 
 
@@ -84,3 +87,110 @@ def test_damage_that_only_one_rank_reads_sends_all_ranks_back(ranks: Ranks, tmp_
     data[-1] ^= 1
     path.write_bytes(data)
     assert ranks.run(2, passed_over, str(tmp_path)) == [(1, 1.0)] * 2
+
+
+def noticed_where_a_save_is_due_anyway(root: str, every: int, who: int) -> tuple[list[int], int]:
+    """Gives what this rank saved, and the step at which it left the loop."""
+    rank = dist.get_rank()
+    saved = []
+    n = 0
+    with ckpt.Checkpointer(root, save=EverySteps(every) | OnPreemption(), timeout=30) as c:
+        for n in range(1, 40):
+            dist.all_reduce(torch.ones(1))  # hangs if a rank has left
+            if n == 5 and rank == who:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if c.step(n, {"x": torch.full((3,), float(n))}):
+                saved.append(n)
+            if c.preempted:
+                break
+            time.sleep(0.01)
+    return saved, n
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_notice_at_a_step_that_is_saved_anyway(ranks: Ranks, tmp_path: Path, every: int, who: int) -> None:
+    found = ranks.run(2, noticed_where_a_save_is_due_anyway, str(tmp_path), every, who, timeout=20)
+    assert found[0] == found[1]
+    saved, n = found[0]
+    assert saved[-1] == n and 5 <= n < 39
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
+
+
+def leaving_early(root: str) -> float:
+    """Rank 1 has ended its loop when the leader's clock says to save at the last step."""
+    with ckpt.Checkpointer(root, save=EveryMinutes(0.005), timeout=20) as c:
+        for n in range(1, 3):
+            if n == 2 and dist.get_rank() == 0:
+                time.sleep(0.6)
+            began = time.monotonic()
+            c.step(n, {"x": torch.ones(3)})
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_done_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks.run(2, leaving_early, str(tmp_path))) < 5
+
+
+def going_on_after_a_failure(root: str, fails_on: int) -> tuple[list[int], list[int]]:
+    """Every rank catches what a step raises, looks at its handle in its own time, and trains on. Gives where saves were begun, and where it
+    was told."""
+    rank = dist.get_rank()
+    begun, told = [], []
+    process = FaultyProcess(Fault(at=1, kind="no_space"))
+    with ckpt.Checkpointer(root, save=AtSteps(2, 4, 8, 12), timeout=20) as c:
+        for n in range(1, 14):
+            before = c.handle
+            try:
+                if n == 2 and rank == fails_on:
+                    with wrap_backends(process.wrap):
+                        c.step(n, {"x": torch.full((50_000,), float(n))})
+                        assert c.handle is not None and c.handle.wait(20)
+                else:
+                    c.step(n, {"x": torch.full((50_000,), float(n))})
+            except CkptError:
+                told.append(n)
+            if c.handle is not None and c.handle is not before:
+                begun.append(n)
+            if n == 2 and rank == 0:
+                assert c.handle is not None and c.handle.wait(20)  # so one rank is told at the next step, the other perhaps later
+    return begun, told
+
+
+@pytest.mark.parametrize("fails_on", [0, 1])
+def test_after_a_failure_all_ranks_save_after_the_same_steps(ranks: Ranks, tmp_path: Path, fails_on: int) -> None:
+    found = ranks.run(2, going_on_after_a_failure, str(tmp_path), fails_on)
+    assert [begun for begun, _ in found] == [[2, 4, 8, 12]] * 2
+    assert [len(told) for _, told in found] == [1, 1], "each rank is told once"
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == [4, 8, 12]
+
+
+def final_save_that_fails(root: str) -> tuple[list[int], list[int], int]:
+    """Storage refuses the last save once. Gives where a step raised, and what was saved after it."""
+    process = FaultyProcess(Fault(at=3, kind="no_space"))
+    raised, saved = [], []
+    n = 0
+    with wrap_backends(process.wrap), ckpt.Checkpointer(root, save=OnPreemption(), timeout=20) as c:
+        for n in range(1, 200):
+            dist.all_reduce(torch.ones(1))
+            if n == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                if c.step(n, {"x": torch.full((3,), float(n))}):
+                    saved.append(n)
+            except CkptError:
+                raised.append(n)
+                assert not c.preempted, "nothing is saved yet"
+            if c.preempted:
+                break
+            time.sleep(0.005)
+        assert c.preempted
+    return raised, saved, n
+
+
+def test_a_last_save_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(2, final_save_that_fails, str(tmp_path))
+    assert found[0] == found[1]
+    raised, saved, n = found[0]
+    assert len(raised) == 1 and saved == [n] and n > raised[0]
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved

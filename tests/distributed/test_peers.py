@@ -234,7 +234,7 @@ def test_an_error_is_told_to_the_ranks_that_wait(ranks: Ranks) -> None:
     assert second[0][0] == "RankFailedError"
     assert "rank 0" in second[0][1]
     assert "the disk is on fire" in second[0][1]
-    assert third[0] == ("", "") or (third[0][0] == "RankFailedError" and "rank 1" in third[0][1])
+    assert third[0] == ("", "") or (third[0][0] == "RankFailedError" and "rank 0" in third[0][1])
     for errors in (first, second):
         assert errors[1][0] == "GroupError"
         assert "an earlier exchange failed" in errors[1][1]

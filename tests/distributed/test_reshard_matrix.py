@@ -2,7 +2,8 @@
 
 The engines: a plain save, a lazy one in the background with coded chunks while training goes on, and one past the page cache. Covers
 weights, buffers, both moments of Adam, its step, parameter groups and per-rank values; targets start from another seed and are overwritten
-with NaN before each load, once with the state of an optimizer that has stepped and once with that of a new one.
+with NaN before each load, once with the state of an optimizer that has stepped and once with that of a new one, which ranks read for each
+other wherever they can.
 """
 
 from __future__ import annotations
@@ -106,16 +107,16 @@ def load_all(target: str, sources: Sequence[str]) -> dict[tuple[str, str], list[
             if mode == "new":
                 which.optimizer = adamw(which.model)
             try:
-                found[source.layout, mode] = load_one(target, which, source)
+                found[source.layout, mode] = load_one(target, which, source, mode)
             except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on
                 found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
     return found
 
 
-def load_one(target: str, which: Trained, source: Source) -> list[str]:
+def load_one(target: str, which: Trained, source: Source, mode: str) -> list[str]:
     rank, world = rank_and_world()
     state = {**which.state(), "step": 0, "done": None, "rank": ckpt.PerRank(None, reshard=pick)}
-    report = ckpt.load(source.url, state, layout=which.layout)
+    report = ckpt.load(source.url, state, layout=which.layout, exchange=True if mode == "new" else None)
     problems = differences(full_state(which), source.full)
     problems += [f"options of {n}: {o} is not {source.options[n]}" for n, o in options(which).items() if o != source.options[n]]
     if (state["step"], state["done"]) != (STEPS, (source.layout, 1.5, None)):
@@ -135,8 +136,9 @@ def report_problems(report: ckpt.LoadReport, needed: int, *, coded: bool) -> lis
         problems.append(f"report: missing {report.missing}, unexpected {report.unexpected}, renamed {report.renamed}, cast {report.cast}")
     if report.bytes_needed != needed:
         problems.append(f"report: {report.bytes_needed} bytes needed, the state has {needed}")
-    if (report.bytes_read < needed and not coded) or report.bytes_unverified:
-        problems.append(f"report: {report.bytes_read} bytes read, {report.bytes_unverified} of them not verified, for {needed}")
+    if (report.bytes_read + report.bytes_received < needed and not coded) or report.bytes_unverified:
+        came = f"{report.bytes_read} bytes read, {report.bytes_unverified} of them not verified, {report.bytes_received} received"
+        problems.append(f"report: {came}, for {needed}")
     return problems
 
 

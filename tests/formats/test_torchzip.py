@@ -156,6 +156,17 @@ def test_strided_views_are_read_row_by_row(tmp_path):
         assert same(view[name][1:2, 0:1], tensor[1:2, 0:1]), name
 
 
+def test_very_many_rows_of_many_tensors_are_not_listed(tmp_path, monkeypatch):
+    """A few bytes of pickle make thousands of rows: there is a limit for all tensors together."""
+    monkeypatch.setattr("ckpt.formats.torchzip.table.MAX_ROWS_OF_ALL", 1000)
+    base = torch.randn(400, 3)
+    value = {f"t{i}": base[:, i : i + 2] for i in range(2)} | {"u": base[:300, 2:], "whole": base}
+    view = ckpt.open(saved(tmp_path, value))
+    assert same(view["t1"].read(), value["t1"]) and same(view["whole"].read(), base)
+    with pytest.raises(FormatError, match="tensor u"):
+        view["u"].read()
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_any_view(tmp_path_factory, data):
@@ -413,6 +424,14 @@ def test_absurd_sizes_take_no_memory(tmp_path):
         data[end + 8 : end + 20] = struct.pack("<HHLL", count, count, size, offset)
         with pytest.raises(CorruptError):
             opened(tmp_path, bytes(data))
+
+
+def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
+    url = saved(tmp_path, {"a": "x" * 100_000})
+    monkeypatch.setattr("ckpt.formats.torchzip.archive.MAX_PICKLE", 50_000)
+    with counted() as counts, pytest.raises(FormatError, match=r"record 'data\.pkl' has 100,\d\d\d bytes"):
+        open_catalog(url)
+    assert counts.bytes < 30_000
 
 
 def test_every_truncation_is_noticed(tmp_path):

@@ -1,0 +1,83 @@
+"""One look over the containers of a state before it is walked: whether it can be walked at all, which modules are in it, which meshes.
+
+Of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError, UsageError
+from ckpt.mesh import Mesh
+from ckpt.tree import MAX_DEPTH, join
+
+from .dtensor import DTensor
+from .meshes import in_order
+
+_CONTAINERS = (dict, list, tuple)
+_TELLING = (*_CONTAINERS, nn.Module, Optimizer, DTensor)
+
+
+@dataclass(eq=False, slots=True)
+class Survey:
+    """``modules`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    meshes: tuple[Mesh, ...] = ()
+
+
+def survey(state: object) -> Survey:
+    """Look over a state.
+
+    Raises:
+        UsageError: it is not a dict.
+        StateError: it contains itself, is nested too deep to be walked, or has a key that cannot be stored.
+    """
+    if not isinstance(state, dict):
+        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
+    found = Survey()
+    meshes: dict[int, DeviceMesh] = {}
+    _look(state, "", frozenset(), found.modules, meshes)
+    found.meshes = in_order(meshes.values())
+    return found
+
+
+def _look(value: Any, path: str, around: frozenset[int], modules: list[tuple[str, nn.Module]], meshes: dict[int, DeviceMesh]) -> None:
+    if id(value) in around:
+        raise StateError(f"{_at(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
+    if len(around) >= MAX_DEPTH:
+        raise StateError(f"{_at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+    values = value.values() if isinstance(value, dict) else value
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, _TELLING)}
+    if not telling:
+        return
+    inside = around | {id(value)}
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(child) not in telling:
+            continue
+        if isinstance(child, DTensor):
+            meshes.setdefault(id(child.device_mesh), child.device_mesh)
+        elif isinstance(child, nn.Module):
+            _note(meshes, [*child.parameters(), *child.buffers()])
+            modules.append((join(path, key), child))
+        elif isinstance(child, Optimizer):
+            for group in child.param_groups:
+                _note(meshes, group["params"])
+        else:
+            _look(child, join(path, key), inside, modules, meshes)
+
+
+def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
+
+
+def _at(path: str) -> str:
+    return f"the value at {path[:79]!r}{'…' * (len(path) > 79)}"

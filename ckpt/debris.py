@@ -1,0 +1,169 @@
+"""What killed and failed saves and copies left below a run, and whether it may go. No torch.
+
+A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
+of a save, or a copy, that goes on. One case needs no time: beside a committed checkpoint, a save that began before it can never commit
+any more. Touched is what the storage says of the files; where it keeps no times, the begin of the save, which its id tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
+from ckpt.formats.native.paths import id_of
+from ckpt.io_backends.protocol import Backend, Entry, Unfinished
+from ckpt.spread import spread
+
+GRACE = 86_400.0
+"""Seconds; the default."""
+
+_TEMPORARY = re.compile(r"(?:.*/)?\.(?:publish|prepare)-[0-9a-f]{16}\.tmp")
+_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Debris:
+    """Something left behind: the files of a ``save`` below ``directory`` (relative to the root), a ``temporary`` file, or an ``upload``."""
+
+    what: Literal["save", "temporary", "upload"]
+    directory: str
+    id: str | None = None
+    """Of the save that the files belong to."""
+    entries: tuple[Entry, ...] = ()
+    upload: Unfinished | None = None
+    goes: bool
+    reason: str
+
+    @property
+    def path(self) -> str:
+        """The directory of a save, the file or the object; empty for the root itself."""
+        return self.upload.path if self.upload else self.entries[0].path if self.what == "temporary" else self.directory
+
+    @property
+    def bytes(self) -> int:
+        return sum(e.size for e in self.entries)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Directory:
+    """What one listing shows of a place that may hold a checkpoint."""
+
+    record: bool = False
+    saves: dict[str, list[Entry]] = field(default_factory=dict)
+
+
+def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
+    """All debris below the root of ``backend``, a run or one checkpoint, also what is too young to go.
+
+    Args:
+        grace: seconds that nobody touched what goes. 0: nobody saves or copies there now.
+        now: seconds since 1970.
+
+    Raises:
+        StorageError: the storage cannot be listed.
+    """
+    directories: dict[str, _Directory] = {}
+    found: list[Debris] = []
+    age = partial(_judge, backend, grace=grace, now=now)
+    for entry in backend.list():
+        directory, inner = _split(entry.path)
+        save = id_of(inner)
+        if _TEMPORARY.fullmatch(entry.path):
+            goes, reason = age([entry], None)
+            found.append(Debris(what="temporary", directory=directory, entries=(entry,), goes=goes, reason=reason))
+        elif inner == COMMIT_PATH:
+            directories.setdefault(directory, _Directory()).record = True
+        elif save is not None:
+            directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
+    for name, held in directories.items():
+        found += _saves(backend, name, held, age)
+    found += [_upload(upload, grace, now) for upload in backend.unfinished()]
+    return found
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The directory right below the root, if the path of a checkpoint's file follows it, and that path."""
+    first, _, rest = path.partition("/")
+    return ("", path) if path == COMMIT_PATH or id_of(path) is not None else (first, rest)
+
+
+def _saves(backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]]) -> Iterator[Debris]:
+    if held.record and len(held.saves) < 2:
+        return  # one checkpoint and nothing else: no need to read its record
+    try:
+        committed = _committed(backend, directory) if held.record else None
+    except (CorruptError, FormatError) as err:
+        for id, entries in held.saves.items():
+            reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
+            yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=False, reason=reason)
+        return
+    for id, entries in held.saves.items():
+        if id == committed:
+            continue
+        if committed is not None and id < committed:
+            goes, reason = True, "it began before the save that is committed there, and cannot commit any more"
+        else:
+            goes, reason = age(entries, id)
+        yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=goes, reason=reason)
+
+
+def _committed(backend: Backend, directory: str) -> str | None:
+    path = f"{directory}/{COMMIT_PATH}".lstrip("/")
+    try:
+        return CommitRecord.from_bytes(backend.read(path), f"{backend.url}/{path}").id
+    except NotFoundError:
+        return None
+
+
+def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
+    """Whether files were left alone for the grace, and how to say it. The first young file decides."""
+    if grace == 0:
+        return True, "with a grace of 0 nobody saves there now"
+    touched = began(id) if id is not None else None
+    if touched is not None and now - touched < grace:
+        return False, f"it began {_ago(now - touched)} ago and may go on"
+    for entry in entries:
+        try:
+            modified = backend.modified(entry.path)
+        except NotFoundError:
+            return False, "its files are being removed, by somebody else"
+        if modified is not None and now - modified < grace:
+            return False, f"it was touched {_ago(now - modified)} ago and may go on"
+        touched = max((t for t in (touched, modified) if t is not None), default=None)
+    if touched is None:
+        return False, "nobody can say how old it is: only a grace of 0 removes it"
+    return True, f"nobody touched it for {_ago(now - touched)}"
+
+
+def _upload(upload: Unfinished, grace: float, now: float) -> Debris:
+    goes = grace == 0 or now - upload.started >= grace
+    reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if goes else " and may go on")
+    return Debris(
+        what="upload", directory=_split(upload.path)[0], id=id_of(_split(upload.path)[1]), upload=upload, goes=goes, reason=reason
+    )
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
+    """Remove what ``goes``. What was committed since ``find_debris`` looked stays.
+
+    Raises:
+        StorageError: the storage failed. What is left is still debris.
+    """
+    going = [d for d in debris if d.goes]
+    for upload in (d.upload for d in going if d.upload is not None):
+        backend.forget(upload)
+    doomed = [e.path for d in going if d.what != "save" or _committed(backend, d.directory) != d.id for e in d.entries]
+    for _ in spread((partial(backend.delete, path) for path in doomed), _THREADS, "ckpt-gc"):
+        pass

@@ -1,0 +1,150 @@
+"""What a rank does with pieces of parcels, its own and those that others read: out of slots and streams into its tensors.
+
+A rank that takes pieces waits for nobody, so whoever reads for it always gets its memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.adapters.memory import writable_bytes
+from ckpt.errors import ConsistencyError
+from ckpt.geometry import Box
+from ckpt.ring import Borrowed
+
+from .copying import Stored, copy_box
+from .fetch import PIECE, Fetch
+from .sharing import Cut, Item, Parcel
+
+
+class Taker:
+    """Takes what this rank wants of the parcels that another one reads."""
+
+    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: Fetch) -> None:
+        self.parcels = parcels
+        self._fetch = fetch
+        self.received = 0
+        self._reader = reader
+        self._rank = rank
+        self._left = len(parcels)
+        self._cuts: dict[int, dict[int, tuple[Cut, list[tuple[Item, Box]]]]] = {}
+        """By parcel and piece, what is still to come of the parcels that have begun."""
+        self._ring: Borrowed | None = None
+        self._scratch = np.empty(0, dtype=np.uint8)
+        self._direct = False
+
+    def ring(self, pid: int, file: int, shape: tuple[int, int, int]) -> None:
+        """See ``relay.Taker``."""
+        try:
+            self._ring = Borrowed(pid, file, shape)
+        except OSError as err:
+            raise ConsistencyError(
+                f"the memory in which rank {self._reader} of this machine hands over what it read cannot be opened: {err}",
+                hint="exchange=False reads without it",
+            ) from err
+
+    def slot(self, parcel: int, piece: int, slot: int) -> bool:
+        """See ``relay.Taker``."""
+        cut, wanted = self._expected(parcel, piece)
+        assert self._ring is not None
+        with self._fetch.span("copy", cut.nbytes):
+            place(self._ring.data(slot)[: cut.nbytes], cut, wanted)
+        self._ring.done(slot, self.parcels[parcel].ranks.index(self._rank))
+        return self._over(parcel, piece)
+
+    def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
+        """See ``relay.Taker``."""
+        _, wanted = self._expected(parcel, piece)
+        expected = sum(box.numel * item.itemsize for item, box in wanted)
+        if expected != length:
+            raise self._strange(f"{length} bytes where {expected} are wanted")
+        memory = straight(wanted, length)
+        self._direct = memory is not None
+        if memory is not None:
+            return [memory]
+        if len(self._scratch) < length:
+            self._scratch = np.empty(max(length, PIECE), dtype=np.uint8)
+        return [self._scratch[:length].data]
+
+    def filled(self, parcel: int, piece: int) -> bool:
+        """See ``relay.Taker``."""
+        _, wanted = self._expected(parcel, piece)
+        at = 0
+        for item, box in () if self._direct else wanted:
+            stop = at + box.numel * item.itemsize
+            for target, entry in item.jobs:
+                copy_box(Stored(self._scratch[at:stop], 0, box, entry.dtype), box, target)
+            at = stop
+        return self._over(parcel, piece)
+
+    def _expected(self, parcel: int, piece: int) -> tuple[Cut, list[tuple[Item, Box]]]:
+        if parcel not in self._cuts and parcel < len(self.parcels):
+            cuts = enumerate(self.parcels[parcel].cuts())
+            self._cuts[parcel] = {i: (cut, wanted) for i, cut in cuts if (wanted := cut.wanted(self._rank))}
+        found = self._cuts.get(parcel, {}).get(piece)
+        if found is None:
+            raise self._strange(f"piece {piece} of parcel {parcel}, which is not wanted")
+        return found
+
+    def _strange(self, what: str) -> ConsistencyError:
+        return ConsistencyError(
+            f"rank {self._reader} sent rank {self._rank} {what}", hint="please report this; exchange=False reads without it"
+        )
+
+    def _over(self, parcel: int, piece: int) -> bool:
+        """Count a piece that has come; whether it was the last of all."""
+        _, wanted = self._cuts[parcel].pop(piece)
+        self.received += sum(len(item.jobs) * item.itemsize * box.numel for item, box in wanted)
+        if not self._cuts[parcel]:
+            self._cuts[parcel] = {}
+            self._left -= 1
+        return not self._left
+
+
+def place(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box]]) -> None:
+    """Copy boxes of a piece to where this rank has them."""
+    for item, box in wanted:
+        stored = Stored(*_within(data, cut, item), item.box, item.entry.dtype)
+        for job in item.jobs:
+            copy_box(stored, box, job.target)
+
+
+def pack(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box]], out: npt.NDArray[np.uint8]) -> int:
+    """Put boxes of a piece one after another; how many bytes they are."""
+    spans = {id(item): span for item, span in cut.spans}
+    at = 0
+    for item, box in wanted:
+        span, size = spans[id(item)], item.itemsize
+        found, _ = _within(data, cut, item)
+        shaped = found[: span.numel * size].reshape(*span.shape, size)
+        stop = at + box.numel * size
+        part = shaped[box.relative_to(span.offset).slices]
+        np.copyto(_typed(out[at:stop].reshape(*box.shape, size), size), _typed(part, size))
+        at = stop
+    return at
+
+
+def straight(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | None:
+    """The target's own memory, where a piece of ``nbytes`` is just one box of it, and can be put into it as it is."""
+    if len(wanted) != 1:
+        return None
+    item, box = wanted[0]
+    target, entry = item.jobs[0]
+    if len(item.jobs) > 1 or entry.dtype != target.info.dtype or box.numel * item.itemsize != nbytes:
+        return None
+    return writable_bytes(target.view(box))
+
+
+def _within(data: npt.NDArray[np.uint8], cut: Cut, item: Item) -> tuple[npt.NDArray[np.uint8], int]:
+    """The bytes of one chunk in a piece, and where in the chunk they begin."""
+    if len(cut.spans) == 1:
+        return data, cut.start
+    return data[item.start : item.start + item.nbytes], 0
+
+
+def _typed(array: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.generic]:
+    """Elements in place of their bytes, which are the last dimension: numpy copies these much faster."""
+    return array.view(f"V{size}") if size > 8 else array.view(f"u{size}")

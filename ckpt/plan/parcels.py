@@ -1,0 +1,85 @@
+"""Which ranks want what of a stored chunk, and which of them reads it for all. Pure.
+
+Everything follows from layouts, so each rank finds the same for the chunks that it wants, and needs to look at no others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.catalog import Grid
+from ckpt.geometry import Box, cell_box, cells_overlapping, intersect_all
+from ckpt.layout import TensorLayout
+
+from .join import join
+
+MOST = 32
+"""Ranks that share one read of a chunk; where more want it, several read it, so that a rank talks to few others."""
+GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly over [0, 1), however few they are."""
+
+
+class Shared(NamedTuple):
+    """A chunk that several ranks want parts of, and how many elements each does."""
+
+    chunk: int
+    box: Box
+    ranks: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) -> list[Box]:
+    """The boxes of a tensor of global ``shape`` that ``rank`` has to get from the ``stored`` part of it, in the order of its memory."""
+    return [box for p in layout.pieces(shape, rank) if (box := p.box.intersect(stored)) is not None]
+
+
+def shared_chunks(
+    grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Mapping[int, int] | None
+) -> tuple[list[Shared], int]:
+    """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` gives each
+    rank's machine: only ranks of one machine share; None if all do."""
+    mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in join(grid, box)}
+    found = []
+    for chunk in sorted(mine):
+        common = mine[chunk].intersect(stored)
+        assert common is not None
+        ranks, weights = _wanters(layout, shape, common)
+        if near is not None:
+            kept = [i for i, r in enumerate(ranks) if near[r] == near[rank]]
+            ranks, weights = [ranks[i] for i in kept], [weights[i] for i in kept]
+        first = ranks.index(rank) // MOST * MOST
+        if len(ranks[first : first + MOST]) > 1:
+            found.append(Shared(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
+    return found, len(mine)
+
+
+def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
+    """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
+    tiling = layout.tiling(shape)
+    if tiling.cuts is not None:
+        numbers = cells_overlapping(tiling.cuts, box)
+        cells = [cell_box(tiling.cuts, n).intersect(box) for n in numbers.tolist()]
+        sizes = np.array([c.numel if c is not None else 0 for c in cells], dtype=np.int64)
+    else:
+        assert tiling.boxes is not None
+        numbers, _, shapes = intersect_all(box, *tiling.boxes)
+        sizes = shapes.prod(axis=1, dtype=np.int64)
+    holders = tiling.holders[numbers]
+    ranks, places = np.unique(holders, return_inverse=True)
+    weights = np.zeros(len(ranks), dtype=np.int64)
+    np.add.at(weights, places.reshape(-1), np.repeat(sizes, holders.shape[1]))
+    return ranks.tolist(), weights.tolist()
+
+
+def reader_of(ranks: Sequence[int], weights: Sequence[int], number: int) -> int:
+    """The rank that reads what ``ranks`` want so much of each: over many numbers each reads in proportion to what it wants.
+
+    Then ranks read about what they would if nothing had to be checked, and most bytes stay where they are read.
+    """
+    ends = list(accumulate(weights))
+    return ranks[min(bisect_right(ends, number * GOLDEN % 1.0 * ends[-1]), len(ranks) - 1)]

@@ -1,0 +1,164 @@
+"""Memory that goes round: a rank fills a slot, others of its machine copy from it, and when all have, it is filled again.
+
+The memory has no name in any file system, so nothing is left of it when its last process ends, however that does. Another process opens
+it through the number that it has in its owner's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import DeadlineError
+from .plan.tables import ranks_text
+
+PAUSE = 0.0002
+"""Seconds between two looks at the slots that others copy from: they are not asked to tell."""
+
+
+class BrokenRingError(Exception):
+    """The exchange that the slots were for has failed: whoever waits for one gives up."""
+
+
+class Ring:
+    """Slots of ``size`` bytes each, filled by this process. ``readers``: others that may copy from a slot at the same time."""
+
+    def __init__(self, slots: int, size: int, readers: int, *, shared: bool, timeout: float) -> None:
+        self.shape = (slots, size, readers)
+        self.file = os.memfd_create("ckpt-ring", os.MFD_CLOEXEC) if shared else -1
+        if shared:
+            os.ftruncate(self.file, _nbytes(self.shape))
+        memory = mmap.mmap(self.file, _nbytes(self.shape))
+        self._marks, self._data = _parts(memory, self.shape)
+        self._seen = [memoryview(row) for row in self._marks]
+        self._nobody = bytes(readers)
+        self._timeout = timeout
+        self._holds = [0] * slots
+        self._lent: list[tuple[int, ...]] = [()] * slots
+        self._lock = threading.Lock()
+        self._broken = False
+
+    def take(self, wait: Callable[[], None]) -> int:
+        """A slot that nobody uses, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``.
+
+        Raises:
+            DeadlineError: nobody gave a slot back for ``timeout`` seconds.
+            BrokenRingError: the exchange has failed.
+        """
+        began = time.monotonic()
+        while (slot := self._free_slot()) is None:
+            if time.monotonic() - began > self._timeout:
+                raise self._late()
+            wait()
+        return slot
+
+    def _free_slot(self) -> int | None:
+        with self._lock:
+            if self._broken:
+                raise BrokenRingError
+            for slot, holds in enumerate(self._holds):
+                if not holds and self._seen[slot] == self._nobody:
+                    self._holds[slot] = 1
+                    return slot
+            return None
+
+    def _late(self) -> DeadlineError:
+        ranks = {rank for slot, lent in enumerate(self._lent) for i, rank in enumerate(lent) if self._marks[slot, i]}
+        who = ranks_text(sorted(ranks)) if ranks else "the other ranks"
+        return DeadlineError(
+            f"{who} took nothing that was read for them for {self._timeout:g} s",
+            hint="look whether they died or hang; a larger timeout= waits longer",
+        )
+
+    def hold(self, slot: int) -> None:
+        """Keep a slot until one more :meth:`release`."""
+        with self._lock:
+            self._holds[slot] += 1
+
+    def release(self, slot: int) -> None:
+        with self._lock:
+            self._holds[slot] -= 1
+
+    def lend(self, slot: int, ranks: tuple[int, ...], which: Iterable[int]) -> None:
+        """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`."""
+        self._lent[slot] = ranks
+        for i in which:
+            self._marks[slot, i] = 1
+
+    def data(self, slot: int) -> npt.NDArray[np.uint8]:
+        found: npt.NDArray[np.uint8] = self._data[slot]
+        return found
+
+    def stop(self) -> None:
+        """Let nobody wait any more."""
+        self._broken = True
+
+    def close(self) -> None:
+        """Give the memory back when no array refers to it any more."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class Borrowed:
+    """The ring of another process of this machine.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, pid: int, file: int, shape: tuple[int, int, int]) -> None:
+        fd = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, _nbytes(shape))
+        finally:
+            os.close(fd)
+        self._marks, self._data = _parts(memory, shape)
+
+    def data(self, slot: int) -> npt.NDArray[np.uint8]:
+        found: npt.NDArray[np.uint8] = self._data[slot]
+        return found
+
+    def done(self, slot: int, which: int) -> None:
+        """Reader number ``which`` has what it wants of the slot. A copy gives up the interpreter's lock and takes it again, so the other
+        process cannot see this before the copy has ended."""
+        self._marks[slot, which] = 0
+
+
+def machine() -> str:
+    """Processes for which this is equal can open each other's rings: one kernel, one namespace of processes, one user with the same
+    capabilities, nobody protected from inspection. Where that cannot be told, it is equal for none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            capabilities = next(line.split()[1] for line in file if line.startswith("CapPrm"))
+        user = os.geteuid()
+        if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:
+            raise OSError("no anonymous files, or a protected process")
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{user}/{capabilities}"
+    except (OSError, StopIteration):
+        return f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
+
+
+def _nbytes(shape: tuple[int, int, int]) -> int:
+    slots, size, readers = shape
+    return _lead(slots, readers) + slots * size
+
+
+def _lead(slots: int, readers: int) -> int:
+    return -(-slots * readers // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """A mark for each slot and reader, and the slots. The arrays keep the memory."""
+    slots, size, readers = shape
+    found = np.frombuffer(memory, dtype=np.uint8)
+    return found[: slots * readers].reshape(slots, readers), found[_lead(slots, readers) :].reshape(slots, size)

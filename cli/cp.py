@@ -1,0 +1,59 @@
+"""``ckpt cp``: a checkpoint from one storage to another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from . import units
+from .output import Output, options
+from .progress import progress
+
+if TYPE_CHECKING:
+    from ckpt.transfer import CopyReport
+
+
+@click.command("cp", short_help="Copy a checkpoint to another storage.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--threads", type=click.IntRange(min=1), help="How many read and write at once. [default: 8]")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be copied.")
+@options
+def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    """Copy the checkpoint at SRC to DST, two URLs of any storage. If DST ends in /, it gets the name of SRC below it.
+
+    Every byte is compared with its digest on the way, and the checkpoint exists at DST only when all of it is there. If the copy is
+    interrupted, the same command goes on. Another checkpoint at DST is never replaced.
+
+    \b
+    Example:
+      ckpt cp runs/a/step-00001000 s3://bucket/runs/a/
+      ckpt cp gs://bucket/runs/a/step-00001000 /local/disk/step-00001000
+    """
+    from ckpt.io_backends.registry import join_url
+    from ckpt.transfer import copy_checkpoint
+
+    output = Output(json=as_json, quiet=quiet)
+    if target.endswith("/"):
+        target = join_url(target, source.rstrip("/").rpartition("/")[2])
+    with progress("cp", output) as update:
+        report = copy_checkpoint(source, target, threads=threads, progress=update, dry_run=dry_run)
+    if output.json:
+        output.document({**asdict(report), "dry_run": dry_run})
+    elif not output.quiet:
+        output.line(_sentence(report, dry_run=dry_run))
+
+
+def _sentence(report: CopyReport, *, dry_run: bool) -> str:
+    copied = f"{units.plural(report.copied_files, 'file')}, {units.size(report.copied_bytes)}"
+    there = report.files - report.copied_files
+    rest = f"; {units.plural(there, 'file')} there already" if there else ""
+    if dry_run:
+        return f"would copy {copied} to {report.target}{rest}"
+    if not report.copied_files:
+        copied = f"nothing to copy in {units.duration(report.seconds)}"
+    else:
+        copied += f" copied in {units.duration(report.seconds)} ({units.size(report.copied_bytes / max(report.seconds, 1e-9))}/s)"
+    return f"{click.style('ok', fg='green')}: {report.target}: {copied}{rest}"

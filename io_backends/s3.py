@@ -1,0 +1,178 @@
+"""Object stores that speak S3: ``s3://bucket/prefix``.
+
+Directories do not exist here: they are as long as an object lies in them. An object shows only once its Writer has committed. Credentials,
+profile, region and endpoint are those of the environment and of ``~/.aws`` at the time of a call (``s3_client``).
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt.errors import ConflictError, NotFoundError, UsageError
+
+from .checks import byte_view, check_path, check_prefix, check_read, check_size
+from .protocol import Backend, Entry, Grain, Unfinished, Writer
+from .s3_client import LANES, S3Client, client_of
+from .s3_publishing import conditional, delete, probe, publish
+from .s3_reading import RANGE, Key, head, read_into, read_tagged
+from .s3_writer import PART, S3Writer, forget, part_size
+
+_SCHEME = "s3://"
+_STRETCH = 64 << 20
+"""As long as a chunk may be: a checkpoint of few tensors keeps the store as busy as one of many."""
+_GAP = 1 << 20
+"""A request takes about as long as this many bytes."""
+
+
+class S3Backend(Backend):
+    """The objects of a bucket below a prefix. Parts of an upload have at least ``part`` bytes, which is at least 5 MiB for most stores.
+
+    Of two Writers of one path at most one commits if the object is small enough for one request, or the store keeps the condition of
+    completing an upload, as AWS does and Ceph does not.
+    """
+
+    def __init__(self, url: str, *, part: int = PART) -> None:
+        bucket, _, prefix = url.removeprefix(_SCHEME).partition("/")
+        if not url.startswith(_SCHEME) or not bucket:
+            raise UsageError(f"{url!r} is not the URL of a bucket", hint="write s3://bucket/prefix")
+        prefix = prefix.rstrip("/")
+        self._bucket = bucket
+        self._prefix = f"{check_path(prefix)}/" if prefix else ""
+        self._part = part
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"{_SCHEME}{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def grain(self) -> Grain:
+        """Long ranges, many at once: each answer takes a while to begin."""
+        return Grain(piece=RANGE, stretch=_STRETCH, gap=_GAP, calls=LANES)
+
+    @property
+    def _client(self) -> S3Client:
+        return client_of()
+
+    def _key(self, path: str) -> Key:
+        return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
+
+    # ---- reading
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``. One request, if not several million bytes are wanted."""
+        check_read(offset, length)
+        key = self._key(path)
+        if length is None:
+            return read_tagged(key, offset)[0]
+        data = bytearray(length)
+        read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        read_into(self._key(path), offset, view)
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        return head(self._key(path))[0]
+
+    # ---- listing
+
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``."""
+        key = self._key(path)
+        answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
+        return float(answer["LastModified"].timestamp())
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given."""
+        return self._listed(self._prefix + check_prefix(prefix))
+
+    def _listed(self, start: str) -> Iterator[Entry]:
+        for page in self._pages(Prefix=start):
+            for found in page.get("Contents", ()):
+                path = str(found["Key"]).removeprefix(self._prefix)
+                if _is_path(path):
+                    yield Entry(path, int(found["Size"]))
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        """See ``Backend.children``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = self._prefix + (f"{directory}/" if directory else "")
+        names = []
+        for page in self._pages(Prefix=start, Delimiter="/"):
+            names += [str(p["Prefix"]) for p in page.get("CommonPrefixes", ())]
+            names += [str(p["Key"]) for p in page.get("Contents", ())]
+        below = (name.removeprefix(start) for name in names)
+        return sorted(name for name in below if _is_path(name.removesuffix("/")))
+
+    def _pages(self, **what: str) -> Iterator[Any]:
+        while True:
+            page = self._asked("list", "list_objects_v2", what)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            what["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _asked(self, what: str, operation: str, names: dict[str, str]) -> Any:
+        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
+        return self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
+
+    # ---- writing
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``."""
+        key = self._key(path)
+        check_size(size, key.where)
+        try:
+            head(key)
+        except NotFoundError:
+            return S3Writer(key, size, part_size(size, self._part), conditional=conditional(key))
+        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        """See ``Backend.publish``."""
+        publish(self._key(path), data, replaces)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        delete(self._key(path))
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``. Writes a small object and deletes it; ckpt makes no buckets."""
+        key = self._key("checkpoint")
+        probe(key)
+        conditional(key)
+
+    # ---- uploads that nobody ends
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """See ``Backend.unfinished``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
+        start = self._prefix + check_prefix(prefix)
+        names = {"Prefix": start}
+        while True:
+            page = self._asked("list the uploads", "list_multipart_uploads", names)
+            for found in page.get("Uploads", ()):
+                path = str(found["Key"]).removeprefix(self._prefix)
+                if str(found["Key"]).startswith(start) and _is_path(path):
+                    yield Unfinished(path=path, started=found["Initiated"].timestamp(), token=str(found["UploadId"]))
+            if not page.get("IsTruncated"):
+                return
+            names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def forget(self, unfinished: Unfinished) -> None:
+        """See ``Backend.forget``."""
+        forget(self._key(unfinished.path), unfinished.token)
+
+
+def _is_path(path: str) -> bool:
+    try:
+        check_path(path)
+    except UsageError:
+        return False
+    return True

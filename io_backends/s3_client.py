@@ -1,0 +1,162 @@
+"""The client of an object store: botocore, set up by the variables and files that every other tool reads, and the tries of a request.
+
+One client for each setting of the environment, shared by all threads; a forked child makes its own. botocore itself does not repeat
+requests here, so that we know of every one that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from botocore.exceptions import CredentialRetrievalError
+
+from ckpt import settings
+from ckpt.errors import CkptError
+
+from .s3_errors import FAILURES, HALF_ANSWERS, Tries, TruncatedError, is_stale_key, translated
+
+R = TypeVar("R")
+
+STALL, PATIENCE = 30.0, 120.0
+"""Seconds without a byte before a request counts as lost, and of trying one request. Less where a rank would count as dead before."""
+CONNECTIONS = 128
+LANES = 16
+"""Parts that are sent at once, and calls that one process has going on."""
+_RENEW = 30.0
+"""Seconds before credentials are looked up anew a second time."""
+
+
+def environment() -> tuple[tuple[str, str], ...]:
+    """All that decides what a client is like, as far as it is not in files."""
+    names = ("HOME", "CKPT_TIMEOUT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k in names))
+
+
+class S3Client:
+    """Requests to one store with one identity, each with its tries."""
+
+    def __init__(self) -> None:
+        timeout = settings.timeout(None)
+        self.patience = min(PATIENCE, timeout / 2)
+        self._stall = min(STALL, timeout / 4)
+        self.lanes = threading.BoundedSemaphore(LANES)
+        """For parts that are sent beside the caller: they are what is kept in memory."""
+        self.conditional: dict[str, bool] = {}
+        """Buckets, and whether they keep the conditions of a request."""
+        self._lock = threading.Lock()
+        self._renewed = -_RENEW
+        self._boto: Any = None
+        self._checksums = False
+
+    def attempt(self, what: str, where: str, request: Callable[[Any, Tries], R], *, over: Callable[[], bool] | None = None) -> R:
+        """Give what ``request`` does with botocore's client; try again while that may help and ``over`` does not say stop.
+
+        Raises:
+            CkptError: what went wrong, in our words.
+        """
+        tries = Tries(what, where, self.patience, over)
+        while True:
+            boto = None
+            try:
+                boto = self._client()
+                return request(boto, tries)
+            except CkptError:
+                raise
+            except FAILURES as err:
+                if boto is None and not isinstance(err, CredentialRetrievalError):
+                    raise translated(err, "set up the client", where) from err
+                if is_stale_key(err) and self._renew(boto):
+                    continue
+                tries.again(err)
+            except HALF_ANSWERS as err:
+                if boto is None:
+                    raise translated(err, "set up the client", where) from err
+                tries.again(TruncatedError(f"half an answer: {type(err).__name__}: {err}"))
+
+    def body(self, data: memoryview | bytes) -> memoryview | bytes:
+        """What botocore takes as a body: with checksums of its own it knows no memoryview."""
+        return bytes(data) if self._checksums else data
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._boto is None:
+                self._boto = _make(self._stall)
+                self._checksums = self._boto.meta.config.request_checksum_calculation != "when_required"
+            return self._boto
+
+    def _renew(self, boto: Any) -> bool:
+        """Look credentials up anew; False if that was done just now and did not help."""
+        with self._lock:
+            if self._boto is not boto:
+                return True  # another thread did
+            if time.monotonic() - self._renewed < _RENEW:
+                return False
+            self._renewed = time.monotonic()
+            self._boto = None
+            return True
+
+
+def _make(stall: float) -> Any:
+    import botocore.session
+    from botocore.config import Config
+
+    session = botocore.session.get_session()
+    profile = session.get_scoped_config()
+    s3 = profile.get("s3", {}) if isinstance(profile.get("s3"), dict) else {}
+    asked = "AWS_REQUEST_CHECKSUM_CALCULATION" in os.environ or "request_checksum_calculation" in profile
+    checksums = {} if asked else {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+    ours: dict[str, Any] = {} if "payload_signing_enabled" in s3 else {"payload_signing_enabled": False}
+
+    def client(style: dict[str, str]) -> Any:
+        config = Config(
+            connect_timeout=min(10.0, stall),
+            read_timeout=stall,
+            max_pool_connections=CONNECTIONS,
+            parameter_validation=False,  # it knows no memoryview
+            retries={"total_max_attempts": 1},
+            s3={**ours, **style},
+            **checksums,
+        )
+        return session.create_client("s3", region_name=_region(session), config=config)
+
+    made = client({})
+    host = urlsplit(made.meta.endpoint_url).hostname or ""
+    if "addressing_style" in s3 or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return made
+    return client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
+
+
+def _region(session: Any) -> str:
+    """botocore itself does not read ``AWS_REGION``; other stores take any region, but the signature needs one."""
+    return os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+
+
+_clients: dict[tuple[tuple[str, str], ...], S3Client] = {}
+_clients_lock = threading.Lock()
+_KEPT = 4
+
+
+def client_of() -> S3Client:
+    """The client for the environment as it is now."""
+    key = environment()
+    with _clients_lock:
+        found = _clients.pop(key) if key in _clients else S3Client()
+        _clients[key] = found  # the last one that will be forgotten
+        while len(_clients) > _KEPT:
+            del _clients[next(iter(_clients))]
+        return found
+
+
+def _forget() -> None:
+    """A forked child makes its own connections, and takes no lock that a thread of its parent held."""
+    global _clients_lock
+    _clients_lock = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,336 @@
+"""Writing one new object: a single request if it is small, else parts that are sent at once from several threads.
+
+A write that covers a whole part is sent from the caller's own memory. Other bytes are gathered until their part is whole, and sent from
+there beside the caller, who waits only while ``LANES`` gathered parts of the process are on their way. So memory is bounded as long as
+writes come more or less in order: each hole keeps at most one part.
+
+Invariant: a part of an upload is sent whole or not at all, and the upload is completed from parts that the store has confirmed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from botocore.exceptions import ClientError
+
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.workers import Pending, run_tasks
+
+from .checks import byte_views, check_write
+from .protocol import Writer
+from .s3_client import LANES
+from .s3_errors import Tries, code_of, status_of, tag_of
+from .s3_publishing import delete, put
+from .s3_reading import Key, head
+from .written import Written
+
+PART = 16 << 20
+"""Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""
+LONG_PART = 64 << 20
+MANY_PARTS, MOST_PARTS = 1000, 10_000
+"""Parts grow up to ``LONG_PART`` rather than be more than the first of these, and further rather than be more than the second, which no
+store takes."""
+_MIB = 1 << 20
+
+
+def part_size(size: int, least: int = PART) -> int:
+    """Bytes of each part but the last of an object of ``size`` bytes: whole MiB, all alike (some stores insist)."""
+    wanted = max(least, min(LONG_PART, -(-size // MANY_PARTS)), -(-size // MOST_PARTS))
+    return -(-wanted // _MIB) * _MIB
+
+
+class _Place(NamedTuple):
+    """Where some bytes go: into part ``number``, from its byte ``at`` on."""
+
+    number: int
+    at: int
+    view: memoryview
+
+
+class _Gathered:
+    """A part that is gathered from writes that do not cover it."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = bytearray(size)
+        self.written = Written(size)
+
+    @property
+    def whole(self) -> bool:
+        return self.written.count == len(self.memory)
+
+
+class S3Writer(Writer):
+    """An object of ``size`` bytes that is being written to ``key``, in parts of ``part`` bytes if that is less."""
+
+    def __init__(self, key: Key, size: int, part: int, *, conditional: bool) -> None:
+        self._key = key
+        self._size = size
+        self._part = min(part, size)
+        self._single = size <= part
+        self._condition = {"IfNoneMatch": "*"} if conditional else {}
+        self._written = Written(size)
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._busy = 0
+        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+        self._upload: str | None = None
+        self._sent: set[int] = set()
+        """Parts that were sent, or are on their way."""
+        self._tags: dict[int, str] = {}
+        """ETags of the parts that were sent, by number from 0."""
+        self._gathered: dict[int, _Gathered] = {}
+        self._sending: list[Pending[None]] = []
+        self._unsent: list[CkptError] = []
+        self._perhaps_there = False
+        """A request that makes the object exist was sent, and nobody knows what became of it."""
+
+    @property
+    def block(self) -> int:
+        """The size of a part; the usual block of an object that is one."""
+        return 1 << 20 if self._single else self._part
+
+    # ---- write
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``. Bytes of a part that was sent can only be written again together with all others of that part."""
+        views = byte_views(parts)
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._key.where)
+        with self._using():
+            self._raise_unsent()
+            whole: list[_Place] = []
+            some: list[_Place] = []
+            for place in self._places(offset, views):
+                (whole if place.view.nbytes == self._length(place.number) and not self._single else some).append(place)
+            self._check_unsent(some)
+            for place in some:
+                self._gather(place)
+            run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
+            self._written.add(offset, offset + length)
+
+    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[_Place]:
+        for view in views:
+            at = 0
+            while at < view.nbytes:
+                number, inside = divmod(offset, self._part)
+                length = min(view.nbytes - at, self._length(number) - inside)
+                yield _Place(number, inside, view[at : at + length])
+                at += length
+                offset += length
+
+    def _length(self, number: int) -> int:
+        return min(self._part, self._size - number * self._part)
+
+    def _check_unsent(self, places: Sequence[_Place]) -> None:
+        with self._lock:
+            sent = [p.number for p in places if p.number in self._sent]
+        if sent:
+            raise StorageError(
+                f"part {sent[0]} of {self._part} bytes was sent already: some of its bytes cannot be changed alone",
+                where=self._key.where,
+                hint="write every byte once, or whole parts (Writer.block)",
+            )
+
+    def _gather(self, place: _Place) -> None:
+        with self._lock:
+            gathered = self._gathered.get(place.number)
+            if gathered is None:
+                gathered = self._gathered[place.number] = _Gathered(self._length(place.number))
+        gathered.memory[place.at : place.at + place.view.nbytes] = place.view
+        gathered.written.add(place.at, place.at + place.view.nbytes)
+        if not self._single and gathered.whole and self._take(place.number, gathered):
+            self._key.client.lanes.acquire()
+            pending = Pending(partial(self._send_gathered, place.number, gathered), "ckpt-s3-write")
+            with self._lock:
+                self._sending = [p for p in self._sending if not p.wait(0)] + [pending]
+
+    def _take(self, number: int, gathered: _Gathered) -> bool:
+        """Whether it is this thread that sends the part: two may have written its last bytes at once."""
+        with self._lock:
+            if self._gathered.get(number) is not gathered:
+                return False
+            del self._gathered[number]
+            self._sent.add(number)
+            return True
+
+    # ---- parts on their way
+
+    def _send_gathered(self, number: int, gathered: _Gathered) -> None:
+        try:
+            self._send(number, memoryview(gathered.memory))
+        except CkptError as err:
+            with self._lock:
+                self._gathered[number] = gathered  # for commit to try again
+                self._sent.discard(number)
+                self._unsent.append(err)
+        finally:
+            self._key.client.lanes.release()
+
+    def _send_whole(self, place: _Place) -> None:
+        with self._lock:
+            again = place.number in self._sent
+            self._sent.add(place.number)
+            self._gathered.pop(place.number, None)  # older bytes
+            sending = self._sending if again else []
+        for pending in sending:
+            pending.wait()  # of two that are on their way at once, the store keeps either
+        self._send(place.number, place.view)
+
+    def _send(self, number: int, view: memoryview) -> None:
+        upload = self._started()
+        what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1}
+
+        def request(boto: Any, _: Tries) -> str:
+            return tag_of(boto.upload_part(**what, Body=self._key.client.body(view)))
+
+        tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
+        with self._lock:
+            self._tags[number] = tag
+
+    def _started(self) -> str:
+        with self._starting:
+            if self._upload is None:
+                self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._aborted)
+            return self._upload
+
+    def _begin(self, boto: Any, _: Tries) -> str:
+        return str(boto.create_multipart_upload(**self._key.names)["UploadId"])
+
+    def _aborted(self) -> bool:
+        return self._state == "aborted"
+
+    def _raise_unsent(self) -> None:
+        with self._lock:
+            errors, self._unsent = self._unsent, []
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                last = self._state == "aborted" and not self._busy
+            if last:
+                self._drop()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._key.where, hint="create a new object")
+
+    # ---- commit
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._key.where, hint="wait for all writes before commit")
+            sending = self._sending
+        for pending in sending:
+            pending.wait()
+        self._raise_unsent()
+        self._written.check(self._key.where)
+        self._send_rest()
+        self._state = "failed"  # until it did not
+        if self._single:
+            self._put()
+        else:
+            self._complete()
+        self._state = "committed"
+        self._gathered.clear()
+
+    def _send_rest(self) -> None:
+        """Parts that were whole, but could not be sent before."""
+        for number, gathered in [] if self._single else list(self._gathered.items()):
+            assert gathered.whole
+            self._send(number, memoryview(gathered.memory))
+            del self._gathered[number]
+
+    def _put(self) -> None:
+        data = self._gathered[0].memory if self._size else bytearray()
+        self._perhaps_there = True
+        try:
+            put(self._key, memoryview(data) if data else b"", self._condition)
+        except ConflictError as err:
+            self._perhaps_there = False
+            raise self._taken() from err
+
+    def _complete(self) -> None:
+        parts = [{"PartNumber": n + 1, "ETag": self._tags[n]} for n in sorted(self._tags)]
+        what = {**self._key.names, "UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+        condition = dict(self._condition)
+
+        def request(boto: Any, tries: Tries) -> None:
+            try:
+                boto.complete_multipart_upload(**what, **condition)
+            except ClientError as err:
+                if tries.failed and status_of(err) in (404, 409, 412) and self._is_whole():
+                    return  # an earlier try had its effect
+                if status_of(err) in (409, 412) and condition:
+                    self._perhaps_there = False
+                    raise self._taken() from err
+                if status_of(err) != 501 or not condition:
+                    raise
+                condition.clear()  # the store knows conditions of single requests only
+                boto.complete_multipart_upload(**what)
+
+        self._perhaps_there = True
+        self._key.client.attempt("complete the upload", self._key.where, request)
+        self._upload = None
+
+    def _is_whole(self) -> bool:
+        try:
+            return head(self._key)[0] == self._size
+        except NotFoundError:
+            return False
+
+    def _taken(self) -> ConflictError:
+        return ConflictError(
+            "cannot create: the name is taken meanwhile", where=self._key.where, hint="use a fresh name, or delete the object"
+        )
+
+    # ---- abort
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        with self._lock:
+            if self._state in ("committed", "aborted"):
+                return
+            self._state = "aborted"
+            busy = self._busy
+        if not busy:
+            self._drop()
+
+    def _drop(self) -> None:
+        for pending in self._sending:
+            pending.wait()
+        self._gathered.clear()
+        if self._upload is not None:
+            forget(self._key, self._upload)
+            self._upload = None
+        if self._perhaps_there and self._is_whole():
+            delete(self._key)  # its name was free when we began, and no answer said that somebody else took it
+
+
+def forget(key: Key, upload: str) -> None:
+    """End an upload and free its parts; one that is gone is no error."""
+
+    def request(boto: Any, _: Tries) -> None:
+        try:
+            boto.abort_multipart_upload(**key.names, UploadId=upload)
+        except ClientError as err:
+            if code_of(err) != "NoSuchUpload":
+                raise
+
+    with suppress(NotFoundError):
+        key.client.attempt("end the upload", key.where, request)

@@ -1,0 +1,50 @@
+"""What a save or load held of a state is free when it is over, without waiting for the collector of cyclic garbage."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+OPERATIONS: dict[str, Callable[[str, Any], object]] = {
+    "save": ckpt.save,
+    "lazy": lambda url, state: ckpt.save_async(url, state).result(30),
+    "eager": lambda url, state: ckpt.save_async(url, state, capture="eager").result(30),
+    "load": ckpt.load,
+}
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_memory_is_free_afterwards(tmp_path: Path, operation: str) -> None:
+    url = str(tmp_path / "a")
+    state = {"x": torch.arange(4.0), "nested": {"y": torch.ones(3)}, "big": torch.ones(1 << 18), "step": 1}
+    if operation == "load":
+        ckpt.save(url, state)
+    else:
+        ckpt.save(url, {"x": torch.zeros(1)})
+    OPERATIONS[operation](url, state)
+    OPERATIONS[operation](url, state)  # what is kept between calls is in use now
+    tensors = [weakref.ref(t) for t in (state["x"], state["nested"]["y"], state["big"])]  # type: ignore[index]
+    del state
+    end = time.monotonic() + 5  # a thread of the save may still be on its way out
+    while any(ref() is not None for ref in tensors) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [ref() for ref in tensors] == [None] * 3

@@ -1,0 +1,67 @@
+"""``ckpt cp`` as a command: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ckpt.cli.main import cli
+from ckpt.io_backends import open_backend
+from ckpt.io_backends.conformance_reading import everything
+from tests.cli.checkpoints import data_files, flip, sample, write_checkpoint
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    write_checkpoint(str(tmp_path / "run" / "step-00000007"), sample())
+    return tmp_path / "run" / "step-00000007"
+
+
+def test_copies_into_a_run_under_its_own_name(tmp_path: Path, step: Path) -> None:
+    found = run("cp", str(step), f"{tmp_path}/other/", "--json")
+    assert found.exit_code == 0
+    said = json.loads(found.stdout)
+    expected = everything(open_backend(str(step)))
+    assert everything(open_backend(str(tmp_path / "other" / "step-00000007"))) == expected
+    size = sum(len(d) for p, d in expected.items() if p != "checkpoint.json")
+    assert said == {
+        "source": str(step),
+        "target": f"{tmp_path}/other/step-00000007",
+        "id": json.loads(expected["checkpoint.json"])["id"],
+        "files": 6,
+        "bytes": size,
+        "copied_files": 6,
+        "copied_bytes": size,
+        "committed": True,
+        "seconds": said["seconds"],
+        "dry_run": False,
+    }
+    assert "6 files there already" in run("cp", str(step), f"{tmp_path}/other/").stdout
+
+
+def test_a_dry_run_only_tells(tmp_path: Path, step: Path) -> None:
+    found = run("cp", str(step), str(tmp_path / "copy"), "--dry-run")
+    assert found.exit_code == 0
+    assert found.stdout.startswith("would copy 6 files")
+    assert not (tmp_path / "copy").exists()
+    assert run("cp", "-q", str(step), str(tmp_path / "copy")).stdout == ""
+    assert (tmp_path / "copy" / "checkpoint.json").exists()
+
+
+def test_exit_codes(tmp_path: Path, step: Path) -> None:
+    assert run("cp", str(tmp_path / "no"), str(tmp_path / "copy")).exit_code == 10
+    assert run("cp", str(step), str(step)).exit_code == 2
+    write_checkpoint(str(tmp_path / "other"), {"x": np.ones(2)})
+    assert run("cp", str(step), str(tmp_path / "other")).exit_code == 30
+    flip(data_files(step)[0], data_files(step)[0].stat().st_size - 1)
+    assert run("cp", str(step), str(tmp_path / "copy")).exit_code == 20
+    assert run("cp", str(tmp_path / "run"), str(tmp_path / "copy")).exit_code == 12

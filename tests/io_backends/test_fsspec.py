@@ -1,0 +1,168 @@
+"""The generic backend keeps the tables of the port over two very different fsspec file systems, and says clearly what it cannot do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpt.errors import AccessError, ConflictError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends import Backend, open_backend
+from ckpt.io_backends.conformance import BackendConformance
+from ckpt.io_backends.conformance_reading import BYTES, everything, put
+from ckpt.io_backends.fsspec import FsspecBackend
+from ckpt.io_backends.fsspec_writer import IN_MEMORY
+from tests.io_backends.bucket import Bucket, buckets
+
+
+@pytest.fixture(autouse=True)
+def _bucket() -> Iterator[None]:
+    with buckets():
+        yield
+
+
+@pytest.fixture
+def bucket() -> Backend:
+    return open_backend("testbucket://bucket/run/")
+
+
+class TestObjects(BackendConformance):
+    exclusive_create = False
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return FsspecBackend("testbucket://bucket/run")
+
+
+class TestDirectories(BackendConformance):
+    exclusive_create = False
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return FsspecBackend(f"local://{tmp_path}/some/root")
+
+
+def test_large_objects_go_through_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spool"))
+    (tmp_path / "spool").mkdir()
+    backend = FsspecBackend(f"local://{tmp_path}/root")
+    data = os.urandom(IN_MEMORY + 7)
+    with backend.create("d/a", len(data)) as writer:
+        writer.write(1000, [data[1000:]])
+        writer.write(0, [data[:1000]])
+        assert len(list((tmp_path / "spool").iterdir())) == 1
+        writer.commit()
+    assert (tmp_path / "root" / "d" / "a").read_bytes() == data
+    backend.create("d/b", len(data)).abort()
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert [p.name for p in (tmp_path / "root" / "d").iterdir()] == ["a"]
+
+
+def test_a_scheme_whose_package_is_missing_is_named() -> None:
+    for url, word in (("gs://bucket/run", "pip install gcsfs"), ("az://bucket/run", "pip install adlfs")):
+        with pytest.raises(UsageError, match=word):
+            open_backend(url)
+
+
+def test_a_scheme_that_nobody_knows() -> None:
+    with pytest.raises(UsageError, match="known: file, memory"):
+        open_backend("nonsense://bucket/run")
+
+
+def test_a_url_without_a_place_below_the_root() -> None:
+    with pytest.raises(UsageError, match="no place below a root"):
+        open_backend("testbucket://")
+
+
+def test_publishing_loses_against_another_process(bucket: Backend) -> None:
+    """Between comparing and writing somebody else was there: the file system itself refuses to create what exists."""
+    check = FsspecBackend._check_holds
+
+    def then_somebody_else(self: FsspecBackend, path: str, replaces: bytes | None) -> None:
+        check(self, path, replaces)
+        MemoryFileSystem.pipe_file(Bucket(), f"/bucket/run/{path}", b"theirs")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FsspecBackend, "_check_holds", then_somebody_else)
+        with pytest.raises(ConflictError):
+            bucket.publish("a", b"ours", replaces=None)
+    assert everything(bucket) == {"a": b"theirs"}
+
+
+def test_an_answer_that_got_lost_is_a_success(bucket: Backend) -> None:
+    Bucket.lost["pipe_file"] = ConnectionResetError("gone")
+    bucket.publish("a", b"ours", replaces=None)
+    bucket.publish("a", b"new", replaces=b"ours")
+    Bucket.lost.clear()
+    assert everything(bucket) == {"a": b"new"}
+
+
+def test_a_failed_publish_changes_nothing(bucket: Backend) -> None:
+    Bucket.answers["pipe_file"] = ConnectionResetError("gone")
+    with pytest.raises(StorageError, match="ConnectionResetError"):
+        bucket.publish("a", b"ours", replaces=None)
+    assert everything(bucket) == {}
+
+
+class HttpError(Exception):
+    """As client libraries raise them: no OSError, and a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} from the server")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (HttpError(403), AccessError),
+        (HttpError(404), NotFoundError),
+        (HttpError(500), StorageError),
+        (PermissionError("no"), AccessError),
+        (ValueError("strange"), StorageError),
+        (NotImplementedError(), StorageError),
+    ],
+)
+def test_errors_of_any_kind_arrive_as_ours(bucket: Backend, error: Exception, ours: type[Exception]) -> None:
+    put(bucket, "a", BYTES)
+    Bucket.answers["cat_file"] = error
+    with pytest.raises(ours) as raised:
+        bucket.read("a", 0, 10)
+    assert type(raised.value) is ours
+    assert "testbucket://bucket/run/a" in str(raised.value)
+
+
+def test_a_short_answer_is_never_given_back(bucket: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.io_backends.fsspec._PAUSE", 0)
+    put(bucket, "a", BYTES)
+    Bucket.answers["short"] = Exception()
+    for call in (lambda: bucket.read("a"), lambda: bucket.read("a", 5, 100), lambda: bucket.read_into("a", 0, memoryview(bytearray(9)))):
+        with pytest.raises(StorageError, match="gave"):
+            call()
+
+
+def test_past_the_end_is_not_a_short_answer(bucket: Backend) -> None:
+    put(bucket, "a", BYTES)
+    with pytest.raises(CorruptError, match="1024"):
+        bucket.read("a", 1000, 25)
+
+
+def _read_in_child(backend: Backend, answers: Any) -> None:
+    answers.put(backend.read("a"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_opens_its_own_file_system(tmp_path: Path) -> None:
+    backend = FsspecBackend(f"local://{tmp_path}/root")
+    put(backend, "a", BYTES)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_read_in_child, args=(backend, answers))
+    child.start()
+    assert answers.get(timeout=30) == BYTES
+    child.join()

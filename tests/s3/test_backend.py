@@ -1,0 +1,346 @@
+"""What is particular to object stores: parts, names, uploads that nobody ends, who we are, and where the store is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends import Entry, open_backend, s3_client
+from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.s3 import S3Backend
+from ckpt.io_backends.s3_writer import part_size
+from tests.s3.meddling import Seen, answer, watch
+from tests.s3.stores import KEYS, ObjectStore
+
+MIB = 1 << 20
+
+
+def random_bytes(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize(
+    ("size", "part"),
+    [
+        (0, 16 * MIB),
+        (16_000 * MIB, 16 * MIB),
+        (16_000 * MIB + 1, 17 * MIB),
+        (64_000 * MIB, 64 * MIB),
+        (640_000 * MIB, 64 * MIB),
+        (5 << 40, 525 * MIB),
+        (50_000_000_000_000, 4769 * MIB),
+    ],
+)
+def test_part_sizes(size: int, part: int) -> None:
+    assert part_size(size) == part
+    assert -(-size // part) <= 10_000
+    assert part <= 5 << 30
+
+
+def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    data = random_bytes(17 * MIB)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    with backend.create("a", data.nbytes) as writer:
+        assert writer.block == 5 * MIB
+        writer.write(0, [data[: 6 * MIB].data, data[6 * MIB : 16 * MIB].data])
+        writer.write(16 * MIB, [data[16 * MIB :].data])
+        writer.commit()
+    sent = {s.request.url.rpartition("partNumber=")[2]: s.request.body for s in seen if s.operation == "UploadPart"}
+    begin = data.ctypes.data
+    ours = {n for n, body in sent.items() if begin <= np.frombuffer(body, np.uint8).ctypes.data < begin + data.nbytes}
+    assert set(sent) == {"1", "2", "3", "4"}
+    assert ours == {"1", "3"}  # the first write ends inside of part 2, which is in two pieces; part 4 comes with two writes
+    assert backend.read("a") == data.tobytes()
+
+
+def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is faster than the store waits."""
+    let_go = threading.Event()
+    seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.operation == "UploadPart" else None)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    monkeypatch.setattr(s3_client.client_of(), "lanes", threading.BoundedSemaphore(2))
+    data = random_bytes(42 * MIB)
+    written: list[int] = []
+    with backend.create("a", data.nbytes) as writer:
+
+        def write() -> None:
+            for at in range(0, data.nbytes, MIB):
+                writer.write(at, [data[at : at + MIB].data])
+                written.append(at)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while sum(s.operation == "UploadPart" for s in seen) < 2:
+            time.sleep(0.01)
+        thread.join(1)
+        assert len(written) == 14  # two parts are on their way, the third is whole: its last write waits
+        let_go.set()
+        thread.join(60)
+        writer.commit()
+    assert backend.read("a") == data.tobytes()
+
+
+def test_parts_that_were_sent_are_written_again_whole_or_not_at_all(s3_url: str) -> None:
+    backend = S3Backend(s3_url, part=5 * MIB)
+    with backend.create("a", 10 * MIB) as writer:
+        writer.write(0, [bytes(5 * MIB)])
+        with pytest.raises(StorageError, match="was sent already"):
+            writer.write(5 * MIB - 1, [b"xy"])
+        writer.write(0, [b"a" * (5 * MIB)])
+        with pytest.raises(StorageError, match="were planned"):
+            writer.commit()
+        writer.write(5 * MIB, [b"b" * (5 * MIB)])
+        writer.commit()
+    assert backend.read("a") == b"a" * (5 * MIB) + b"b" * (5 * MIB)
+
+
+def test_a_part_on_its_way_is_replaced_whole_or_not_at_all(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    first: list[int] = []
+
+    def slow(seen: Seen) -> None:
+        if seen.operation == "UploadPart" and not first:
+            first.append(1)
+            let_go.wait(60)
+
+    watch(monkeypatch, slow)
+    with S3Backend(s3_url, part=5 * MIB).create("a", 6 * MIB) as writer:
+        writer.write(0, [b"a" * MIB])
+        writer.write(MIB, [b"a" * (4 * MIB)])  # whole: it is sent beside us, and hangs
+        while not first:
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match="was sent already"):
+            writer.write(0, [b"x"])
+        threading.Timer(0.2, let_go.set).start()
+        writer.write(0, [b"b" * (5 * MIB)])
+        writer.write(5 * MIB, [b"c" * MIB])
+        writer.commit()
+    assert S3Backend(s3_url).read("a") == b"b" * (5 * MIB) + b"c" * MIB
+
+
+def test_long_ranges_are_read_in_parallel(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    backend = S3Backend(s3_url)
+    data = random_bytes(40 * MIB + 5)
+    put(backend, "a", data.data)
+    target = np.zeros(33 * MIB, np.uint8)
+    backend.read_into("a", 3, target.data)
+    assert np.array_equal(target, data[3 : 3 + 33 * MIB])
+    assert [s.operation for s in seen].count("GetObject") == 5
+    assert backend.read("a") == data.tobytes()
+    assert backend.read("a", 20 * MIB) == data[20 * MIB :].tobytes()
+
+
+def test_unfinished_uploads(s3_url: str) -> None:
+    backend = S3Backend(s3_url, part=5 * MIB)
+    writers = {name: backend.create(name, 11 * MIB) for name in ("a/1", "a/2", "b/1", "b/2")}
+    for writer in writers.values():
+        writer.write(0, [bytes(5 * MIB)])
+    writers["a/2"].abort()
+    found = {u.path: u for u in backend.unfinished()}
+    assert set(found) == {"a/1", "b/1", "b/2"}
+    assert all(abs(u.started - time.time()) < 120 for u in found.values())
+    assert [u.path for u in backend.unfinished("b/")] == ["b/1", "b/2"]
+    backend.forget(found["a/1"])
+    backend.forget(found["a/1"])
+    assert [u.path for u in backend.unfinished()] == ["b/1", "b/2"]
+    with pytest.raises(StorageError, match="somebody ended the upload"):
+        writers["a/1"].write(5 * MIB, [bytes(6 * MIB)])
+    for writer in writers.values():
+        writer.abort()
+    assert list(backend.unfinished()) == []
+    assert everything(backend) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+def test_strange_names(bucket: str) -> None:
+    backend = S3Backend(bucket)
+    names = ["a b", "a+b", "a%20b", "ä/ö", "x=1&y=2", "~", "'\"<>", "日本"]
+    for name in names:
+        put(backend, name, name.encode())
+    assert everything(backend) == {name: name.encode() for name in names}
+    assert backend.children() == sorted(["ä/" if n.startswith("ä") else n for n in names])
+
+
+def test_keys_that_are_no_paths_are_not_given(bucket: str, object_store: ObjectStore) -> None:
+    name = bucket.removeprefix("s3://")
+    for key in ("run/", "run/a/", "run/a", "run//b", "run/a/b"):
+        object_store.client.put_object(Bucket=name, Key=key, Body=b"")
+    backend = S3Backend(f"{bucket}/run")
+    assert list(backend.list()) == [Entry("a", 0), Entry("a/b", 0)]
+    assert backend.children() == ["a", "a/"]
+
+
+def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    backend = S3Backend(s3_url)
+    names = [f"{d}/{i}" for d in "abc" for i in range(3)]
+    for name in names:
+        backend.publish(name, b"", replaces=None)
+    pages = {"provide-client-params.s3.ListObjectsV2": "MaxKeys", "provide-client-params.s3.ListMultipartUploads": "MaxUploads"}
+    boto = s3_client.client_of()._boto
+    for event, limit in pages.items():
+        boto.meta.events.register(event, lambda params, limit=limit, **_: params | {limit: 2})
+    assert [e.path for e in backend.list()] == names
+    assert backend.children() == ["a/", "b/", "c/"]
+    writers = [S3Backend(s3_url, part=5 * MIB).create(f"u/{i}", 6 * MIB) for i in range(5)]
+    for writer in writers:
+        writer.write(0, [bytes(5 * MIB)])
+    assert [u.path for u in backend.unfinished()] == [f"u/{i}" for i in range(5)]
+    for writer in writers:
+        writer.abort()
+    assert [s.operation for s in seen].count("ListObjectsV2") == 5 + 2
+    assert [s.operation for s in seen].count("ListMultipartUploads") == 3
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://b//a", "s3://b/../a"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_backend(url)
+
+
+def test_urls() -> None:
+    assert open_backend("s3://b").url == "s3://b"
+    assert open_backend("S3://b/").url == "s3://b"
+    assert open_backend("s3://b/x/y/").url == "s3://b/x/y"
+
+
+# ------------------------------------------------------------------------------------------------------------- who and where
+
+
+def test_profiles_and_their_endpoint(s3_url: str, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*KEYS, "AWS_ENDPOINT_URL", "AWS_REGION"]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(f"[profile job]\nservices = here\n[services here]\ns3 =\n  endpoint_url = {object_store.endpoint}\n")
+    (tmp_path / "credentials").write_text(
+        f"[job]\naws_access_key_id = {KEYS['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {KEYS['AWS_SECRET_ACCESS_KEY']}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "job")
+    backend = open_backend(s3_url)
+    put(backend, "a", b"x")
+    assert everything(backend) == {"a": b"x"}
+
+
+def test_what_is_configured_wins(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    (tmp_path / "config").write_text("[default]\ns3 =\n  payload_signing_enabled = true\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    data = random_bytes(11 * MIB)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    put(backend, "a", data.data)
+    parts = [s.request.headers for s in seen if s.operation == "UploadPart"]
+    assert len(parts) == 3
+    assert all("x-amz-checksum-crc32" in headers for headers in parts)
+    assert not any(headers["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD" for headers in parts)
+    assert backend.read("a") == data.tobytes()
+
+
+def test_no_credentials(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    with pytest.raises(AccessError, match=r"(?s)cannot read.*AWS_PROFILE"):
+        open_backend(s3_url).read("a")
+
+
+def test_refused(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    if object_store.kind == "moto":
+        pytest.skip("moto lets everybody in")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    backend = open_backend(s3_url)
+    for call in (
+        lambda: backend.read("a"),
+        lambda: backend.size("a"),
+        lambda: list(backend.list()),
+        lambda: backend.create("a", 1),
+        lambda: backend.publish("a", b"", replaces=None),
+        lambda: backend.delete("a"),
+        backend.prepare,
+    ):
+        with pytest.raises(AccessError, match=s3_url) as error:
+            call()
+        assert "HTTP 403" in str(error.value)
+
+
+def test_no_such_bucket(bucket: str) -> None:
+    backend = open_backend(f"{bucket}-typo/x")
+    for call in (lambda: backend.read("a"), lambda: list(backend.list()), backend.prepare):
+        with pytest.raises(NotFoundError, match=r"(?s)NoSuchBucket.*s3://test-.*-typo/x.*makes no buckets"):
+            call()
+
+
+def test_an_unknown_profile(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(UsageError, match="nobody"):
+        open_backend(s3_url).read("a")
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("CKPT_TIMEOUT", "1")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1.*times"):
+        open_backend(s3_url).read("a")
+    assert 0.4 < time.monotonic() - began < 10
+
+
+def test_addressing(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
+    """AWS by the bucket's own name, other stores by path."""
+    seen = watch(monkeypatch, lambda s: answer(s.request, 403, "AccessDenied"))
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    for endpoint in ("https://r2.example", ""):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(AccessError):
+            open_backend("s3://bucket/root").read("a")
+    assert [s.request.url for s in seen] == [
+        "https://r2.example/bucket/root/a",
+        "https://bucket.s3.eu-central-1.amazonaws.com/root/a",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- processes and loops
+
+
+def test_forked_children(s3_url: str) -> None:
+    backend = open_backend(s3_url)
+    data = random_bytes(3 * MIB)
+    put(backend, "a", data.data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is what is tested
+        pid = os.fork()
+    if pid == 0:
+        good = False
+        try:
+            good = backend.read("a") == data.tobytes()
+            put(backend, "child", b"from the child")
+        finally:
+            os._exit(0 if good else 1)
+    assert backend.read("a") == data.tobytes()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert backend.read("child") == b"from the child"
+
+
+def test_beside_a_running_loop(s3_url: str) -> None:
+    async def work() -> bytes:
+        backend = open_backend(s3_url)
+        put(backend, "a", b"x" * 100)
+        return backend.read("a")
+
+    assert asyncio.run(work()) == b"x" * 100

@@ -1,0 +1,146 @@
+"""Checkpoints in an object store, through the public face: the same bytes back, few requests, and what a killed save leaves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.errors import NotCommittedError, NotFoundError
+from ckpt.io_backends import join_url, open_backend
+from tests.distributed.ranks import Lost, Ranks
+from tests.s3 import rank_work
+from tests.s3.meddling import watch
+from tests.s3.stores import ObjectStore
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    return Ranks(8)
+
+
+def trained(seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 1_000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 70)).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": seed}
+
+
+def tensors(state: dict[str, object]) -> list[torch.Tensor]:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    return [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(cli, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("codec", [None, "planes-zstd"])
+def test_save_replace_and_load(s3_url: str, codec: str | None) -> None:
+    url = f"{s3_url}/step-1"
+    for seed in (1, 2):
+        saved = trained(seed)
+        ckpt.save(url, saved, codec=codec)
+        loaded = trained(7)
+        report = ckpt.load(url, loaded)
+        assert loaded["step"] == seed
+        assert all(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(loaded), strict=True))
+        assert report.bytes_unverified == 0
+    names = [e.path for e in open_backend(url).list()]
+    assert len([n for n in names if n.startswith("data/")]) == 1  # what the first save wrote is gone
+    assert list(open_backend(url).unfinished()) == []
+
+
+def test_tools(s3_url: str) -> None:
+    ckpt.save(f"{s3_url}/step-1", trained(1))
+    ckpt.save(f"{s3_url}/step-2", trained(2))
+    assert [row["step"] for row in json.loads(run("ls", "--json", s3_url))["steps"]] == [1, 2]
+    assert "model.0.weight" in run("inspect", f"{s3_url}/step-2")
+    assert json.loads(run("verify", "--json", f"{s3_url}/step-1"))["problems"] == []
+    view = ckpt.open(f"{s3_url}/step-2")
+    wanted = dict(trained(2)["model"].state_dict())  # type: ignore[attr-defined]
+    assert torch.equal(torch.as_tensor(np.asarray(view["model.1.weight"][10:20])), wanted["1.weight"][10:20])
+
+
+def test_nothing_there(s3_url: str) -> None:
+    with pytest.raises(NotFoundError):
+        ckpt.load(f"{s3_url}/step-1", {"a": 1})
+
+
+def test_inspecting_many_tensors_takes_five_requests(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt.save(s3_url, {f"layers.{i}.weight": torch.full((3,), float(i)) for i in range(4_000)})
+    seen = watch(monkeypatch)
+    shown = run("inspect", s3_url)
+    assert shown.count("layers.") == 4_000
+    assert len(seen) <= 5, [f"{s.operation} {s.path}" for s in seen]
+
+
+def test_a_load_reads_small_tensors_together(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layers.{i}.weight": torch.full((300,), float(i)) for i in range(2_000)}
+    ckpt.save(s3_url, state)
+    seen = watch(monkeypatch)
+    found = {k: torch.zeros(300) for k in state}
+    ckpt.load(s3_url, found)
+    assert all(torch.equal(found[k], state[k]) for k in state)
+    assert len(seen) <= 10, [f"{s.operation} {s.path}" for s in seen]
+
+
+def test_two_ranks(ranks: Ranks, s3_url: str, object_store: ObjectStore) -> None:
+    environment = object_store.environment
+    ranks.run(2, rank_work.save_sharded, environment, s3_url, 3)
+    assert [right for right, _ in ranks.run(2, rank_work.load_sharded, environment, s3_url, 3)] == [True] * 2
+    assert [right for right, _ in ranks.run(3, rank_work.load_sharded, environment, s3_url, 3)] == [True] * 3
+    assert json.loads(run("verify", "--json", s3_url))["problems"] == []
+
+
+def test_replicas_are_downloaded_once(ranks: Ranks, s3_url: str, object_store: ObjectStore) -> None:
+    tensors = {"w": rank_work.whole(5), "b": rank_work.whole(6)}
+    report = ckpt.save(s3_url, tensors)
+    found = ranks.run(4, rank_work.load_replicated, object_store.environment, s3_url, 5)
+    assert [right for right, _ in found] == [True] * 4
+    stored = sum(t.nbytes for t in tensors.values())
+    headers = 4 * (report.rank_bytes - stored)  # each rank reads for itself where the chunks are
+    assert stored <= sum(asked for _, asked in found) <= stored + headers
+
+
+@pytest.mark.parametrize(("operation", "at"), [("UploadPart", 1), ("CompleteMultipartUpload", 0)])
+def test_a_killed_save_leaves_the_previous_checkpoint(
+    ranks: Ranks, s3_url: str, object_store: ObjectStore, operation: str, at: int
+) -> None:
+    environment = object_store.environment
+    url = f"{s3_url}/run"
+    ranks.run(2, rank_work.save_sharded, environment, url, 1)
+    outcome = ranks.run(2, rank_work.die_while_saving, environment, url, 2, operation, at, allow_death=True)
+    assert all(isinstance(x, Lost) for x in outcome)
+    assert outcome[1].exitcode == -9
+    backend = open_backend(url)
+    assert len(list(backend.unfinished())) == 1
+    assert [right for right, _ in ranks.run(2, rank_work.load_sharded, environment, url, 1)] == [True] * 2
+    ranks.run(2, rank_work.save_sharded, environment, url, 3)
+    assert list(backend.unfinished()) == []
+    assert [right for right, _ in ranks.run(1, rank_work.load_sharded, environment, url, 3)] == [True]
+
+
+def test_a_first_save_that_is_killed_is_no_checkpoint(ranks: Ranks, s3_url: str, object_store: ObjectStore) -> None:
+    ranks.run(2, rank_work.die_while_saving, object_store.environment, s3_url, 2, "PutObject", 0, allow_death=True)
+    with pytest.raises((NotFoundError, NotCommittedError)):
+        ckpt.load(s3_url, {"seed": 0}, strict=False)
+
+
+def test_a_training_loop_goes_on(ranks: Ranks, s3_url: str, object_store: ObjectStore) -> None:
+    environment = object_store.environment
+    assert ranks.run(2, rank_work.train, environment, s3_url, 3) == [(None, True)] * 2
+    assert ranks.run(3, rank_work.train, environment, s3_url, 5) == [(3, True)] * 3
+    assert [s.number for s in ckpt.list_steps(s3_url) if s.committed] == [4, 5]
+    assert open_backend(join_url(s3_url, "step-00000003")).children() == []

@@ -1,0 +1,106 @@
+"""``ckpt cp`` and ``ckpt gc`` on a real object store."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ckpt.cli.main import cli
+from ckpt.debris import find_debris, remove_debris
+from ckpt.formats.native.writer import remove_checkpoint
+from ckpt.io_backends import Backend, open_backend
+from ckpt.io_backends.conformance_reading import everything
+from ckpt.transfer import copy_checkpoint
+from tests.cli.checkpoints import sample, write_checkpoint
+from tests.formats import oracle
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A checkpoint whose first file takes several parts of an upload."""
+    url = str(tmp_path / "source")
+    large = np.random.default_rng(0).integers(0, 1 << 60, (5_000_000,), dtype=np.int64)
+    write_checkpoint(url, {**sample(), "large": large}, ranks=1)
+    return url
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_there_and_back(tmp_path: Path, source: str, s3_url: str) -> None:
+    expected = everything(open_backend(source))
+    assert copy_checkpoint(source, f"{s3_url}/a").committed
+    assert copy_checkpoint(f"{s3_url}/a", f"{s3_url}/run/step-7").committed
+    generic = f"{s3_url}/b".replace("s3://", "s3a://")  # the same store, through fsspec
+    assert copy_checkpoint(f"{s3_url}/run/step-7", generic).committed
+    assert copy_checkpoint(generic, str(tmp_path / "back")).committed
+    for url in (f"{s3_url}/a", f"{s3_url}/run/step-7", f"{s3_url}/b", str(tmp_path / "back")):
+        assert everything(open_backend(url)) == expected
+    assert oracle.read(tmp_path / "back") == oracle.read(source)
+    assert list(open_backend(s3_url).unfinished()) == []
+
+
+def test_killed_while_copying(source: str, s3_url: str) -> None:
+    """The process is gone when the first file is there, then when an upload has begun; the next copy ends it, and gc finds the upload."""
+    target, backend = f"{s3_url}/run/step-1", open_backend(s3_url)
+    for begun in (lambda: any(backend.list()), lambda: any(backend.unfinished())):
+        while not _killed(source, target, begun):  # it was done before we looked
+            remove_checkpoint(open_backend(target))
+        assert "checkpoint.json" not in everything(open_backend(target))
+    report = copy_checkpoint(source, target)
+    assert report.copied_files < report.files
+    assert everything(open_backend(source)).items() <= everything(open_backend(target)).items()
+    assert list(backend.unfinished()), "the upload of the process that was killed"
+    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    assert list(backend.unfinished()) == []
+    assert everything(open_backend(target)) == everything(open_backend(source))
+
+
+def _killed(source: str, target: str, begun: Callable[[], bool]) -> bool:
+    """Copy in another process, and kill it once it has begun; whether it did not come to its end."""
+    process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.main import main; main()", "cp", "-q", source, target])
+    deadline = time.monotonic() + 60
+    while not begun() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    return process.wait() == -signal.SIGKILL and "checkpoint.json" not in everything(open_backend(target))
+
+
+def _leave_an_upload(backend: Backend, path: str) -> None:
+    """As a killed process would: some parts are there, and nobody ends it."""
+    size = 40 << 20
+    writer = backend.create(path, size)
+    writer.write(0, [bytes(16 << 20)])
+    deadline = time.monotonic() + 20
+    while not list(backend.unfinished()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_gc(s3_url: str) -> None:
+    root = f"{s3_url}/run"
+    for n in (1, 2, 3):
+        write_checkpoint(f"{root}/step-{n}", {"x": np.full(9, n)})
+    write_checkpoint(f"{root}/step-4", {"x": np.ones(9)}, commit=False)
+    backend = open_backend(root)
+    _leave_an_upload(backend, "step-4/data/0mwpsxo3h46af2rm-00000.safetensors")
+    found = json.loads(run("gc", root, "--keep", "latest=1", "--json").stdout)
+    assert [(s["step"], s["outcome"]) for s in found["steps"]] == [(1, "removed"), (2, "removed"), (3, "kept"), (4, "kept")]
+    assert [(d["what"], d["outcome"]) for d in found["debris"]] == [("save", "kept"), ("upload", "kept")]
+    before = everything(backend)
+    later = find_debris(backend, grace=3600, now=time.time() + 7200)
+    assert [d.goes for d in later] == [True, True]
+    assert everything(backend) == before
+    assert run("gc", root, "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
+    assert everything(backend) == {p: d for p, d in before.items() if p.startswith("step-3/")}
+    assert list(backend.unfinished()) == []

@@ -1,0 +1,288 @@
+"""Answers and requests that get lost, busy stores, bodies that break off, keys that expire: nothing is lost, and no success is false."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import AccessError, ConflictError, CorruptError, StorageError
+from ckpt.io_backends import Writer, open_backend, s3_errors
+from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.s3 import S3Backend
+from tests.s3.meddling import Seen, answer, cutting, lost_answer, lost_request, watch
+from tests.s3.stores import KEYS, ObjectStore, use
+
+MIB = 1 << 20
+PUBLISHED = "run/checkpoint.json"
+
+
+class First:
+    """Meddles with the first ``times`` requests of one operation."""
+
+    def __init__(self, operation: str, how: Any, times: int = 1, path: str = "") -> None:
+        self.operation, self.how, self.left, self.path = operation, how, times, path
+
+    def __call__(self, seen: Seen) -> Any:
+        if seen.operation != self.operation or self.left == 0 or not seen.path.endswith(self.path):
+            return None
+        self.left -= 1
+        return self.how(seen.request)
+
+
+def _in_vain(seen: Seen) -> bool:
+    """Ceph 16 refuses ETags with quotes; we try those first."""
+    return str(seen.request.headers.get("If-Match", "")).lstrip("b'").startswith('"')
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+@pytest.mark.parametrize("how", [lost_answer, lost_request, lambda request: answer(request, 503, "SlowDown")])
+def test_a_commit_whose_answer_got_lost_is_no_conflict(s3_url: str, monkeypatch: pytest.MonkeyPatch, how: Any, old: bytes | None) -> None:
+    meddler = First("PutObject", how, times=2, path=PUBLISHED)
+    seen = watch(monkeypatch, lambda s: None if not armed or _in_vain(s) else meddler(s))
+    armed: list[int] = []
+    backend = open_backend(s3_url)
+    if old is not None:
+        backend.publish(PUBLISHED, old, replaces=None)
+    armed.append(1)
+    backend.publish(PUBLISHED, b"new", replaces=old)
+    assert meddler.left == 0
+    assert backend.read(PUBLISHED) == b"new"
+    assert [s.operation for s in seen].count("PutObject") >= 3
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_lost_commit_that_another_overtook_is_a_conflict(s3_url: str, monkeypatch: pytest.MonkeyPatch, old: bytes | None) -> None:
+    backend = open_backend(s3_url)
+    armed: list[int] = []
+
+    def overtake(seen: Seen) -> Any:
+        if armed and seen.operation == "PutObject" and seen.path.endswith(PUBLISHED):
+            armed.clear()
+            backend.publish(PUBLISHED, b"theirs", replaces=old)
+            return lost_request(seen.request)
+        return None
+
+    watch(monkeypatch, overtake)
+    if old is not None:
+        backend.publish(PUBLISHED, old, replaces=None)
+    armed.append(1)
+    with pytest.raises(ConflictError):
+        backend.publish(PUBLISHED, b"ours", replaces=old)
+    assert backend.read(PUBLISHED) == b"theirs"
+
+
+@pytest.mark.parametrize(("size", "operation"), [(100, "PutObject"), (11 * MIB, "CompleteMultipartUpload")])
+def test_an_object_whose_last_answer_got_lost(s3_url: str, monkeypatch: pytest.MonkeyPatch, size: int, operation: str) -> None:
+    watch(monkeypatch, First(operation, lost_answer, path="data/a"))
+    backend = S3Backend(s3_url, part=5 * MIB)
+    data = bytes(range(256)) * (size // 256 + 1)
+    put(backend, "data/a", data[:size])
+    assert backend.read("data/a") == data[:size]
+    assert list(backend.unfinished()) == []
+
+
+@pytest.mark.parametrize(("size", "operation"), [(100, "PutObject"), (11 * MIB, "CompleteMultipartUpload"), (11 * MIB, "UploadPart")])
+def test_what_cannot_be_committed_leaves_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch, size: int, operation: str) -> None:
+    """The object may come into being, but the store does not answer any more until it is too late."""
+    monkeypatch.setenv("CKPT_TIMEOUT", "1")
+    gone: list[Seen] = []
+
+    def fail(seen: Seen) -> Any:
+        if not seen.path.endswith("data/a") or aborting:
+            return None
+        if seen.operation == operation:
+            gone.append(seen)
+            return lost_answer(seen.request)
+        return lost_request(seen.request) if gone else None
+
+    aborting: list[int] = []
+    watch(monkeypatch, fail)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    writer = backend.create("data/a", size)
+    with pytest.raises(StorageError, match="data/a"):
+        _write_all(writer, size)
+    aborting.append(1)
+    there = [e.path for e in backend.list()]
+    writer.abort()
+    assert there == ([] if operation == "UploadPart" else ["data/a"])
+    assert everything(backend) == {}
+    assert list(backend.unfinished()) == []
+
+
+def _write_all(writer: Writer, size: int) -> None:
+    writer.write(0, [bytes(size)])
+    writer.commit()
+
+
+def test_a_busy_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third request is refused for a moment, in the ways that stores have of saying so."""
+    counts: Counter[str] = Counter()
+    ways = [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests"), (400, "RequestTimeout"), (409, "OperationAborted")]
+
+    def busy(seen: Seen) -> Any:
+        counts["all"] += 1
+        if counts["all"] % 3:
+            return None
+        counts["refused"] += 1
+        return answer(seen.request, *ways[counts["refused"] % len(ways)])
+
+    watch(monkeypatch, busy)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    data = bytes(range(251)) * 60_000
+    backend.prepare()
+    put(backend, "a", data)
+    backend.publish("b", b"1", replaces=None)
+    backend.publish("b", b"2", replaces=b"1")
+    assert everything(backend) == {"a": data, "b": b"2"}
+    assert backend.children() == ["a", "b"]
+    backend.delete("a")
+    assert backend.size("b") == 1
+    assert counts["refused"] > 6
+
+
+def test_a_store_that_stays_busy(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TIMEOUT", "2")
+    seen = watch(monkeypatch, lambda s: answer(s.request, 503, "SlowDown"))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"SlowDown meddled \(HTTP 503\), \d+ times \(s3://") as error:
+        open_backend(s3_url).read("a")
+    assert 1 < time.monotonic() - began < 10
+    assert f"{len(seen)} times" in str(error.value)
+    assert 3 <= len(seen) <= 12
+
+
+def test_what_will_not_change_is_not_tried_again(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch, lambda s: answer(s.request, 403, "AccessDenied"))
+    with pytest.raises(AccessError):
+        open_backend(s3_url).read("a")
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("length", [None, 20 * MIB])
+def test_bodies_that_break_off(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, length: int | None) -> None:
+    data = bytes(range(251)) * (20 * MIB // 251 + 1)
+    put(open_backend(s3_url), "a", data[: 20 * MIB])
+    cuts = [100, 5_000, 3 * MIB, 50_000, 7 * MIB, 1 * MIB, 70_000, 4 * MIB]
+    with cutting(object_store.endpoint, cuts) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert open_backend(s3_url).read("a", 0, length) == data[: 20 * MIB]
+    assert cuts == []
+
+
+@pytest.mark.filterwarnings("ignore::dateutil.parser.UnknownTimezoneWarning")  # botocore about half a date
+@pytest.mark.parametrize("length", [None, 3_000])
+def test_answers_that_break_off_anywhere(
+    s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, length: int | None
+) -> None:
+    """Inside of the headers too, where half a size looks like a size."""
+    data = bytes(range(251)) * 12
+    backend = open_backend(s3_url)
+    put(backend, "a", data[:3_000])
+    monkeypatch.setattr(s3_errors, "LONGEST", 0.001)
+    cuts = list(range(1, 700, 5))
+    with cutting(object_store.endpoint, cuts) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        while cuts:
+            assert backend.read("a", 0, length) == data[:3_000]
+
+
+def test_an_object_that_is_replaced_while_it_is_read(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a mixture: the rest is of the same version, or there is none."""
+    backend = open_backend(s3_url)
+    put(backend, "a", b"old" * MIB)
+    with cutting(object_store.endpoint, [1 * MIB]) as endpoint:
+        replaced: list[int] = []
+
+        def replace(seen: Seen) -> None:
+            if seen.operation == "GetObject" and "If-Match" in seen.request.headers and not replaced:
+                replaced.append(1)
+                bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+                object_store.client.put_object(Bucket=bucket, Key=f"{prefix}/a", Body=b"new" * MIB)
+
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        watch(monkeypatch, replace)
+        with pytest.raises(CorruptError, match="replaced while it was read"):
+            backend.read("a")
+    assert replaced
+
+
+def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that somebody keeps fresh: the old key fails, the new one is read."""
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    old = "[default]\naws_access_key_id = old\naws_secret_access_key = x\n"
+    file.write_text(old)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def expired(seen: Seen) -> Any:
+        if b"Credential=old/" not in seen.request.headers["Authorization"]:
+            return None
+        file.write_text(old.replace("old", KEYS["AWS_ACCESS_KEY_ID"]).replace("= x", f"= {KEYS['AWS_SECRET_ACCESS_KEY']}"))
+        return answer(seen.request, 400, "ExpiredToken")
+
+    seen = watch(monkeypatch, expired)
+    backend = open_backend(s3_url)
+    backend.publish("a", b"x", replaces=None)
+    assert backend.read("a") == b"x"
+    assert sum(b"Credential=old/" in s.request.headers["Authorization"] for s in seen) == 1
+
+
+def test_credentials_that_stay_expired(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch, lambda s: answer(s.request, 400, "ExpiredToken"))
+    with pytest.raises(AccessError, match=r"(?s)ExpiredToken.*check the credentials"):
+        open_backend(s3_url).read("a")
+    assert len(seen) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ stores that ignore conditions
+
+
+@pytest.fixture
+def careless(moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store that takes every write, whatever condition it has."""
+
+    def strip(seen: Seen) -> None:
+        if seen.operation in ("PutObject", "CompleteMultipartUpload"):
+            for name in {"If-None-Match", "If-Match"} & set(seen.request.headers):
+                del seen.request.headers[name]
+
+    use(moto_store, monkeypatch)
+    watch(monkeypatch, strip)
+    return moto_store.new_bucket()
+
+
+def test_a_store_that_ignores_conditions_is_refused(careless: str) -> None:
+    backend = open_backend(f"{careless}/run")
+    for call in (backend.prepare, lambda: backend.publish("a", b"", replaces=None), lambda: backend.create("a", 1)):
+        with pytest.raises(StorageError, match="(?s)ignores or refuses conditional writes.*CKPT_CONDITIONAL_PUT=emulate"):
+            call()
+    assert everything(backend) == {}
+
+
+def test_a_store_that_refuses_conditions(s3_url: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch(monkeypatch, lambda s: answer(s.request, 501, "NotImplemented") if "If-None-Match" in s.request.headers else None)
+    with pytest.raises(StorageError, match="CKPT_CONDITIONAL_PUT=emulate"):
+        open_backend(bucket).prepare()
+    monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
+    backend = S3Backend(bucket, part=5 * MIB)
+    backend.prepare()
+    put(backend, "a", bytes(6 * MIB))
+    assert backend.size("a") == 6 * MIB
+
+
+def test_conditions_are_emulated_on_demand(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
+    backend = open_backend(f"{careless}/run")
+    backend.prepare()
+    backend.publish("a", b"1", replaces=None)
+    backend.publish("a", b"2", replaces=b"1")
+    for replaces in (None, b"1", b""):
+        with pytest.raises(ConflictError):
+            backend.publish("a", b"3", replaces=replaces)
+    put(backend, "b", b"x")
+    assert everything(backend) == {"a": b"2", "b": b"x"}

@@ -1,0 +1,181 @@
+"""What goes as debris: what nobody can need any more, and nothing that a save or a copy may still be writing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.debris import find_debris, remove_debris
+from ckpt.formats.native.commit import began, new_id
+from ckpt.io_backends import Backend, MemoryBackend, open_backend
+from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.protocol import Unfinished
+from tests.cli.checkpoints import write_checkpoint
+from tests.formats import oracle
+from tests.io_backends.bucket import buckets
+
+HOUR = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _storages() -> Iterator[None]:
+    MemoryBackend.reset()
+    with buckets():
+        yield
+
+
+@pytest.fixture(params=["posix", "memory", "fsspec"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {"posix": str(tmp_path / "run"), "memory": "memory://m/run", "fsspec": "testbucket://b/run"}[request.param]
+
+
+def unfinished(url: str) -> str:
+    """A save that never committed; its id."""
+    write_checkpoint(url, {"x": np.ones(9)}, commit=False)
+    path = next(p for p in everything(open_backend(url)) if p.startswith("data/"))
+    return path.removeprefix("data/")[:16]
+
+
+def test_the_time_of_an_id() -> None:
+    before = time.time()
+    assert before - 0.01 <= (began(new_id()) or 0) <= time.time()
+    assert began("not-an-id") is None
+
+
+def test_only_what_was_left_alone_for_the_grace_goes(root: str) -> None:
+    id = unfinished(f"{root}/step-1")
+    put(open_backend(root), "step-1/data/notes.txt", b"not ours")
+    backend = open_backend(root)
+    (young,) = find_debris(backend, grace=HOUR, now=time.time() + HOUR - 60)
+    assert (young.goes, young.id, young.what, len(young.entries)) == (False, id, "save", 2)
+    assert "may go on" in young.reason
+    remove_debris(backend, [young])
+    assert len(everything(backend)) == 3
+    (old,) = find_debris(backend, grace=HOUR, now=time.time() + HOUR + 60)
+    assert old.goes
+    remove_debris(backend, [old])
+    assert everything(backend) == {"step-1/data/notes.txt": b"not ours"}
+
+
+def test_files_that_are_still_written_keep_an_old_save(tmp_path: Path) -> None:
+    """A copy of an old checkpoint bears its old id: the times of its files count."""
+    backend = open_backend(str(tmp_path))
+    put(backend, "step-1/data/0aaaaaaaa1234567-00000.safetensors")
+    put(backend, "step-1/data/0aaaaaaaa1234567-00001.safetensors")
+    os.utime(tmp_path / "step-1/data/0aaaaaaaa1234567-00000.safetensors", (0, 0))
+    (found,) = find_debris(backend, grace=HOUR, now=time.time())
+    assert not found.goes
+    os.utime(tmp_path / "step-1/data/0aaaaaaaa1234567-00001.safetensors", (0, 0))
+    (found,) = find_debris(backend, grace=HOUR, now=time.time())
+    assert found.goes
+
+
+def test_beside_a_committed_checkpoint(root: str) -> None:
+    """What began before it goes at once; what began after it may be a save that replaces it."""
+    url = f"{root}/step-1"
+    older = unfinished(url)
+    time.sleep(0.002)
+    write_checkpoint(url, {"x": np.zeros(9)})
+    time.sleep(0.002)
+    before = set(everything(open_backend(url)))
+    write_checkpoint(url, {"x": np.ones(9)}, commit=False)
+    newer = {p for p in everything(open_backend(url)) if p not in before}
+    backend = open_backend(root)
+    found = {d.id: d for d in find_debris(backend, grace=HOUR, now=time.time())}
+    assert {id: d.goes for id, d in found.items()} == {older: True, next(iter(newer))[5:21]: False}
+    remove_debris(backend, found.values())
+    left = set(everything(open_backend(url)))
+    assert newer < left
+    assert not [p for p in left if older in p]
+    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    assert everything(open_backend(url)).keys() == left - newer
+
+
+def test_a_damaged_record_keeps_everything(root: str) -> None:
+    url = f"{root}/step-1"
+    unfinished(url)
+    write_checkpoint(url, {"x": np.ones(9)})
+    backend = open_backend(url)
+    record = backend.read("checkpoint.json")
+    backend.publish("checkpoint.json", record.replace(b'"id"', b'"iD"'), replaces=record)
+    found = find_debris(open_backend(root), grace=0, now=time.time())
+    assert len(found) == 2
+    assert not any(d.goes for d in found)
+
+
+def test_what_commits_meanwhile_stays(root: str) -> None:
+    url = f"{root}/step-1"
+    write_checkpoint(url, {"x": np.ones(9)})
+    backend = open_backend(url)
+    record = backend.read("checkpoint.json")
+    backend.delete("checkpoint.json")
+    found = find_debris(open_backend(root), grace=0, now=time.time())
+    assert [d.goes for d in found] == [True]
+    backend.publish("checkpoint.json", record, replaces=None)
+    before = everything(backend)
+    remove_debris(open_backend(root), found)
+    assert everything(backend) == before
+
+
+def test_temporary_files(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path / "step-1"), {"x": np.ones(9)})
+    backend = open_backend(str(tmp_path))
+    names = {f"step-1/.publish-{'0' * 16}.tmp", f".prepare-{'a' * 16}.tmp"}
+    for name in names | {".publish-notes.tmp", f"step-1/publish-{'0' * 16}.tmp"}:
+        put(backend, name, b"xy")
+    assert not any(d.goes for d in find_debris(backend, grace=HOUR, now=time.time()))
+    found = find_debris(backend, grace=HOUR, now=time.time() + 2 * HOUR)
+    assert {d.path for d in found if d.goes} == names
+    assert {d.bytes for d in found} == {2}
+    remove_debris(backend, found)
+    assert oracle.read(tmp_path / "step-1").keys() == {"x"}
+    assert not names & everything(backend).keys()
+
+
+def test_where_no_time_is_kept_only_a_grace_of_0_removes(tmp_path: Path) -> None:
+    backend = open_backend("memory://m/run")
+    put(backend, f".prepare-{'a' * 16}.tmp")
+    (found,) = find_debris(backend, grace=1, now=time.time() + 9 * HOUR)
+    assert (found.goes, "grace of 0" in found.reason) == (False, True)
+    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    assert everything(backend) == {}
+
+
+class WithUploads(MemoryBackend):
+    def __init__(self, url: str, uploads: list[Unfinished]) -> None:
+        super().__init__(url)
+        self.uploads = uploads
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        return iter(self.uploads)
+
+    def forget(self, unfinished: Unfinished) -> None:
+        self.uploads.remove(unfinished)
+
+
+def test_uploads_that_nobody_ends() -> None:
+    now = time.time()
+    path = "step-1/data/0mwpsxo3h46af2rm-00000.safetensors"
+    old, young = (Unfinished(path=path, started=now - hours * HOUR, token=str(hours)) for hours in (30, 2))
+    backend: Backend = WithUploads("memory://m/run", [old, young])
+    found = find_debris(backend, grace=24 * HOUR, now=now)
+    assert [(d.path, d.id, d.goes) for d in found] == [(path, "0mwpsxo3h46af2rm", True), (path, "0mwpsxo3h46af2rm", False)]
+    remove_debris(backend, found)
+    assert list(backend.unfinished()) == [young]
+
+
+def test_a_root_that_is_one_checkpoint(root: str) -> None:
+    older = unfinished(root)
+    time.sleep(0.002)
+    write_checkpoint(root, {"x": np.zeros(9)})
+    backend = open_backend(root)
+    (found,) = find_debris(backend, grace=HOUR, now=time.time())
+    assert (found.id, found.goes, found.path) == (older, True, "")
+    remove_debris(backend, [found])
+    assert find_debris(backend, grace=0, now=time.time()) == []
+    assert backend.read("checkpoint.json")

@@ -1,0 +1,60 @@
+"""Memory that ranks of one machine hand over: a slot comes back when all that copy from it have said so, and not before."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from ckpt.errors import DeadlineError
+from ckpt.ring import Borrowed, BrokenRingError, Ring, machine
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+
+
+def test_a_slot_comes_back_when_all_have_copied() -> None:
+    ring = Ring(2, 4096, 3, shared=True, timeout=5)
+    try:
+        other = Borrowed(os.getpid(), ring.file, ring.shape)
+        first = ring.take(lambda: None)
+        ring.data(first)[:5] = list(b"hello")
+        ring.lend(first, (7, 8, 9), [0, 2])
+        ring.release(first)
+        assert other.data(first)[:5].tobytes() == b"hello"
+        second = ring.take(lambda: None)
+        assert second != first
+        steps = [lambda: other.done(first, 0), lambda: other.done(first, 2)]
+        assert ring.take(lambda: steps.pop(0)()) == first
+        assert not steps
+        ring.hold(second)
+        ring.release(second)
+        threading.Timer(0.1, ring.release, (second,)).start()
+        assert ring.take(lambda: time.sleep(0.01)) == second
+    finally:
+        ring.close()
+
+
+def test_who_does_not_take_is_named() -> None:
+    ring = Ring(1, 4096, 3, shared=False, timeout=0.1)
+    ring.lend(ring.take(lambda: None), (4, 5, 6), [1])
+    ring.release(0)
+    with pytest.raises(DeadlineError, match="rank 5 took nothing"):
+        ring.take(lambda: time.sleep(0.02))
+
+
+def test_nobody_waits_for_a_broken_ring() -> None:
+    ring = Ring(1, 4096, 1, shared=False, timeout=5)
+    ring.take(lambda: None)
+    with pytest.raises(BrokenRingError):
+        ring.take(ring.stop)
+
+
+def test_a_machine_is_one() -> None:
+    assert machine() == machine()
+
+
+def test_processes_that_cannot_be_inspected_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert machine() != machine()
