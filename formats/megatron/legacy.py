@@ -90,7 +90,7 @@ class _Legacy:
 
     def _rank(self, number: int, directory: str, optimizer: int | None) -> RankFile:
         archive = self.table.archives[number]
-        root = archive.values.meaning(archive.root)
+        root = archive.values.meaning(archive.load())
         if not isinstance(root, dict):
             raise FormatError("no dictionary, so no checkpoint of Megatron-LM", where=archive.where)
         version = root.get("checkpoint_version", 0)

@@ -26,7 +26,7 @@ def add_distributed(states: FlatStates, number: int, chunks: Sequence[Sequence[L
     """
     archive = states.table.archives[number]
     meaning, where = archive.values.meaning, archive.where
-    root = meaning(archive.root)
+    root = meaning(archive.load())
     parts = list(root) if isinstance(root, (list, tuple)) else [root]
     if len(parts) > 2:
         raise FormatError(f"{len(parts)} optimizers in a chain", where=where, hint=HINT)

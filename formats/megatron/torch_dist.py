@@ -39,7 +39,7 @@ _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
-_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+_RANK = re.compile(r"__(\d{1,8})_\d+\.distcp")
 _SUSPECT = (
     "Megatron-Core 0.15 to 0.19 wrote wrong optimizer states in this form (fully_reshardable) when a buffer had several padded buckets "
     "(Megatron-LM pull request 5077): check that the master parameters are the weights"
@@ -98,7 +98,7 @@ class _TorchDist:
         if name not in self.number:
             raise CorruptError("there is neither common.pt nor a common state", where=self.backend.url, hint="copy the checkpoint again")
         archive = self.archives[self.number[name]]
-        found = archive.values.meaning(archive.root)
+        found = archive.values.meaning(archive.load())
         if name == _COMMON_ITEM and isinstance(found, list) and len(found) == 1:
             found = archive.values.meaning(found[0])
         if not isinstance(found, dict):
@@ -149,7 +149,7 @@ class _TorchDist:
         found = {}
         for name in self.items:
             archive = self.archives[self.number[name]]
-            root = archive.values.meaning(archive.root)
+            root = archive.values.meaning(archive.load())
             found[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
         return found
 
