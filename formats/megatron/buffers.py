@@ -9,9 +9,11 @@ core/optimizer/distrib_optimizer.py, versions 0.12 to 0.20.)
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckpt.formats.strided import reach
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
 from .params import Block, LocalParam
@@ -133,22 +135,34 @@ class Segment(NamedTuple):
 def pieces_of(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
     """What a flat buffer has of a parameter that begins at ``start``: the tensor's name and a piece of it, for each box.
 
+    ``segments`` are in order and do not overlap.
+
     Raises:
         ValueError: a transposed block is cut by a segment's end, so that it is no box.
     """
     for block in param.blocks:
         first = start + block.start
-        for segment in segments:
-            if block.strides is not None:
-                last = first + sum((n - 1) * s for n, s in zip(block.shape, block.strides, strict=True)) + 1
-                if segment.start <= first and last <= segment.stop:
-                    yield block.name, Piece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
-                elif first < segment.stop and segment.start < last:
-                    raise ValueError(block.name)
-                continue
-            low, high = max(first, segment.start), min(first + block.numel, segment.stop)
-            if low < high:
+        span = block.numel if block.strides is None else reach(block.shape, block.strides, 1)
+        for segment in _overlapping(segments, first, first + span):
+            if block.strides is None:
+                low, high = max(first, segment.start), min(first + span, segment.stop)
                 yield from _boxes(block, low - first, high - first, segment, first)
+            elif segment.start <= first and first + span <= segment.stop:
+                yield block.name, Piece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
+            else:
+                raise ValueError(block.name)
+
+
+def _overlapping(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
+    number = max(bisect_right(segments, start, key=_segment_start) - 1, 0)
+    while number < len(segments) and segments[number].start < stop:
+        if segments[number].stop > start:
+            yield segments[number]
+        number += 1
+
+
+def _segment_start(segment: Segment) -> int:
+    return segment.start
 
 
 def _boxes(block: Block, low: int, high: int, segment: Segment, first: int) -> Iterator[tuple[str, Piece]]:

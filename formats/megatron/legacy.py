@@ -26,7 +26,7 @@ from .legacy_optimizer import add_distributed, add_plain
 from .names import EXTRA_STATE, LAYER
 from .pieces import InArchive, Piece, PieceTable
 from .torch_dist import logical_shape
-from .training import LEFT_OUT, MODEL, STATE, Group, arguments_of, groups_in, optimizer_node, state_node
+from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -164,7 +164,8 @@ class _Legacy:
 
     # ---- tensors
 
-    def _first_layers(self) -> dict[tuple[int, int], int]:
+    @cached_property
+    def first_layers(self) -> dict[tuple[int, int], int]:
         """The number of the first layer of each chunk, by stage and chunk: chunks follow one another stage by stage."""
         counts: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
@@ -177,36 +178,23 @@ class _Legacy:
         return first
 
     def catalog(self) -> MegatronCatalog:
-        first = self._first_layers()
-        tied = self.sizes.pipeline > 1 and self.arguments.get("untie_embeddings_and_output_weights") is False
+        local = [(rank, self._local(rank)) for rank in self.ranks]
         pieces: dict[str, list[Piece]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        local: list[tuple[RankFile, list[list[Local]]]] = []
-        for rank in self.ranks:
-            chunks = []
-            for number, chunk in enumerate(rank.chunks):
-                names = ChunkNames(
-                    first_layer=first[rank.at.pipeline, number],
-                    tensor=(rank.at.tensor, self.sizes.tensor),
-                    expert=(rank.at.expert, self.sizes.expert),
-                    expert_tensor=self._expert_tensor(rank),
-                    tied=tied and rank.at.pipeline == self.sizes.pipeline - 1,
-                    shared=tied,
-                    arguments=self.arguments,
-                )
-                chunks.append(local_params(chunk, names, rank.archive.where))
-            local.append((rank, chunks))
+        for rank, chunks in local:
             for one in (one for chunk in chunks for one in chunk):
                 self._collect(rank, one, pieces, shapes)
         for name, own in pieces.items():
             logical = logical_shape(name, shapes[name], self.arguments)
             self.table.add(f"{MODEL}{name}", own[0].source.dtype, shapes[name], own, logical)
-        groups = self._optimizer(local)
-        state, opaque = state_node(self.table, 0, self.ranks[0].root)
+        self._add_optimizer(local)
+        first = self.ranks[0]
+        state, opaque = state_node(self.table, 0, first.root)
         state["model"] = {"$tensors": "model"}
         notes = [LEFT_OUT]
         if any(n.startswith(STATE) for n in self.table.entries):
-            state["optimizer"], more = optimizer_node(self.ranks[0].archive, groups, self.table.entries)
+            groups = groups_in(first.archive, first.root.get("optimizer"))
+            state["optimizer"], more = optimizer_node(first.archive, groups, self.table.entries)
             notes += more
         return MegatronCatalog(
             table=self.table,
@@ -217,6 +205,23 @@ class _Legacy:
             notes=notes,
             opaque=opaque,
         )
+
+    def _local(self, rank: RankFile) -> list[list[Local]]:
+        """The parameters in a file, by chunk."""
+        tied = self.sizes.pipeline > 1 and self.arguments.get("untie_embeddings_and_output_weights") is False
+        chunks = []
+        for number, chunk in enumerate(rank.chunks):
+            names = ChunkNames(
+                first_layer=self.first_layers[rank.at.pipeline, number],
+                tensor=(rank.at.tensor, self.sizes.tensor),
+                expert=(rank.at.expert, self.sizes.expert),
+                expert_tensor=self._expert_tensor(rank),
+                tied=tied and rank.at.pipeline == self.sizes.pipeline - 1,
+                shared=tied,
+                arguments=self.arguments,
+            )
+            chunks.append(local_params(chunk, names, rank.archive.where))
+        return chunks
 
     def _expert_tensor(self, rank: RankFile) -> tuple[int, int]:
         alone = self.arguments.get("expert_tensor_parallel_size") == 1
@@ -231,7 +236,7 @@ class _Legacy:
                 raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
             pieces.setdefault(block.name, []).append(Piece(block.offset, block.shape, source, block.start, block.strides))
 
-    def _optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> list[Group]:
+    def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> None:
         states = FlatStates(self.table)
         for rank, chunks in local:
             params = [[one.param for one in chunk if one.trained] for chunk in chunks]
@@ -240,7 +245,3 @@ class _Legacy:
             elif "optimizer" in rank.root:
                 add_plain(states, rank.number, [p for chunk in params for p in chunk], rank.root["optimizer"])
         states.finish()
-        found: list[Group] = []
-        for rank in self.ranks[:1]:
-            found = groups_in(rank.archive, rank.root.get("optimizer"))
-        return found

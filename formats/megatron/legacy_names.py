@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str)
     Raises:
         FormatError: tensor parallelism cuts a parameter in a way that is not known.
     """
-    called = {old: _called(old, chunk, names, where) for old in chunk}
+    experts = _experts_of(chunk)
+    called = {old: _called(old, experts, names) for old in chunk}
     fused = fused_norms(called.values())
     gated = gated_layers({called[old]: view.shape for old, view in chunk.items()})
     found = []
@@ -73,17 +74,26 @@ def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str)
     return found
 
 
-def _called(old: str, chunk: Mapping[str, StoredView], names: ChunkNames, where: str) -> str:
+def _experts_of(chunk: Iterable[str]) -> dict[str, int]:
+    """How many experts each layer of a chunk has, by the beginning of its names."""
+    found: dict[str, int] = {}
+    for name in chunk:
+        match = LAYER.fullmatch(name)
+        expert = None if match is None else expert_of(match[3])
+        if match is not None and expert is not None:
+            head = match[1] + match[2]
+            found[head] = max(found.get(head, 0), expert.number + 1)
+    return found
+
+
+def _called(old: str, experts: Mapping[str, int], names: ChunkNames) -> str:
     """The name with numbers of the whole model."""
     match = LAYER.fullmatch(old)
     if match is None:
         return old
-    inner = match[3]
-    expert = expert_of(inner)
+    inner, expert = match[3], expert_of(match[3])
     if expert is not None:
-        head = f"{match[1]}{match[2]}."
-        own = {e.number for n in chunk if n.startswith(head) and (e := expert_of(n[len(head) :])) is not None}
-        inner = expert_name(names.expert[0] * len(own) + expert.number, expert.rest)
+        inner = expert_name(names.expert[0] * experts[match[1] + match[2]] + expert.number, expert.rest)
     return f"{match[1]}{int(match[2]) + names.first_layer}.{inner}"
 
 

@@ -13,7 +13,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import box_start, open_items
 from ckpt.formats.dcp.metadata import Item, StoredBox
 from ckpt.formats.elements import read_extent
-from ckpt.formats.foreign import ForeignFile, Wanted, grid_of
+from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
 from ckpt.formats.pickles.values import StoredView
 from ckpt.formats.strided import reach, strided
 from ckpt.formats.torchzip.archive import Archive
@@ -108,7 +108,10 @@ class PieceTable:
             if first.setdefault((piece.offset, piece.shape), piece) is not piece:
                 copies.append(piece)
         own = [p for p in first.values() if math.prod(p.shape)] or list(first.values())[:1]
-        grid, order = grid_of(name, shape, [p[:2] for p in own], [self._row(p.source) for p in own], self.backend.url)
+        if len(own) == 1 and own[0].shape == shape:
+            grid, order = whole(shape, self._row(own[0].source)), [0]
+        else:
+            grid, order = grid_of(name, shape, [p[:2] for p in own], [self._row(p.source) for p in own], self.backend.url)
         self._check_tiling(name, shape, grid)
         self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid, logical=logical)
         self._pieces[name] = [own[i] for i in order]

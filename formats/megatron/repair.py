@@ -110,6 +110,8 @@ class _Repair:
             for block in param.blocks:
                 for key, segments in found.items():
                     segments += self._written(f"{STATE}{block.name}.{KEYS[key]}", block, slot.start + block.start, layout.used)
+        for segments in found.values():
+            segments.sort(key=lambda s: s.start)
         return found
 
     def _written(self, name: str, block: Block, start: int, used: int) -> list[Segment]:

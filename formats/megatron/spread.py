@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +23,8 @@ from .stages import layers_of_chunks
 from .stored_buffers import HINT, Buffer, GroupOf
 from .training import MODEL
 
+_NONE = -1
+"""The number of no layer."""
 _COMPARED = 32
 _COMPARED_NUMEL = 1 << 14
 
@@ -57,7 +58,15 @@ class Spread:
         self.expert_parallel = owners // (self.stages * self.expert_tensor_parallel)
         if owners % (self.stages * self.expert_tensor_parallel):
             self.refuse(f"{owners} groups of ranks with the same experts")
-        self.experts = 1 + max((e.number for n in entries if (m := LAYER.fullmatch(n)) and (e := expert_of(m[3]))), default=-1)
+        self._by_layer: dict[int, list[str]] = {}
+        self._expert_numbers: dict[str, int] = {}
+        for name in self.entries:
+            match = LAYER.fullmatch(name)
+            self._by_layer.setdefault(_NONE if match is None else int(match[2]), []).append(name)
+            expert = None if match is None else expert_of(match[3])
+            if expert is not None:
+                self._expert_numbers[name] = expert.number
+        self.experts = 1 + max(self._expert_numbers.values(), default=-1)
         if self.experts % self.expert_parallel:
             self.refuse(f"{self.experts} experts on {self.expert_parallel} ranks")
 
@@ -89,25 +98,19 @@ class Spread:
 
     def _names_on(self, stage: int, chunk: int, chunks: int, owner: int | None) -> list[str]:
         """The names of a chunk's parameters: those of experts that expert-parallel rank ``owner`` has, or all others if that is None."""
-        layers = 1 + max((int(m[2]) for n in self.entries if (m := LAYER.fullmatch(n)) is not None), default=-1)
+        layers = 1 + max(self._by_layer, default=-1)
         counts = layers_of_chunks(self.arguments, layers, self.stages, chunks)
         at, last = chunk * self.stages + stage, len(counts) - 1
+        outside = [n for n in self._by_layer.get(_NONE, ()) if at == (0 if n.startswith("embedding.") else last)]
         mine = range(sum(counts[:at]), sum(counts[: at + 1]))
-        found = []
-        for name in self.entries:
-            match = LAYER.fullmatch(name)
-            here = int(match[2]) in mine if match is not None else at == (0 if name.startswith("embedding.") else last)
-            if here and self._is_of(name, match, owner):
-                found.append(name)
+        found = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
         if self.tied and last and at == last and owner is None:
             found.append(OUTPUT)
         return found
 
-    def _is_of(self, name: str, match: re.Match[str] | None, owner: int | None) -> bool:
-        if not self.apart or match is None or not is_expert(name):
-            return owner is None
-        expert = expert_of(match[3])
-        return expert is not None and owner == expert.number // (self.experts // self.expert_parallel)
+    def _is_of(self, name: str, owner: int | None) -> bool:
+        number = self._expert_numbers.get(name) if self.apart else None
+        return owner is None if number is None else owner == number // (self.experts // self.expert_parallel)
 
     def _key(self, name: str, order: tuple[str, bool]) -> tuple[int, ...]:
         try:

@@ -80,6 +80,9 @@ def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Valu
         match = BUCKET_SPACE.match(name)
         if match is not None:
             _bucket(name, match, tensor, buffers, table.backend.url)
+    for buffer in (b for own in buffers.values() for b in own.values()):
+        for segments in buffer.segments.values():
+            segments.sort(key=lambda s: s.start)
     return buffers, [g for chain in sorted(groups) for g in groups[chain]]
 
 
