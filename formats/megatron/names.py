@@ -150,52 +150,30 @@ _TOP = (
     "decoder.final_layernorm.",
     "output_layer.",
 )
+_QKV_NORM = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
+_MLP_NORM = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_bias")
+_LATENT = tuple(f"self_attention.linear_{part}_proj." for part in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_HEAD_NORMS = tuple(f"self_attention.{part}_layernorm." for part in ("q", "k", "kv"))
+_ROUTED = ("mlp.router.", "mlp.experts.", *(f"mlp.shared_experts.{part}" for part in ("gate_weight", "linear_fc1.", "linear_fc2.")))
+_DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.")
+_PROJECTION = "self_attention.linear_proj."
+
 _INNER: Mapping[str, tuple[str, ...]] = {
     "local": (
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.layer_norm_bias",
-        "self_attention.linear_proj.",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.q_layernorm.",
-        "self_attention.k_layernorm.",
-        "pre_mlp_layernorm.",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.layer_norm_bias",
-        "mlp.router.",
-        "mlp.experts.",
-        "mlp.shared_experts.gate_weight",
-        "mlp.shared_experts.linear_fc1.",
-        "mlp.shared_experts.linear_fc2.",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc1.bias",
-        "mlp.linear_fc2.",
+        *("input_layernorm.", *_QKV_NORM, _PROJECTION, *_LATENT, *_QKV, *_HEAD_NORMS),
+        *("pre_mlp_layernorm.", *_MLP_NORM, *_ROUTED, *_DENSE),
     ),
     "fused": (
-        "self_attention.linear_proj.",
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.layer_norm_bias",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.q_layernorm.",
-        "self_attention.k_layernorm.",
-        "pre_mlp_layernorm.",
-        "mlp.router.",
-        "mlp.experts.",
-        "mlp.shared_experts.gate_weight",
-        "mlp.shared_experts.linear_fc1.",
-        "mlp.shared_experts.linear_fc2.",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.layer_norm_bias",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc1.bias",
-        "mlp.linear_fc2.",
+        *("input_layernorm.", _PROJECTION, *_LATENT, *_QKV_NORM, *_QKV, *_HEAD_NORMS),
+        *("pre_mlp_layernorm.", *_ROUTED, *_MLP_NORM, *_DENSE),
     ),
 }
+"""Parameters of a layer in their order: with norms as modules of their own, and with norms in the linear layers that follow them."""
 ORDERS = tuple((spec, grouped) for spec in _INNER for grouped in (False, True))
 """Orders in which a model may have its parameters: the layer specification, and whether all first layers of experts come before all second
 ones, as with grouped linear layers."""
-_KINDS = {"weight": 0, "bias": 1}
+_KINDS = {"layer_norm_weight": 0, "layer_norm_bias": 1, "weight": 2, "bias": 3}
 
 
 def order_key(name: str, order: tuple[str, bool]) -> tuple[int, ...]:
@@ -208,14 +186,18 @@ def order_key(name: str, order: tuple[str, bool]) -> tuple[int, ...]:
     top = _first(_TOP, name, name)
     match = LAYER.fullmatch(name)
     if match is None:
-        return (top, _KINDS.get(name.rpartition(".")[2], 0))
+        return (top, _kind(name))
     inner = match[3]
     key = (top, int(match[2]), _first(_INNER[spec], inner, name))
     expert = expert_of(inner)
     if expert is None:
-        return (*key, _KINDS.get(inner.rpartition(".")[2], 0))
-    layer, kind = int(expert.rest.startswith("linear_fc2.")), _KINDS.get(expert.rest.rpartition(".")[2], 0)
+        return (*key, _kind(inner))
+    layer, kind = int(expert.rest.startswith("linear_fc2.")), _kind(expert.rest)
     return (*key, layer, kind, expert.number) if grouped else (*key, expert.number, layer, kind)
+
+
+def _kind(name: str) -> int:
+    return _KINDS.get(name.rpartition(".")[2], 0)
 
 
 def _first(heads: Iterable[str], text: str, name: str) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
+from ckpt.converters.importing import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, UsageError
 from ckpt.formats.elements import cast_bits
 from ckpt.formats.megatron.catalog import MegatronCatalog
@@ -231,8 +232,8 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-def test_experts_in_one_parameter(tmp_path):
-    """GroupedMLP sees the parameter as [experts, hidden, …] (megatron/core/transformer/moe/experts.py); layers are transposed."""
+def transposed(folder: Path) -> tuple[Path, torch.Tensor, torch.Tensor]:
+    """A checkpoint with all experts in one parameter for each layer, which are given too."""
     first, second = random(8, 3 * 12), random(3 * 6, 8)
     layer = "decoder.layers.0.mlp"
     model = {f"{layer}.router.weight": random(3, 8), f"{layer}.experts.weight1": first, f"{layer}.experts.weight2": second}
@@ -241,7 +242,13 @@ def test_experts_in_one_parameter(tmp_path):
         padded[start : start + numel] = torch.arange(numel)
     keys = {key: padded + i for i, key in enumerate(("param", "exp_avg", "exp_avg_sq"))}
     distributed = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): {**keys, "numel_unpadded": len(padded)}}}
-    found = read_all(saved(tmp_path / "c", model, distributed=distributed))
+    return saved(folder, model, distributed=distributed), first, second
+
+
+def test_experts_in_one_parameter(tmp_path):
+    """GroupedMLP sees the parameter as [experts, hidden, …] (megatron/core/transformer/moe/experts.py); layers are transposed."""
+    folder, first, second = transposed(tmp_path / "c")
+    found = read_all(folder)
     ones, twos = first.view(3, 8, 12), second.view(3, 6, 8)
     for expert in range(3):
         at = f"decoder.layers.0.mlp.experts.local_experts.{expert}"
@@ -249,7 +256,7 @@ def test_experts_in_one_parameter(tmp_path):
         assert np.array_equal(found[f"model.{at}.linear_fc2.weight"], bits(twos[expert].T))
         average = torch.arange(288, dtype=torch.float32).view(3, 8, 12)[expert].T + 1
         assert np.array_equal(found[f"{STATE}{at}.linear_fc1.weight.exp_avg"], bits(average))
-        whole = ckpt.open(str(tmp_path / "c"))[f"model.{at}.linear_fc2.weight"].read()
+        whole = ckpt.open(str(folder))[f"model.{at}.linear_fc2.weight"].read()
         assert torch.equal(whole, twos[expert].T)
 
 
@@ -267,6 +274,17 @@ def test_an_optimizer_that_is_not_distributed(tmp_path):
         assert np.array_equal(found[f"{STATE}{name}.exp_avg"], bits(torch_state[i]["exp_avg"]))
         assert np.array_equal(found[f"{STATE}{name}.exp_avg_sq"], bits(torch_state[i]["exp_avg_sq"]))
         assert np.array_equal(found[f"{STATE}{name}.master"], bits(full[i]))
+
+
+def test_imported_without_a_copy(files, tmp_path):
+    """A virtual checkpoint has the same tensors, padding, state and options; experts that are transposed among them."""
+    for number, source in enumerate((files / "tp2ep2" / "legacy", transposed(tmp_path / "c")[0])):
+        url = str(tmp_path / str(number))
+        import_checkpoint(str(source), url)
+        assert_same(read_all(url), read_all(source))
+        one, other = open_catalog(url), open_catalog(str(source))
+        assert one.state == other.state
+        assert {n: t.logical for n, t in one.tensors.items()} == {n: t.logical for n, t in other.tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ refused

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import FormatError
 from ckpt.formats.megatron.buffers import Bucket, BufferLayout, Member, Slot, buffer_layout, layout_in, shifts
-from ckpt.formats.megatron.names import fused_norms, tensor_parallel_axis
+from ckpt.formats.megatron.names import fused_norms, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.stages import layers_of_chunks
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -139,6 +139,21 @@ def test_norms_belong_to_what_follows():
     assert routed[at + "mlp.linear_fc1.layer_norm_weight"] == at + "pre_mlp_layernorm.weight"
     latent = [at + "input_layernorm.weight", at + "self_attention.linear_q_proj.weight"]
     assert list(fused_norms(latent)) == list(fused_norms(latent).values())
+
+
+def test_the_order_of_parameters():
+    """As Megatron-Core lists them: norms of their own, experts one by one; or Transformer Engine's fused and grouped layers."""
+    at = "decoder.layers.0."
+    shared = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    first, second = (at + f"mlp.experts.local_experts.{i}.linear_fc1.weight" for i in (0, 1))
+    down = at + "mlp.experts.local_experts.0.linear_fc2.weight"
+    norm, proj, qkv = (at + f"self_attention.{n}" for n in ("linear_qkv.layer_norm_weight", "linear_proj.weight", "linear_qkv.weight"))
+    local = [shared[0], norm, proj, qkv, at + "pre_mlp_layernorm.weight", at + "mlp.router.weight", first, down, second, *shared[1:]]
+    grouped = [shared[0], proj, norm, qkv, at + "pre_mlp_layernorm.weight", at + "mlp.router.weight", first, second, down, *shared[1:]]
+    assert sorted(grouped, key=lambda n: order_key(n, ("local", False))) == local
+    assert sorted(local, key=lambda n: order_key(n, ("fused", True))) == grouped
+    with pytest.raises(KeyError):
+        order_key(at + "mixer.conv1d.weight", ("local", False))
 
 
 def test_parameters_that_are_cut():
