@@ -124,7 +124,7 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
         backend = open_backend(join_url(backend.url, below))
     try:
         return open_torch_dist(backend) if _is_torch_dist(backend, names, "") else open_legacy(backend, names)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as err:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as err:
         if isinstance(err, CkptError):
             raise
         what = f"the files do not say what Megatron writes ({type(err).__name__}: {err})"

@@ -81,6 +81,7 @@ class _Legacy:
         files = [ForeignFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
         archives = [open_archive(backend, f.path) for f in files]
         optimizers = {p.removesuffix(OPTIMIZER_FILE): len(paths) + i for i, p in enumerate(extra)}
+        self.unread = sorted({n for names in beside.values() for n in names} - {FILE, OPTIMIZER_FILE})
         self.table = PieceTable(backend, files, archives, range(len(files)))
         self.ranks = [self._rank(n, d, optimizers.get(d)) for n, d in enumerate(directories)]
         self.arguments = self.ranks[0].arguments
@@ -191,7 +192,7 @@ class _Legacy:
         first = self.ranks[0]
         state, opaque = state_node(self.table, 0, first.root)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT]
+        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread)]
         if any(n.startswith(STATE) for n in self.table.entries):
             groups = groups_in(first.archive, first.root.get("optimizer"))
             state["optimizer"], more = optimizer_node(first.archive, groups, self.table.entries)

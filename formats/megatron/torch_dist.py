@@ -26,7 +26,7 @@ from .bucket_space import add_bucket_space
 from .catalog import MegatronCatalog
 from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
 from .pieces import InItem, Piece, PieceTable
-from .stored_buffers import BUCKET_SPACE
+from .stored_buffers import BUCKET_SPACE, HINT
 from .training import KEYS, LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
 if TYPE_CHECKING:
@@ -159,15 +159,11 @@ class _TorchDist:
         return said if isinstance(said, str) else _type_in(self._common_archive, self.common.get("optimizer"))
 
     def _refuse_unknown(self, form: str | None) -> None:
-        odd = sorted(
-            n for n in self.tensors if "optimizer" in n.split(".")[:2] and not BUCKET_SPACE.match(n) and not _STATE_KEY.fullmatch(n)
-        )
+        states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
+        odd = sorted(n for n in states if not BUCKET_SPACE.match(n) and not _STATE_KEY.fullmatch(n))
         if form == "fsdp_dtensor" or odd:
-            what = f", such as {odd[0]}" if odd else ""
-            hint = "load it with Megatron-LM, and save it with --dist-ckpt-optim-fully-reshardable"
-            raise FormatError(
-                f"an optimizer state in the form {form or 'unknown'}{what}, which is not read", where=self.backend.url, hint=hint
-            )
+            what = f"an optimizer state in the form {form or 'unknown'}{f', such as {odd[0]}' if odd else ''}, which is not read"
+            raise FormatError(what, where=self.backend.url, hint=HINT)
 
     # ---- tensors in the space of the model
 

@@ -73,32 +73,43 @@ def _groups(archive: Archive, value: Any) -> Iterator[Group]:
 def optimizer_node(archive: Archive, groups: Sequence[Group], entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Any], list[str]]:
     """The node of an optimizer, and what could not be told.
 
-    Megatron's groups do not name their parameters. They are those that the group's weight decay, and whether it is of experts, say; if two
-    groups say the same, nobody can tell, and the groups are kept as plain values.
+    Megatron's groups do not name their parameters. They are those that the group's weight decay, and whether it is of experts, say; if that
+    leaves a doubt, the groups are kept as plain values.
     """
-    params = {name[len(MODEL) :]: len(e.shape) for name, e in entries.items() if name.startswith(MODEL)}
-    owned = {name[len(STATE) :].rpartition(".")[0] for name in entries if name.startswith(STATE)}
-    split = any(bool(g.get("is_expert_parallel")) for g in groups)
-    asked = [_asked(g) for g in groups]
     maker = NodeMaker(archive.values, _no_tensor, pickle_bytes=archive.pickle_bytes)
     options = [maker.root({k: v for k, v in g.items() if k not in ("params", "step")}, "optimizer") for g in groups]
-    told = [kind for kind in asked if kind is not None]
-    if len(set(told)) != len(asked) or any(g.get("is_decoupled_lr") for g in groups):
-        state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
-        return {"state": state, "groups": options}, ["the optimizer's groups do not say which parameters are theirs"] if groups else []
-    by_kind: dict[Any, list[str]] = {kind: [] for kind in told}
-    for name in sorted(owned):
-        kind = (is_decayed(name, params.get(name, 2)), split and is_expert(name))
-        by_kind.setdefault(kind, []).append(name)
-    if any(names for kind, names in by_kind.items() if kind not in told):
-        return {"state": {"": {"$tensors": "optimizer.state"}}, "groups": options}, ["the optimizer's groups do not fit its parameters"]
-    state = {"": {"$tensors": "optimizer.state"}}
-    for group, kind in zip(groups, told, strict=True):
-        step = group.get("step")
+    owned = sorted({name[len(STATE) :].rpartition(".")[0] for name in entries if name.startswith(STATE)})
+    shared = _shared_out(groups, owned, entries)
+    steps = [g.get("step") for g in groups]
+    if shared is None and len(set(map(str, steps))) == 1:
+        steps, of_step = steps[:1], [owned]
+    else:
+        of_step = shared or []
+    state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
+    for step, names in zip(steps, of_step, strict=False):
         if isinstance(step, (int, float)) and not isinstance(step, bool):
-            state |= {f"model.{name}": {"step": _number(step)} for name in by_kind[kind]}
-    named = [{"options": o, "params": [f"model.{n}" for n in by_kind[k]]} for o, k in zip(options, told, strict=True)]
+            state |= {f"{MODEL}{name}": {"step": _number(step)} for name in names}
+    if shared is None:
+        told = ["the optimizer's groups do not say which parameters are theirs"] if groups else []
+        return {"state": state, "groups": options}, told
+    named = [{"options": o, "params": [f"{MODEL}{n}" for n in names]} for o, names in zip(options, shared, strict=True)]
     return {"state": state, "param_groups": {"$param_groups": named}}, []
+
+
+def _shared_out(groups: Sequence[Group], owned: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[list[str]] | None:
+    """The parameters of each group; None if groups are alike, are told apart by something else, or do not have all parameters."""
+    asked = [_asked(g) for g in groups]
+    if not groups or None in asked or len(set(asked)) != len(asked) or any(g.get("is_decoupled_lr") for g in groups):
+        return None
+    split = any(bool(g.get("is_expert_parallel")) for g in groups)
+    shared: list[list[str]] = [[] for _ in groups]
+    for name in owned:
+        weight = entries.get(f"{MODEL}{name}")
+        kind = (is_decayed(name, 2 if weight is None else len(weight.shape)), split and is_expert(name))
+        if kind not in asked:
+            return None
+        shared[asked.index(kind)].append(name)
+    return shared
 
 
 def _asked(group: Group) -> tuple[bool, bool] | None:

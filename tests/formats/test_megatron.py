@@ -287,6 +287,23 @@ def test_imported_without_a_copy(files, tmp_path):
         assert {n: t.logical for n, t in one.tensors.items()} == {n: t.logical for n, t in other.tensors.items()}
 
 
+def test_groups_that_do_not_name_their_parameters(files, tmp_path):
+    """The groups of both kinds of parameters are told apart; two alike are not, and then the step alone is known."""
+    options = {"params": [], "lr": 0.1, "wd_mult": 1.0, "step": 7}
+    model = {"output_layer.weight": random(8, 8)}
+    state = {"param": torch.zeros(64), "numel_unpadded": 64}
+    distributed = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): state}}
+    alike = saved(tmp_path / "c", model, {"optimizer": {"param_groups": [options, options]}}, distributed)
+    shutil.copy(alike / "mp_rank_00" / "distrib_optim.pt", alike / "mp_rank_00" / "layer_wise_optimizer_0.pt")
+    catalog = opened(alike)
+    assert "param_groups" not in catalog.state["optimizer"]
+    assert catalog.state["optimizer"]["state"]["model.output_layer.weight"]["step"]["$inline"][0] == "float32"
+    assert [n for n in catalog.notes if "groups" in n] and [n for n in catalog.notes if "layer_wise_optimizer_0.pt" in n]
+    told = opened(files / "tp2ep2" / "dp_reshardable").state["optimizer"]["param_groups"]["$param_groups"]
+    kinds = [{(".experts." in n, "norm" in n) for n in group["params"]} for group in told]
+    assert kinds == [{(False, False)}, {(False, True)}, {(True, False)}]
+
+
 # ------------------------------------------------------------------------------------------------------------ refused
 
 
@@ -337,6 +354,15 @@ def test_states_that_are_not_known(tmp_path):
         open_catalog(str(saved(tmp_path / "c", model, distributed=distributed)))
     with pytest.raises(FormatError, match="before 2024"):
         open_catalog(str(saved(tmp_path / "d", model, distributed={0: {torch.float32: [{}]}})))
+
+
+def test_other_optimizers_of_torch_dist(files, tmp_path):
+    """What the metadata name and nobody knows is an error, not left out."""
+    copy = copied(files, tmp_path, "pp2tied/fully_reshardable")
+    data = (copy / ".metadata").read_bytes()
+    (copy / ".metadata").write_bytes(data.replace(b"optimizer.state.exp_avg_sq.", b"optimizer.state.remainder_."))
+    with pytest.raises(FormatError, match=r"such as optimizer\.state\.remainder_\."):
+        open_catalog(str(copy))
 
 
 def test_old_orders_of_queries(tmp_path):
