@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 FORMAT_NAME = "Megatron torch"
 FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+_THREADS = 16
 _CHUNK = re.compile(r"model_?(\d*)")
 
 
@@ -75,17 +77,19 @@ def open_legacy(backend: Backend, names: Sequence[str]) -> MegatronCatalog:
 class _Legacy:
     def __init__(self, backend: Backend, directories: Sequence[str]) -> None:
         self.backend = backend
-        beside = {d: backend.children(d) for d in directories}
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
+            beside = dict(zip(directories, pool.map(backend.children, directories), strict=True))
         paths = [d + FILE for d in directories]
         extra = [d + OPTIMIZER_FILE for d in directories if OPTIMIZER_FILE in beside[d]]
         files = [ForeignFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
-        archives = [open_archive(backend, f.path) for f in files]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
+            archives = list(pool.map(lambda file: open_archive(backend, file.path), files))
         optimizers = {p.removesuffix(OPTIMIZER_FILE): len(paths) + i for i, p in enumerate(extra)}
         self.unread = sorted({n for names in beside.values() for n in names} - {FILE, OPTIMIZER_FILE})
         self.table = PieceTable(backend, files, archives, range(len(files)))
         self.ranks = [self._rank(n, d, optimizers.get(d)) for n, d in enumerate(directories)]
         self.arguments = self.ranks[0].arguments
-        self._place(directories)
+        self._place()
         self.sizes = Coordinates(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
         self._check_sizes()
 
@@ -118,7 +122,7 @@ class _Legacy:
 
     # ---- who wrote which file
 
-    def _place(self, directories: Sequence[str]) -> None:
+    def _place(self) -> None:
         """Give every file its coordinates. A single number after that of tensor parallelism is a stage, or a group of experts."""
         for rank in self.ranks:
             match = RANK_DIRECTORY.fullmatch(rank.directory)
@@ -144,7 +148,9 @@ class _Legacy:
         }
         wrong = [k for k, n in told.items() if isinstance(n, int) and n != getattr(self.sizes, k)]
         there = {(r.at.tensor, r.at.pipeline) for r in self.ranks}
-        if wrong or len(there) != self.sizes.tensor * self.sizes.pipeline:
+        owners = {(r.at.pipeline, r.at.expert) for r in self.ranks}
+        complete = len(there) == self.sizes.tensor * self.sizes.pipeline and len(owners) == self.sizes.pipeline * self.sizes.expert
+        if wrong or not complete:
             what = ", ".join(f"{k} parallelism of {told[k]}" for k in wrong) or "all of them"
             raise CorruptError(
                 f"there are files of {len(self.ranks)} ranks, which is not {what}",

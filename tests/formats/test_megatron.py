@@ -311,9 +311,13 @@ def copied(files: Path, tmp_path: Path, name: str) -> Path:
     return Path(shutil.copytree(files / name, tmp_path / "copy"))
 
 
-def test_missing_ranks(files, tmp_path):
-    copy = copied(files, tmp_path, "tp2pp2vpp2/legacy")
-    shutil.rmtree(copy / "iter_0000003" / "mp_rank_01_001")
+@pytest.mark.parametrize(
+    ("layout", "gone"), [("tp2pp2vpp2", "01_001"), ("tp2ep2", "0?_000"), ("tp2ep2", "0?_001"), ("tp2pp2vpp2", "00_00?")]
+)
+def test_missing_ranks(files, tmp_path, layout, gone):
+    copy = copied(files, tmp_path, f"{layout}/legacy")
+    for folder in copy.glob(f"iter_0000003/mp_rank_{gone}"):
+        shutil.rmtree(folder)
     with pytest.raises(CorruptError, match="files of ranks are missing"):
         open_catalog(str(copy))
 
