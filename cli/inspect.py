@@ -69,6 +69,14 @@ def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Out
     totals = _totals(catalog, entries)
     bytes_and_chunks = f"{units.size(totals['bytes'])} in {units.plural(totals['chunks'], 'chunk')}"
     output.line(f"{units.plural(totals['tensors'], 'tensor')}, {totals['elements']:,} elements, {bytes_and_chunks} ({catalog.format})")
+    for note in _notes(catalog):
+        output.line(f"note: {note}")
+
+
+def _notes(catalog: Catalog) -> list[str]:
+    """What a reader of another format says about the whole: what it left out, what may be wrong."""
+    suspect = getattr(catalog, "suspect", None)
+    return [*getattr(catalog, "notes", ()), *([] if suspect is None else [suspect])]
 
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:
@@ -116,6 +124,7 @@ def _document(catalog: Catalog, glob: str | None, show: str | None) -> dict[str,
     if show == "state":
         return {**fields, "state": catalog.state, "ranks": {str(rank): dict(values) for rank, values in catalog.ranks.items()}}
     entries = list(_pick(catalog.tensors, glob, "tensor").values())
+    fields |= {"notes": notes} if (notes := _notes(catalog)) else {}
     fields |= {"totals": _totals(catalog, entries), "tensors": [_fields(entry) for entry in entries]}
     return {**fields, "files": _files(catalog, entries)} if show == "files" else fields
 

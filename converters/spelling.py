@@ -6,16 +6,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.io_backends.protocol import Backend
+from ckpt.formats.registry import find_format, open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.views import View
 
-from .numbers import of_config
+from .numbers import of_arguments, of_config
 from .roles import Shapes, in_all_roles
 from .terms import Dimensions
 from .translation import Direction, Translation, load_translation
 
 CONFIG = "config.json"
+MEGATRON = "Megatron"
 
 
 def translated(
@@ -28,7 +29,7 @@ def translated(
     """
     rules = load_translation(translation)
     direction = _direction(rules, spelling)
-    known = Dimensions({**told_by(open_backend(url)), **numbers})
+    known = Dimensions({**told_by(url), **numbers})
 
     def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
         def translate(some: Shapes, partial: bool) -> dict[str, View]:  # noqa: FBT001  called by place
@@ -39,20 +40,22 @@ def translated(
     return views
 
 
-def told_by(backend: Backend) -> Dimensions:
-    """Numbers that the files of a checkpoint tell: transformers' ``config.json``. None if there is none.
+def told_by(url: str) -> Dimensions:
+    """Numbers that the files of a checkpoint tell: transformers' ``config.json``, or the arguments that Megatron keeps. None if there are
+    neither.
 
     Raises:
-        CorruptError: it is not JSON.
+        FormatError, CorruptError: what tells them cannot be read.
     """
     try:
-        data = backend.read(CONFIG)
+        data = open_backend(url).read(CONFIG)
     except NotFoundError:
-        return Dimensions()
+        arguments = open_catalog(url).arguments if find_format(url) == MEGATRON else None  # type: ignore[attr-defined]
+        return Dimensions() if arguments is None else of_arguments(arguments)
     try:
         return of_config(json.loads(data))
     except (ValueError, AttributeError, TypeError) as err:
-        raise CorruptError(f"{CONFIG} cannot be read: {err}", where=backend.url, hint="restore it, or give the numbers: --set") from err
+        raise CorruptError(f"{CONFIG} cannot be read: {err}", where=url, hint="restore it, or give the numbers: --set") from err
 
 
 def _direction(rules: Translation, spelling: str) -> Direction:

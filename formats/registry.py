@@ -19,6 +19,7 @@ ENTRY_POINTS = "ckpt.formats"
 
 _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
+    "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.dcp.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
     "ckpt.formats.fsdp.catalog:FORMAT",

@@ -1,0 +1,213 @@
+"""The flat buffers of Megatron's distributed optimizer: where each parameter lies in them. Pure arithmetic, in elements.
+
+The parameters of a model chunk that have one dtype and are reduced over the same ranks share a buffer, in the reverse of their order in the
+model. It is cut into buckets, and each bucket is padded so that all data-parallel ranks have an equal part.
+(Sources: ``_ParamAndGradBuffer`` of Megatron-LM core/distributed/param_and_grad_buffer.py and ``DistributedOptimizer`` of
+core/optimizer/distrib_optimizer.py, versions 0.12 to 0.20.)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt.formats.strided import reach
+from ckpt.geometry import flat_to_boxes, row_major_strides
+
+from .params import Block, LocalParam
+from .pieces import Piece, Source
+
+ALIGNMENT = 64
+"""Every parameter starts at a multiple of this."""
+BUCKET_DIVISOR = 128
+"""The size of a bucket is a multiple of this, and of the number of data-parallel ranks."""
+
+
+class Member(NamedTuple):
+    """A parameter of a buffer, in the model's order: elements, and whether the first and last pipeline stage share it."""
+
+    numel: int
+    shared: bool = False
+
+
+class Bucket(NamedTuple):
+    """``numel`` elements, the last of which are padding: ``used`` are not."""
+
+    numel: int
+    used: int
+
+
+class Slot(NamedTuple):
+    """Where a parameter lies: from ``start`` of the whole buffer, in bucket number ``bucket``."""
+
+    start: int
+    bucket: int
+
+
+class BufferLayout(NamedTuple):
+    """A buffer: ``slots`` of its members in the model's order, and its buckets."""
+
+    slots: tuple[Slot, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def used(self) -> int:
+        """Elements without the padding of buckets."""
+        return sum(b.used for b in self.buckets)
+
+    def bucket_start(self, bucket: int) -> int:
+        return sum(b.numel for b in self.buckets[:bucket])
+
+    def padding_before(self, bucket: int) -> int:
+        """Elements of padding of all buckets before this one."""
+        return sum(b.numel - b.used for b in self.buckets[:bucket])
+
+    def compact(self, slot: Slot) -> int:
+        """Where a parameter lies once the padding of buckets is left out, as files have it."""
+        return slot.start - self.padding_before(slot.bucket)
+
+
+def buffer_layout(members: Sequence[Member], *, bucket_size: int | None, data_parallel: int, divisor: int = BUCKET_DIVISOR) -> BufferLayout:
+    """The layout of a buffer.
+
+    Args:
+        bucket_size: a bucket that has as many elements is closed; None for a single bucket.
+        data_parallel: ranks that share the buffer, context parallelism included.
+        divisor: 128, or 65536 with ``--ddp-pad-buckets-for-high-nccl-busbw``.
+    """
+    step = math.lcm(data_parallel, divisor)
+    slots: list[Slot] = []
+    buckets: list[Bucket] = []
+    start = opened = at = 0
+
+    def close(end: int) -> int:
+        buckets.append(Bucket(-(-end // step) * step - opened, end - opened))
+        return opened + buckets[-1].numel
+
+    for member in reversed(members):
+        start = _aligned(at)
+        if member.shared and slots and slots[-1].bucket == len(buckets):
+            start = opened = close(start)
+        slots.append(Slot(start, len(buckets)))
+        at = start + member.numel
+        if member.shared or (bucket_size is not None and at - opened >= bucket_size):
+            at = opened = close(at)
+    if slots and slots[-1].bucket == len(buckets):
+        close(at)
+    return BufferLayout(tuple(reversed(slots)), tuple(buckets))
+
+
+def layout_in(members: Sequence[Member], buckets: Sequence[Bucket]) -> BufferLayout | None:
+    """The layout of a buffer whose buckets are known; None if the members do not fill them exactly."""
+    slots: list[Slot] = []
+    number = opened = at = 0
+    for member in reversed(members):
+        if number < len(buckets) and _aligned(at) - opened >= buckets[number].used:
+            opened += buckets[number].numel
+            number, at = number + 1, opened
+        start = _aligned(at)
+        at = start + member.numel
+        if number >= len(buckets) or at - opened > buckets[number].used:
+            return None
+        slots.append(Slot(start, number))
+    full = number == len(buckets) - 1 and at - opened == buckets[number].used if buckets else not slots
+    return BufferLayout(tuple(reversed(slots)), tuple(buckets)) if full else None
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT
+
+
+# ------------------------------------------------------------------------------------------------------ from flat to boxes
+
+
+class Segment(NamedTuple):
+    """Elements ``[start, stop)`` of a flat buffer are those of ``source`` from ``at`` on."""
+
+    start: int
+    stop: int
+    source: Source
+    at: int
+
+
+def pieces_of(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
+    """What a flat buffer has of a parameter that begins at ``start``: the tensor's name and a piece of it, for each box.
+
+    ``segments`` are in order and do not overlap.
+
+    Raises:
+        ValueError: a transposed block is cut by a segment's end, so that it is no box.
+    """
+    for block in param.blocks:
+        first = start + block.start
+        span = block.numel if block.strides is None else reach(block.shape, block.strides, 1)
+        for segment in _overlapping(segments, first, first + span):
+            if block.strides is None:
+                low, high = max(first, segment.start), min(first + span, segment.stop)
+                yield from _boxes(block, low - first, high - first, segment, first)
+            elif segment.start <= first and first + span <= segment.stop:
+                yield block.name, Piece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
+            else:
+                raise ValueError(block.name)
+
+
+def _overlapping(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
+    number = max(bisect_right(segments, start, key=_segment_start) - 1, 0)
+    while number < len(segments) and segments[number].start < stop:
+        if segments[number].stop > start:
+            yield segments[number]
+        number += 1
+
+
+def _segment_start(segment: Segment) -> int:
+    return segment.start
+
+
+def _boxes(block: Block, low: int, high: int, segment: Segment, first: int) -> Iterator[tuple[str, Piece]]:
+    strides = row_major_strides(block.shape)
+    for box in flat_to_boxes(block.shape, low, high):
+        flat = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+        offset = tuple(a + b for a, b in zip(block.offset, box.offset, strict=True))
+        yield block.name, Piece(offset, box.shape, segment.source, segment.at + first + flat - segment.start)
+
+
+# --------------------------------------------------------------------------------------------- a defect that can be undone
+
+
+class Shift(NamedTuple):
+    """Elements ``[start, stop)`` of parameter ``member`` were written as those of parameter ``found`` from ``at`` on; ``found`` is None
+    where they were not written at all. Members have the numbers of the layout's slots."""
+
+    member: int
+    start: int
+    stop: int
+    found: int | None
+    at: int
+
+
+def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
+    """Where the elements of each parameter are in a ``fully_reshardable`` optimizer state that Megatron-Core 0.15 to 0.19 wrote.
+
+    They took elements at places that count the padding of buckets from a buffer without it, so every parameter got what lies as many
+    elements later as there is padding before its bucket (Megatron-LM pull request 5077). What no parameter got is lost. With a single
+    bucket, or without padding, nothing moved.
+    """
+    starts = [slot.start for slot in layout.slots]
+    by_start = sorted(range(len(starts)), key=starts.__getitem__)
+    found = []
+    for member, (slot, numel) in enumerate(zip(layout.slots, numels, strict=True)):
+        true = layout.compact(slot)
+        at = true
+        for other in by_start:
+            low, high = max(at, starts[other]), min(true + numel, starts[other] + numels[other], layout.used)
+            if low >= high:
+                continue
+            if low > at:
+                found.append(Shift(member, at - true, low - true, None, 0))
+            found.append(Shift(member, low - true, high - true, other, low - starts[other]))
+            at = high
+        if at < true + numel:
+            found.append(Shift(member, at - true, numel, None, 0))
+    return found

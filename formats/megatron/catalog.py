@@ -1,0 +1,135 @@
+"""Checkpoints of Megatron-LM and Megatron-Core as catalogs: the format ``torch`` of files per model-parallel rank, and ``torch_dist``.
+
+Whatever the layout that wrote them, they are one training checkpoint: ``model.<parameter>`` and, for an optimizer,
+``optimizer.state.model.<parameter>.<key>``, with names as in ``names``. Nothing is rearranged: bytes are read where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.protocol import Format
+
+from .pieces import PieceTable, Replica
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA_JSON = "metadata.json"
+RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?/")
+_MAX_JSON = 1 << 16
+
+
+class MegatronCatalog(ForeignCatalog):
+    """A Megatron checkpoint. ``arguments`` are those of the job that wrote it, as far as they are plain values.
+
+    ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known. ``replicas()`` gives the boxes that
+    are stored more than once, besides the copies that are read.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: PieceTable,
+        format: str,
+        state: Any,
+        world_size: int,
+        arguments: Mapping[str, Any],
+        notes: Sequence[str] = (),
+        suspect: str | None = None,
+        opaque: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            backend=table.backend,
+            format=format,
+            tensors=table.entries.values(),
+            files=table.files,
+            locate=table.locate,
+            world_size=world_size,
+            state=state,
+            opaque=opaque,
+        )
+        self.arguments = arguments
+        self.notes = tuple(notes)
+        self.suspect = suspect
+        self.table = table
+        self.replicas: Callable[[], list[Replica]] = table.replicas
+
+
+def recognises(backend: Backend, names: Sequence[str]) -> bool:
+    """Whether it is a directory of one iteration in one of the two formats, or one above it that says which is the latest."""
+    if _is_iteration(backend, names, ""):
+        return True
+    if TRACKER not in names:
+        return False
+    try:
+        below = _latest(backend)
+    except CkptError:
+        return False
+    return _is_iteration(backend, backend.children(below), below + "/")
+
+
+def _is_iteration(backend: Backend, names: Sequence[str], below: str) -> bool:
+    return any(RANK_DIRECTORY.fullmatch(name) for name in names) or _is_torch_dist(backend, names, below)
+
+
+def _is_torch_dist(backend: Backend, names: Sequence[str], below: str) -> bool:
+    path = below + METADATA_JSON
+    if METADATA_JSON not in names or backend.size(path) > _MAX_JSON:
+        return False
+    try:
+        said = json.loads(backend.read(path))
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("sharded_backend") == "torch_dist"
+
+
+def _latest(backend: Backend) -> str:
+    """The directory of the latest iteration."""
+    text = backend.read(TRACKER, 0, min(backend.size(TRACKER), 64)).decode("utf-8", "replace").strip()
+    if text == "release":
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise CorruptError(
+            f"{text!r} is no iteration", where=f"{backend.url.rstrip('/')}/{TRACKER}", hint="open the directory of one iteration"
+        )
+    return f"iter_{int(text):07d}"
+
+
+def open_megatron(backend: Backend) -> MegatronCatalog:
+    """Open what ``recognises`` found.
+
+    Raises:
+        NotFoundError: the latest iteration is not there.
+        FormatError: a form of the format that is not read, or parameters whose layout is not known.
+        CorruptError: files are damaged or missing.
+    """
+    from ckpt.io_backends.registry import join_url, open_backend
+
+    from .legacy import open_legacy
+    from .torch_dist import open_torch_dist
+
+    names = backend.children()
+    if not _is_iteration(backend, names, ""):
+        below = _latest(backend)
+        names = backend.children(below)
+        if not names:
+            raise NotFoundError("the latest iteration is missing", where=join_url(backend.url, below), hint="open another one")
+        backend = open_backend(join_url(backend.url, below))
+    try:
+        return open_torch_dist(backend) if _is_torch_dist(backend, names, "") else open_legacy(backend, names)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as err:
+        if isinstance(err, CkptError):
+            raise
+        what = f"the files do not say what Megatron writes ({type(err).__name__}: {err})"
+        raise CorruptError(what, where=backend.url, hint="the files are damaged, or of different saves: copy the checkpoint again") from err
+
+
+FORMAT = Format(name="Megatron", recognises=recognises, open=open_megatron)
+"""This format, for ckpt.formats.registry."""

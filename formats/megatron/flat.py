@@ -1,0 +1,72 @@
+"""Optimizer states that were stored flat, as tensors of the model: what the files of the format ``torch`` and of ``torch_dist`` have in
+common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt.errors import CorruptError, FormatError
+
+from .buffers import BufferLayout, Member, Segment, buffer_layout, pieces_of
+from .params import LocalParam
+from .pieces import Piece, PieceTable
+from .training import KEYS, MODEL, STATE
+
+_DEFAULT_BUCKET = 40_000_000
+_PER_RANK = 1_000_000
+
+
+class FlatStates:
+    """Collects the pieces of optimizer states, by tensor and key."""
+
+    def __init__(self, table: PieceTable) -> None:
+        self.table = table
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+
+    def add(self, param: LocalParam, start: int, segments: Mapping[str, Sequence[Segment]]) -> None:
+        """The states of a parameter that begins at ``start`` of a flat buffer; ``segments`` by Megatron's key.
+
+        Raises:
+            FormatError: experts that are stored transposed and in parts.
+        """
+        for key, own in segments.items():
+            try:
+                for name, piece in pieces_of(param, start, own):
+                    self._pieces.setdefault((name, key), []).append(piece)
+            except ValueError as err:
+                hint = "load it with Megatron-LM, and save it with --dist-ckpt-optim-fully-reshardable"
+                raise FormatError(f"{err} is stored transposed and in parts", where=self.table.backend.url, hint=hint) from err
+
+    def finish(self) -> None:
+        """Put what was collected into the table.
+
+        Raises:
+            CorruptError: a state has not all elements of its parameter, or there is no such parameter.
+        """
+        for (name, key), pieces in self._pieces.items():
+            weight = self.table.entries.get(f"{MODEL}{name}")
+            if weight is None:
+                raise CorruptError(f"an optimizer state of {name}, which the model has not", where=self.table.backend.url)
+            self.table.add(f"{STATE}{name}.{KEYS[key]}", pieces[0].source.dtype, weight.shape, pieces, weight.logical)
+
+
+def members_of(params: Sequence[LocalParam]) -> list[Member]:
+    """The members of the buffer that these parameters make."""
+    return [Member(p.numel, p.shared) for p in params]
+
+
+def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[str, Any]) -> BufferLayout | None:
+    """The layout of a buffer that is stored in one piece, without the padding of its ``used`` elements' buckets; None if it is not known.
+
+    Parameters whose sizes are multiples of 64 follow one another whatever the buckets are. For others it matters where buckets begin, so
+    all likely sizes of buckets have to agree.
+    """
+    ranks = arguments.get("data_parallel_size")
+    given = arguments.get("ddp_bucket_size")
+    default = max(_DEFAULT_BUCKET, _PER_RANK * ranks) if isinstance(ranks, int) else _DEFAULT_BUCKET
+    sizes = [None, given if isinstance(given, int) else default]
+    layouts = [buffer_layout(members, bucket_size=size, data_parallel=1) for size in sizes]
+    fitting = [layout for layout in layouts if layout.used == used]
+    places = {tuple(layout.compact(slot) for slot in layout.slots) for layout in fitting}
+    return fitting[0] if len(places) == 1 else None

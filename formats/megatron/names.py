@@ -1,0 +1,207 @@
+"""Names of parameters of Megatron-Core's GPTModel: one spelling for all of its formats, and how tensor parallelism cuts each. Pure.
+
+The spelling: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
+with the linear layer that follows it. (Sources: Megatron-LM core/models/gpt, core/transformer/{transformer_layer,mlp,attention,
+multi_latent_attention}.py and core/transformer/moe/experts.py, versions 0.12 to 0.20.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+EXTRA_STATE = "._extra_state"
+VOCABULARY = frozenset({EMBEDDING, OUTPUT, "output_layer.bias"})
+"""Parameters that have a row for each word, and padding after the last."""
+
+NOT_TRAINED = (".router.expert_bias", ".router.local_tokens_per_expert")
+"""Endings of names of tensors that have no gradient."""
+
+LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_LOCAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+_ROWS = frozenset(
+    f"{layer}.{kind}"
+    for layer in (
+        "word_embeddings",
+        "output_layer",
+        "linear_qkv",
+        "linear_q",
+        "linear_kv",
+        "linear_q_proj",
+        "linear_q_up_proj",
+        "linear_kv_up_proj",
+        "linear_fc1",
+    )
+    for kind in ("weight", "bias")
+)
+_COLUMNS = frozenset({"linear_proj.weight", "linear_fc2.weight"})
+_COPIED = frozenset(
+    {
+        "linear_proj.bias",
+        "linear_fc2.bias",
+        "position_embeddings.weight",
+        "router.weight",
+        "router.bias",
+        "router.expert_bias",
+        "router.local_tokens_per_expert",
+        "shared_experts.gate_weight",
+        "linear_q_down_proj.weight",
+        "linear_kv_down_proj.weight",
+    }
+)
+_NORM = re.compile(r"(?:\w*layernorm|\w*layer_norm|\w*norm)\.(?:weight|bias)|\w+\.layer_norm_(?:weight|bias)")
+
+
+def tensor_parallel_axis(name: str) -> int | None:
+    """The axis along which tensor parallelism cuts a parameter; None if every rank has all of it.
+
+    Raises:
+        KeyError: a name that is not known here, so nobody can say.
+    """
+    tail = ".".join(name.split(".")[-2:])
+    if tail in _ROWS:
+        return 0
+    if tail in _COLUMNS:
+        return 1
+    if tail in _COPIED or _NORM.fullmatch(tail):
+        return None
+    raise KeyError(name)
+
+
+def is_gated_part(name: str) -> bool:
+    """Whether a parameter may have two halves, gate and up, of which every rank has a part each."""
+    return name.endswith((".linear_fc1.weight", ".linear_fc1.bias"))
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one routed expert."""
+    return ".mlp.experts.local_experts." in name
+
+
+def is_decayed(name: str, dimensions: int) -> bool:
+    """Whether weight decay is for it: not for biases, nor for what has one dimension (core/optimizer/__init__.py)."""
+    return dimensions > 1 and not name.endswith(".bias")
+
+
+class Expert(NamedTuple):
+    """The name of an expert's parameter within its layer, apart: the number of the expert, and what follows."""
+
+    number: int
+    rest: str
+
+
+def expert_of(inner: str) -> Expert | None:
+    """``mlp.experts.local_experts.3.linear_fc1.weight`` and ``mlp.experts.linear_fc1.weight3`` (of grouped linear layers) apart."""
+    found = _LOCAL.fullmatch(inner)
+    if found is not None:
+        return Expert(int(found[1]), found[2])
+    grouped = _GROUPED.fullmatch(inner)
+    return None if grouped is None else Expert(int(grouped[3]), f"{grouped[1]}.{grouped[2]}")
+
+
+def expert_name(expert: int, rest: str) -> str:
+    """The name of an expert's parameter within its layer."""
+    return f"mlp.experts.local_experts.{expert}.{rest}"
+
+
+def fused_norms(names: Iterable[str]) -> dict[str, str]:
+    """What each of these names is called here. Only norms change: those in front of fused linear layers belong to these.
+
+    Local layer specifications call them ``input_layernorm`` and ``pre_mlp_layernorm``, and in ``torch_dist`` even the norm before a router
+    ``mlp.linear_fc1.layer_norm_weight``.
+    """
+    names = list(names)
+    there: dict[str, set[str]] = {}
+    for name in names:
+        match = LAYER.fullmatch(name)
+        if match is not None:
+            there.setdefault(match[1] + match[2], set()).add(match[3])
+    found = {}
+    for name in names:
+        match = LAYER.fullmatch(name)
+        found[name] = name if match is None else f"{match[1]}{match[2]}.{_norm(match[3], there[match[1] + match[2]])}"
+    return found
+
+
+def _norm(inner: str, layer: Collection[str]) -> str:
+    kind = inner.rpartition(".")[2]
+    if inner.startswith("input_layernorm.") and "self_attention.linear_qkv.weight" in layer:
+        return f"self_attention.linear_qkv.layer_norm_{kind}"
+    routed = "mlp.router.weight" in layer
+    if inner.startswith("pre_mlp_layernorm.") and not routed and "mlp.linear_fc1.weight" in layer:
+        return f"mlp.linear_fc1.layer_norm_{kind}"
+    if inner.startswith("mlp.linear_fc1.layer_norm_") and routed:
+        return f"pre_mlp_layernorm.{kind.removeprefix('layer_norm_')}"
+    return inner
+
+
+# ------------------------------------------------------------------------------------------------- order in the model
+
+_TOP = (
+    "embedding.word_embeddings.",
+    "embedding.position_embeddings.",
+    "embedding.",
+    "decoder.layers.",
+    "decoder.final_layernorm.",
+    "output_layer.",
+)
+_QKV_NORM = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
+_MLP_NORM = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_bias")
+_LATENT = tuple(f"self_attention.linear_{part}_proj." for part in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_HEAD_NORMS = tuple(f"self_attention.{part}_layernorm." for part in ("q", "k", "kv"))
+_ROUTED = ("mlp.router.", "mlp.experts.", *(f"mlp.shared_experts.{part}" for part in ("gate_weight", "linear_fc1.", "linear_fc2.")))
+_DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.")
+_PROJECTION = "self_attention.linear_proj."
+
+_INNER: Mapping[str, tuple[str, ...]] = {
+    "local": (
+        *("input_layernorm.", *_QKV_NORM, _PROJECTION, *_LATENT, *_QKV, *_HEAD_NORMS),
+        *("pre_mlp_layernorm.", *_MLP_NORM, *_ROUTED, *_DENSE),
+    ),
+    "fused": (
+        *("input_layernorm.", _PROJECTION, *_LATENT, *_QKV_NORM, *_QKV, *_HEAD_NORMS),
+        *("pre_mlp_layernorm.", *_ROUTED, *_MLP_NORM, *_DENSE),
+    ),
+}
+"""Parameters of a layer in their order: with norms as modules of their own, and with norms in the linear layers that follow them."""
+ORDERS = tuple((spec, grouped) for spec in _INNER for grouped in (False, True))
+"""Orders in which a model may have its parameters: the layer specification, and whether all first layers of experts come before all second
+ones, as with grouped linear layers."""
+_KINDS = {"layer_norm_weight": 0, "layer_norm_bias": 1, "weight": 2, "bias": 3}
+
+
+def order_key(name: str, order: tuple[str, bool]) -> tuple[int, ...]:
+    """Sorts the parameters of a model as ``named_parameters()`` gives them.
+
+    Raises:
+        KeyError: a name whose place is not known.
+    """
+    spec, grouped = order
+    top = _first(_TOP, name, name)
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return (top, _kind(name))
+    inner = match[3]
+    key = (top, int(match[2]), _first(_INNER[spec], inner, name))
+    expert = expert_of(inner)
+    if expert is None:
+        return (*key, _kind(inner))
+    layer, kind = int(expert.rest.startswith("linear_fc2.")), _kind(expert.rest)
+    return (*key, layer, kind, expert.number) if grouped else (*key, expert.number, layer, kind)
+
+
+def _kind(name: str) -> int:
+    return _KINDS.get(name.rpartition(".")[2], 0)
+
+
+def _first(heads: Iterable[str], text: str, name: str) -> int:
+    for number, head in enumerate(heads):
+        if text.startswith(head):
+            return number
+    raise KeyError(name)

@@ -1,0 +1,112 @@
+"""One rank's parameters: which elements of which tensors of the whole model they are. Pure.
+
+Tensor parallelism cuts rows or columns; of gated first layers (SwiGLU) each rank has a part of the gate, then one of the same size of the
+up projection. (Source: ``apply_swiglu_sharded_factory`` of Megatron-LM core/transformer/mlp.py.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .names import is_gated_part, tensor_parallel_axis
+
+
+class Block(NamedTuple):
+    """A box of the tensor ``name`` of the whole model, at ``offset``, and its elements in a rank's flat parameter: the first at ``start``,
+    then row by row, or with ``strides`` elements between neighbours."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalParam:
+    """A parameter as one rank has it: ``numel`` elements, which are ``blocks`` of tensors. ``shared``: the first and last pipeline stage
+    have it both; ``expert``: it is reduced over the ranks that have the same experts."""
+
+    dtype: str
+    numel: int
+    blocks: tuple[Block, ...]
+    shared: bool = False
+    expert: bool = False
+
+
+class Cut(NamedTuple):
+    """A rank's part of one tensor: the ``shape`` of the whole, and the boxes."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool) -> Cut:
+    """What part of tensor ``name`` a parameter of shape ``local`` is on tensor-parallel ``rank`` of ``ranks``.
+
+    Raises:
+        KeyError: how this tensor is cut is not known.
+    """
+    zeros = (0,) * len(local)
+    axis = tensor_parallel_axis(name) if ranks > 1 else None
+    if axis is None or axis >= len(local):
+        return Cut(local, (Block(name, 0, local, zeros),))
+    shape = (*local[:axis], local[axis] * ranks, *local[axis + 1 :])
+    if not gated or not is_gated_part(name):
+        return Cut(shape, (Block(name, 0, local, (*zeros[:axis], rank * local[axis], *zeros[axis + 1 :])),))
+    half = (local[0] // 2, *local[1:])
+    gate = Block(name, 0, half, (rank * half[0], *zeros[1:]))
+    up = Block(name, math.prod(half), half, (shape[0] // 2 + rank * half[0], *zeros[1:]))
+    return Cut(shape, (gate, up))
+
+
+def local_shape(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...] | None:
+    """The shape of a rank's part of a whole tensor; None if it cannot be divided.
+
+    Raises:
+        KeyError: how this tensor is cut is not known.
+    """
+    axis = tensor_parallel_axis(name) if ranks > 1 else None
+    if axis is None:
+        return shape
+    return None if shape[axis] % ranks else (*shape[:axis], shape[axis] // ranks, *shape[axis + 1 :])
+
+
+def gated_layers(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """The first layers, by name, that are a gate and an up projection: they have twice as many rows as the second has columns."""
+    found = set()
+    for name, shape in shapes.items():
+        if name.endswith(".linear_fc2.weight"):
+            first = name.removesuffix("linear_fc2.weight") + "linear_fc1.weight"
+            if shapes.get(first, (0,))[0] == 2 * shape[-1]:
+                found |= {first, first.removesuffix("weight") + "bias"}
+    return frozenset(found)
+
+
+def transposed_experts(
+    name: str, numbers: Sequence[int], local: tuple[int, ...], hidden: int, rank: int, ranks: int, *, gated: bool
+) -> list[Cut]:
+    """The experts in ``weight1`` or ``weight2`` of GroupedMLP: transposed, one after another in memory, whatever shape the parameter says.
+    In ``name`` the number of an expert goes for ``{}``.
+
+    (Source: ``GroupedMLP.forward`` of Megatron-LM core/transformer/moe/experts.py.)
+    """
+    inner = math.prod(local) // (hidden * len(numbers))
+    cuts = []
+    for place, number in enumerate(numbers):
+        at, own = place * hidden * inner, name.format(number)
+        if own.endswith("linear_fc2.weight"):  # in memory [inner, hidden]
+            cuts.append(Cut((hidden, inner * ranks), (Block(own, at, (hidden, inner), (0, rank * inner), (1, hidden)),)))
+            continue
+        parts = 2 if gated else 1  # in memory [hidden, inner], gate before up
+        rows = inner // parts
+        blocks = (Block(own, at + i * rows, (rows, hidden), (i * rows * ranks + rank * rows, 0), (1, inner)) for i in range(parts))
+        cuts.append(Cut((inner * ranks, hidden), tuple(blocks)))
+    return cuts

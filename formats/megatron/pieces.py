@@ -1,0 +1,208 @@
+"""Tensors that are put together of contiguous elements of stored ones: the entries of a catalog, and where their bytes are."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.dtypes import dtype
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.dcp.items import box_start, open_items
+from ckpt.formats.dcp.metadata import Item, StoredBox
+from ckpt.formats.elements import read_extent
+from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
+from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.strided import reach, strided
+from ckpt.formats.torchzip.archive import Archive
+from ckpt.formats.torchzip.table import rows_of
+from ckpt.geometry import Box, find_fault
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ckpt.io_backends.protocol import Backend
+
+
+class InItem(NamedTuple):
+    """Elements of a box that is an item of a DCP data file; ``name`` is the tensor's there."""
+
+    name: str
+    dtype: str
+    box: StoredBox
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.box.shape)
+
+
+class InArchive(NamedTuple):
+    """Elements of a tensor in an archive, which has the number ``archive``."""
+
+    archive: int
+    view: StoredView
+
+    @property
+    def dtype(self) -> str:
+        return self.view.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.view.shape)
+
+
+Source = InItem | InArchive
+
+
+class Piece(NamedTuple):
+    """A box of a tensor and the elements of a source that it is: from ``start`` on, row by row or with ``strides`` between neighbours."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: Source
+    start: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+class Replica(NamedTuple):
+    """Another copy of a box of a tensor: whoever compares it reads ``extent``."""
+
+    name: str
+    box: Box
+    extent: Extent
+
+
+class PieceTable:
+    """Collects tensors; then ``entries`` are what a catalog has, and ``locate`` finds their bytes.
+
+    ``rows`` says which of ``files`` each archive lies in.
+    """
+
+    def __init__(self, backend: Backend, files: Sequence[ForeignFile], archives: Sequence[Archive], rows: Sequence[int]) -> None:
+        self.entries: dict[str, TensorEntry] = {}
+        self.backend = backend
+        self.files = files
+        self.archives = archives
+        self._rows = rows
+        self._row_of = {file.path: row for row, file in enumerate(files)}
+        self._sizes = {file.path: file.size for file in files}
+        self._pieces: dict[str, list[Piece]] = {}
+        self._copies: dict[str, list[Piece]] = {}
+        self._starts: dict[Item, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[Piece], logical: tuple[int, ...] | None = None) -> None:
+        """A tensor. Of pieces with the same box, which are replicas, the first counts.
+
+        Raises:
+            CorruptError: the pieces do not make up the tensor, or have another dtype, or the name is there already.
+        """
+        if name in self.entries:
+            raise CorruptError(f"two tensors have the name {name!r}", where=self.backend.url, hint="files of several saves are mixed")
+        first: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+        copies = []
+        for piece in pieces:
+            self._check(name, kind, shape, piece)
+            if first.setdefault((piece.offset, piece.shape), piece) is not piece:
+                copies.append(piece)
+        own = [p for p in first.values() if math.prod(p.shape)] or list(first.values())[:1]
+        if len(own) == 1 and own[0].shape == shape:
+            grid, order = whole(shape, self._row(own[0].source)), [0]
+        else:
+            grid, order = grid_of(name, shape, [p[:2] for p in own], [self._row(p.source) for p in own], self.backend.url)
+        self._check_tiling(name, shape, grid)
+        self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid, logical=logical)
+        self._pieces[name] = [own[i] for i in order]
+        if copies:
+            self._copies[name] = copies
+
+    def _check(self, name: str, kind: str, shape: tuple[int, ...], piece: Piece) -> None:
+        inside = len(piece.offset) == len(shape) and all(o + n <= s for o, n, s in zip(piece.offset, piece.shape, shape, strict=True))
+        span = reach(piece.shape, piece.strides, 1) if piece.strides is not None else math.prod(piece.shape)
+        if not inside or piece.source.dtype != kind or not 0 <= piece.start <= piece.source.numel - span:
+            what = f"a part {piece.source.dtype} {list(piece.shape)} at {list(piece.offset)} of {name}, {kind} {list(shape)}"
+            raise CorruptError(f"there is {what}", where=self.backend.url, hint="the files are of different saves, or one is damaged")
+        if isinstance(piece.source, InArchive) and span:
+            self.archives[piece.source.archive].check(piece.source.view.storage)
+
+    def _check_tiling(self, name: str, shape: tuple[int, ...], grid: Grid) -> None:
+        fault = find_fault(shape, *grid.boxes) if grid.boxes is not None else None
+        if fault is not None:
+            what = f"{name}{fault.box} is stored {fault.times} times by parts that are no replicas"
+            raise CorruptError(what, where=self.backend.url, hint="files are missing, or are of different saves")
+
+    def _row(self, source: Source) -> int:
+        return self._rows[source.archive] if isinstance(source, InArchive) else self._row_of[source.box.item.path]
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """What a tensor of the table is made of, in the order of its chunks."""
+        return self._pieces[name]
+
+    # ---- places of bytes
+
+    def locate(self, wanted: Wanted) -> list[Extent]:
+        """The extents of chunks. Reads headers of records and items that were not read before, many at once."""
+        return self._extents([(entry.name, self._pieces[entry.name][number]) for entry, number in wanted])
+
+    def replicas(self) -> list[Replica]:
+        """All copies of boxes that are stored more than once, besides the one that is read."""
+        named = [(name, piece) for name, pieces in self._copies.items() for piece in pieces]
+        return [Replica(name, Box(p.offset, p.shape), e) for (name, p), e in zip(named, self._extents(named), strict=True)]
+
+    def extents_of(self, wanted: Wanted) -> list[Extent]:
+        """The same, as catalogs call it."""
+        return self.locate(wanted)
+
+    def read_piece(self, name: str, piece: Piece) -> npt.NDArray[Any]:
+        """The elements of a piece of the tensor ``name``, which need not be in the table, as ``read_box`` gives them."""
+        (extent,) = self._extents([(name, piece)])
+        return read_extent(self.backend, piece.source.dtype, extent, piece.shape)
+
+    def _extents(self, named: Sequence[tuple[str, Piece]]) -> list[Extent]:
+        sources = [piece.source for _, piece in named if math.prod(piece.shape)]
+        with self._lock:
+            self._look([s for s in sources if isinstance(s, InItem)])
+        self._look_at_headers([s for s in sources if isinstance(s, InArchive)])
+        return [self._extent(name, piece) for name, piece in named]
+
+    def _extent(self, name: str, piece: Piece) -> Extent:
+        size = dtype(piece.source.dtype).itemsize
+        path = self.files[self._row(piece.source)].path
+        if not math.prod(piece.shape):
+            return Extent(path, 0, 0, None)
+        start = self._start(name, piece.source) + piece.start * size
+        if piece.strides is None:
+            return Extent(path, start, math.prod(piece.shape) * size, None)
+        strides = [s * size for s in piece.strides]
+        return Extent(path, start, reach(piece.shape, strides, size), None, strided(piece.shape, strides, size))
+
+    def _start(self, name: str, source: Source) -> int:
+        if isinstance(source, InItem):
+            return self._starts[source.box.item]
+        archive, view = self.archives[source.archive], source.view
+        rows = rows_of(view)
+        if rows is None or len(rows) != 1 or view.lazy:
+            hint = "load it with torch, and save tensor.contiguous()"
+            raise FormatError(
+                f"a part of tensor {name} is not stored row by row: its strides are {list(view.strides)}", where=archive.where, hint=hint
+            )
+        return archive.starts([view.storage])[0] + rows[0].start * view.itemsize
+
+    def _look(self, sources: Sequence[InItem]) -> None:
+        new = {source.box.item: source for source in sources if source.box.item not in self._starts}
+        for source, archive in zip(new.values(), open_items(self.backend, list(new), self._sizes), strict=True):
+            self._starts[source.box.item] = box_start(archive, source.name, source.dtype, source.box)
+
+    def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
+        by_archive: dict[int, list[InArchive]] = {}
+        for source in sources:
+            by_archive.setdefault(source.archive, []).append(source)
+        for number, members in by_archive.items():
+            self.archives[number].starts([s.view.storage for s in members])
+
+
+def whole_piece(source: Source, shape: tuple[int, ...]) -> Piece:
+    """All of a source, as all of a tensor."""
+    return Piece((0,) * len(shape), shape, source)

@@ -1,0 +1,313 @@
+"""Megatron-Core's format ``torch_dist``: a DCP container with names and axes of its own.
+
+Homogeneous layers are stacked along a first axis and experts along the next; their names have no number. The optimizer's state is in one of
+five forms, of which four are read. (Sources: Megatron-LM core/dist_checkpointing, core/transformer/transformer_block.py and
+core/optimizer/distrib_optimizer.py, versions 0.12 to 0.20.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.dcp.items import WHOLE, open_items
+from ckpt.formats.dcp.metadata import METADATA, Metadata, StoredTensor, read_metadata
+from ckpt.formats.foreign import ForeignFile
+from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.pickles.values import counts
+from ckpt.formats.torchzip.archive import Archive, open_archive
+from ckpt.geometry import flat_to_boxes, row_major_strides
+
+from .bucket_space import add_bucket_space
+from .catalog import MegatronCatalog
+from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
+from .pieces import InItem, Piece, PieceTable
+from .stored_buffers import BUCKET_SPACE, HINT
+from .training import KEYS, LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+FORMAT_NAME = "Megatron torch_dist"
+COMMON = "common.pt"
+_COMMON_ITEM = "common_state/shard_0_1"
+_STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
+_HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
+_RANK = re.compile(r"__(\d{1,8})_\d+\.distcp")
+_SUSPECT = (
+    "Megatron-Core 0.15 to 0.19 wrote wrong optimizer states in this form (fully_reshardable) when a buffer had several padded buckets "
+    "(Megatron-LM pull request 5077): check that the master parameters are the weights"
+)
+
+
+class Part(NamedTuple):
+    """A piece of one tensor of the model: its name, the shape of the tensor, and where the piece lies. Of tensors that are stored as gate
+    and up ``half`` is which one, and offset and shape are those of the half."""
+
+    name: str
+    shape: tuple[int, ...]
+    piece: Piece
+    half: int | None = None
+
+
+def open_torch_dist(backend: Backend) -> MegatronCatalog:
+    """Open a directory of the format.
+
+    Raises:
+        FormatError: an optimizer state in a form that is not read, or whose layout is not known.
+        CorruptError: metadata or files are damaged or missing.
+    """
+    if METADATA not in backend.children():
+        raise CorruptError("there is no .metadata", where=backend.url, hint="the save was not finished, or files are missing")
+    return _TorchDist(backend, read_metadata(backend)).catalog()
+
+
+class _TorchDist:
+    def __init__(self, backend: Backend, metadata: Metadata) -> None:
+        self.backend = backend
+        self.metadata = metadata
+        self.tensors = {n: t for n, t in metadata.tensors.items() if not n.endswith(EXTRA_STATE)}
+        self.reformulated = _reformulated(metadata)
+        self.items = {name: item for name, item in metadata.values.items() if _is_wanted(name)}
+        items = [box.item for stored in self.tensors.values() for box in stored.boxes]
+        common = [COMMON] if COMMON in backend.children() else []
+        paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
+        files = [ForeignFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        sizes = {f.path: f.size for f in files}
+        rows = {f.path: row for row, f in enumerate(files)}
+        archives = list(open_items(backend, list(self.items.values()), sizes, whole=WHOLE))
+        self.number = {name: number for number, name in enumerate(self.items)}
+        places = [rows[item.path] for item in self.items.values()]
+        if common:
+            self.number[COMMON] = len(archives)
+            archives.append(open_archive(backend, COMMON))
+            places.append(rows[COMMON])
+        self.archives = archives
+        self.table = PieceTable(backend, files, archives, places)
+        self.common = self._common()
+        self.arguments = arguments_of(self.common.get("args"))
+
+    def _common(self) -> Mapping[Any, Any]:
+        name = COMMON if COMMON in self.number else _COMMON_ITEM
+        if name not in self.number:
+            raise CorruptError("there is neither common.pt nor a common state", where=self.backend.url, hint="copy the checkpoint again")
+        archive = self.archives[self.number[name]]
+        found = archive.values.meaning(archive.load())
+        if name == _COMMON_ITEM and isinstance(found, list) and len(found) == 1:
+            found = archive.values.meaning(found[0])
+        if not isinstance(found, dict):
+            raise CorruptError("the common state is no dictionary", where=archive.where, hint="copy the checkpoint again")
+        self.common_archive = self.number[name]
+        return found
+
+    def catalog(self) -> MegatronCatalog:
+        form = self._sharding_type()
+        self._refuse_unknown(form)
+        spaces = [name for name in (*self.tensors, *self.items) if BUCKET_SPACE.match(name)]
+        by_key: dict[str, list[_Stored]] = {}
+        for name, tensor in self.tensors.items():
+            match = _STATE_KEY.fullmatch(name)
+            if match is not None:
+                by_key.setdefault(match[1], []).append(_Stored(match[2], name, tensor))
+            elif not BUCKET_SPACE.match(name):
+                by_key.setdefault("", []).append(_Stored(name, name, tensor))
+        names = self._add(by_key.pop("", []), MODEL, "")
+        for key, own in by_key.items():
+            self._add(own, STATE, f".{KEYS[key]}", names)
+        groups = groups_in(self._common_archive, self.common.get("optimizer"))
+        notes = [LEFT_OUT]
+        if spaces:
+            groups = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
+        state, opaque = state_node(self.table, self.common_archive, self.common)
+        state["model"] = {"$tensors": "model"}
+        if spaces or any(n.startswith(STATE) for n in self.table.entries):
+            state["optimizer"], more = optimizer_node(self._common_archive, groups, self.table.entries)
+            notes += more
+        return MegatronCatalog(
+            table=self.table,
+            format=FORMAT_NAME,
+            state=state,
+            world_size=max((f.rank + 1 for f in self.table.files if f.rank is not None), default=1),
+            arguments=self.arguments,
+            notes=notes,
+            suspect=_SUSPECT if form == "fully_reshardable" else None,
+            opaque=opaque,
+        )
+
+    @property
+    def _common_archive(self) -> Archive:
+        return self.archives[self.common_archive]
+
+    def _values(self) -> dict[str, tuple[int, Any]]:
+        """Objects that are items: the number of the archive, and the value."""
+        found = {}
+        for name in self.items:
+            archive = self.archives[self.number[name]]
+            root = archive.values.meaning(archive.load())
+            found[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
+        return found
+
+    def _sharding_type(self) -> str | None:
+        content = self._common_archive.values.meaning(self.common.get("content_metadata"))
+        said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+        return said if isinstance(said, str) else _type_in(self._common_archive, self.common.get("optimizer"))
+
+    def _refuse_unknown(self, form: str | None) -> None:
+        states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
+        odd = sorted(n for n in states if not BUCKET_SPACE.match(n) and not _STATE_KEY.fullmatch(n))
+        if form == "fsdp_dtensor" or odd:
+            what = f"an optimizer state in the form {form or 'unknown'}{f', such as {odd[0]}' if odd else ''}, which is not read"
+            raise FormatError(what, where=self.backend.url, hint=HINT)
+
+    # ---- tensors in the space of the model
+
+    def _add(self, stored: Sequence[_Stored], head: str, tail: str, names: Mapping[str, str] | None = None) -> Mapping[str, str]:
+        """Add tensors; gives what each of their names is called here. ``names`` are those of the model, which know about norms."""
+        parts: dict[str, list[Part]] = {}
+        kinds: dict[str, str] = {}
+        for one in stored:
+            for part in _parts(one, self.reformulated.get(one.full), self.backend.url):
+                parts.setdefault(part.name, []).append(part)
+                kinds.setdefault(part.name, one.tensor.dtype)
+        names = fused_norms(parts) if names is None else names
+        for name, own in parts.items():
+            shape, pieces = _joined(own)
+            called = names.get(name, name)
+            self.table.add(f"{head}{called}{tail}", kinds[name], shape, pieces, logical_shape(called, shape, self.arguments))
+        return names
+
+
+def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape without the rows that pad the vocabulary; None if there are none, or the arguments do not tell."""
+    rows = arguments.get("vocab_size")
+    return (rows, *shape[1:]) if name in VOCABULARY and isinstance(rows, int) and 0 < rows < shape[0] else None
+
+
+class _Stored(NamedTuple):
+    """A stored tensor: the model's key, its name in the metadata, and what these say."""
+
+    key: str
+    full: str
+    tensor: StoredTensor
+
+
+def _reformulated(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """The true shapes of tensors that are stored as a grid of flattened blocks (``fully_sharded_model_space``)."""
+    said = metadata.attributes.get("mcore_data")
+    found = {}
+    for name, data in said.items() if isinstance(said, dict) else ():
+        shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
+        if isinstance(name, str) and shape is not None:
+            found[name] = counts(shape)
+    return found
+
+
+class _Place(NamedTuple):
+    """Where a name says that a tensor belongs: the text before the layer's number, the number, what follows, the expert's number, what
+    follows that. A number is None where it is a place along an axis instead, and -1 where there is none at all."""
+
+    before: str
+    layer: int | None
+    inner: str
+    expert: int | None
+    half: int | None
+
+    @property
+    def axes(self) -> int:
+        """Leading axes that are layers and experts."""
+        return (self.layer is None) + (self.expert is None)
+
+    def name(self, at: Sequence[int]) -> str:
+        """The name of the tensor at these places along the leading axes."""
+        places = iter(at)
+        layer = next(places) if self.layer is None else self.layer
+        expert = next(places) if self.expert is None else self.expert
+        inner = self.inner if expert == _NONE else expert_name(expert, self.inner)
+        return inner if layer == _NONE else f"{self.before}{layer}.{inner}"
+
+
+_NONE = -1
+
+
+def _place(key: str) -> _Place:
+    half = _HALF.fullmatch(key)
+    which = None if half is None else "wv".index(half[2])
+    key = key if half is None else half[1]
+    before, layer, inner = "", _NONE, key
+    numbered, stacked = LAYER.fullmatch(key), _STACKED.fullmatch(key)
+    if numbered is not None:
+        before, layer, inner = numbered[1], int(numbered[2]), numbered[3]
+    experts = _EXPERTS.fullmatch(inner if stacked is None else stacked[2])
+    expert = _NONE if experts is None else None if experts[1] is None else int(experts[1])
+    if stacked is not None:
+        return _Place(stacked[1], None, stacked[2] if experts is None else experts[2], expert, which)
+    return _Place(before, layer, inner if experts is None else experts[2], expert, which)
+
+
+def _parts(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Part]:
+    """The pieces of the model's tensors that the boxes of a stored tensor are."""
+    place, shape = _place(stored.key), true_shape or stored.tensor.shape
+    axes = place.axes
+    if len(shape) < axes or (not stored.tensor.boxes and 0 not in shape):
+        raise CorruptError(f"{stored.full} {list(shape)} has too few axes, or no elements", where=where, hint="copy the checkpoint again")
+    for box in _boxes(stored, true_shape, where):
+        lead, inner = zip(box.offset[:axes], box.shape[:axes], strict=True), box.shape[axes:]
+        for number, at in enumerate(product(*(range(o, o + n) for o, n in lead))):
+            piece = Piece(box.offset[axes:], inner, box.source, box.start + number * math.prod(inner))
+            yield Part(place.name(at), shape[axes:], piece, place.half)
+
+
+def _boxes(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Piece]:
+    """The boxes of a stored tensor."""
+    for box in stored.tensor.boxes:
+        source = InItem(stored.full, stored.tensor.dtype, box)
+        if true_shape is None:
+            yield Piece(box.offset, box.shape, source)
+            continue
+        grid, at = stored.tensor.shape[:-1], box.offset[:-1]
+        fits = len(grid) == len(true_shape) and all(g and s % g == 0 for g, s in zip(grid, true_shape, strict=True))
+        if not fits or math.prod(box.shape[:-1]) != 1:
+            raise CorruptError(f"{stored.full} {list(stored.tensor.shape)} is no grid of blocks of {list(true_shape)}", where=where)
+        block = tuple(s // g for s, g in zip(true_shape, grid, strict=True))
+        strides, first = row_major_strides(block), box.offset[-1]
+        if first + box.shape[-1] > math.prod(block):
+            raise CorruptError(f"{stored.full} has a block of more than {math.prod(block)} elements", where=where)
+        for part in flat_to_boxes(block, first, first + box.shape[-1]):
+            flat = sum(o * s for o, s in zip(part.offset, strides, strict=True))
+            offset = tuple(a * b + o for a, b, o in zip(at, block, part.offset, strict=True))
+            yield Piece(offset, part.shape, source, flat - first)
+
+
+def _joined(parts: Sequence[Part]) -> tuple[tuple[int, ...], list[Piece]]:
+    """The shape and pieces of a tensor. Gate and up that are stored apart follow one another."""
+    rows = {part.half: part.shape[0] for part in parts if part.half is not None}
+    if not rows:
+        return parts[0].shape, [part.piece for part in parts]
+    shape = (sum(rows.values()), *parts[0].shape[1:])
+    return shape, [p.piece._replace(offset=(p.piece.offset[0] + (rows.get(0, 0) if p.half else 0), *p.piece.offset[1:])) for p in parts]
+
+
+def _is_wanted(name: str) -> bool:
+    """Whether an object belongs to the training state; others are of ranks (random numbers, extra states)."""
+    return name == _COMMON_ITEM or BUCKET_SPACE.match(name) is not None
+
+
+def _type_in(archive: Archive, value: Any) -> str | None:
+    """The form of an optimizer's state, as the optimizer itself says it."""
+    found = archive.values.meaning(value)
+    if not isinstance(found, dict):
+        return None
+    said = found.get("param_state_sharding_type")
+    below = (_type_in(archive, v) for k, v in found.items() if isinstance(k, int))
+    return said if isinstance(said, str) else next((s for s in below if s is not None), None)
+
+
+def _rank(path: str) -> int | None:
+    match = _RANK.fullmatch(path)
+    return None if match is None else int(match[1])

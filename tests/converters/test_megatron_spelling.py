@@ -1,0 +1,73 @@
+"""Megatron checkpoints under the names of transformers, and back, bit for bit; the numbers come from the checkpoint's own arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.spelling import told_by, translated
+from ckpt.converters.translation import load_translation
+from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
+from tests.plan.test_views import read
+
+HEAD, GROUPS, PER_GROUP = 6, 2, 2  # of tests/real/megatron_writer.py
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(tmp_path_factory.mktemp("megatron"))
+
+
+def test_arguments_tell_numbers(files):
+    for form in ("legacy", "dp_reshardable"):
+        numbers = told_by(str(files / "dp2" / form))
+        assert (numbers["heads"], numbers["query_groups"], numbers["head_size"]) == (4, 2, 6)
+        assert (numbers["vocabulary"], numbers["padded_vocabulary"], numbers["layers"]) == (42, 48, 4)
+
+
+def huggingface(arrays: Arrays, layer: int, head: str, tail: str = "") -> Arrays:
+    """What of a layer has to be where (tools/checkpoint/saver_hf_*.py of Megatron-LM), by plain numpy."""
+    at, to = f"{head}decoder.layers.{layer}.", f"{head}model.layers.{layer}."
+    fused = arrays[f"{at}self_attention.linear_qkv.weight{tail}"].reshape(GROUPS, PER_GROUP + 2, HEAD, -1)
+    hidden = fused.shape[-1]
+    gate, up = np.split(arrays[f"{at}mlp.linear_fc1.weight{tail}"], 2)
+    return {
+        f"{to}self_attn.q_proj.weight{tail}": fused[:, :PER_GROUP].reshape(-1, hidden),
+        f"{to}self_attn.k_proj.weight{tail}": fused[:, PER_GROUP].reshape(-1, hidden),
+        f"{to}self_attn.v_proj.weight{tail}": fused[:, PER_GROUP + 1].reshape(-1, hidden),
+        f"{to}mlp.gate_proj.weight{tail}": gate,
+        f"{to}mlp.up_proj.weight{tail}": up,
+        f"{to}mlp.down_proj.weight{tail}": arrays[f"{at}mlp.linear_fc2.weight{tail}"],
+    }
+
+
+@pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
+def test_to_transformers(files, tmp_path, form):
+    url = str(files / "tp2pp2vpp2" / form)
+    arrays = read_all(url)
+    import_checkpoint(url, str(tmp_path / "hf"), views=translated(url, "llama", "huggingface", {}))
+    found = read_all(tmp_path / "hf")
+    for layer in range(4):
+        for head, tail in (("model.", ""), (STATE, ".exp_avg"), (STATE, ".master")):
+            for name, expected in huggingface(arrays, layer, head, tail).items():
+                assert np.array_equal(found[name], expected), name
+    assert np.array_equal(found["model.lm_head.weight"], arrays["model.output_layer.weight"][:42])
+    assert ckpt.open(str(tmp_path / "hf"))["model.model.norm.weight"].shape == (24,)
+
+
+@pytest.mark.parametrize(("layout", "names"), [("tp2pp2vpp2", "llama"), ("tp2ep2", "mixtral"), ("moe_singleton", "mixtral")])
+def test_there_and_back(files, layout, names):
+    url = str(files / layout / "legacy")
+    numbers, rules = told_by(url), load_translation(names)
+    weights = {n.removeprefix("model."): a.astype(np.int64) for n, a in read_all(url).items() if n.startswith("model.")}
+    there = {n: read(v, weights) for n, v in rules.views({n: a.shape for n, a in weights.items()}, "leftwards", numbers).items()}
+    back = {n: read(v, there) for n, v in rules.views({n: a.shape for n, a in there.items()}, "rightwards", numbers).items()}
+    assert sorted(back) == sorted(weights)
+    for name, array in weights.items():
+        rows = 42 if "word_embeddings" in name or "output_layer" in name else len(array)
+        assert np.array_equal(back[name][:rows], array[:rows]), name
+    assert any(".w3.weight" in n for n in there) == (names == "mixtral")
