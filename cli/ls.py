@@ -24,27 +24,32 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """List the checkpoints below ROOT, the newest step last.
 
     ROOT is the directory that holds the steps of a run, or a single checkpoint. Saves that did not finish and damaged
-    checkpoints are listed with the reason; -q prints only the URLs of committed ones.
+    checkpoints are listed with the reason, checkpoints of other formats with the name of the format; -q prints only the
+    URLs of committed ones.
 
     \b
     Example:
       ckpt ls runs/a
       ckpt ls -q runs/a | tail -1     # the newest that can be loaded
     """
+    from ckpt.formats.registry import list_foreign
     from ckpt.runs import list_steps
 
     output = Output(json=as_json, quiet=quiet)
     steps = list_steps(root)
-    if not steps:
+    foreign = list_foreign(root, {step.url for step in steps})
+    if not steps and not foreign:
         raise NotFoundError("no checkpoint here, and none in a directory below", where=root, hint="name the directory that holds the steps")
     if output.json:
-        output.document({"root": root, "steps": [_fields(step) for step in steps]})
+        others = [{"url": url, "format": name} for url, name in foreign.items()]
+        output.document({"root": root, "steps": [_fields(step) for step in steps], "foreign": others})
     elif quiet:
         for step in steps:
             if step.committed:
                 output.line(step.url)
     else:
-        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "WHY NOT"), [_row(step) for step in steps])
+        rows = [_row(step) for step in steps] + [(url, "", name, "", "", "", "", "") for url, name in foreign.items()]
+        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "WHY NOT"), rows)
 
 
 def _fields(step: Step) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,18 @@ from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
+    from ckpt.io_backends.protocol import Backend
 
 ENTRY_POINTS = "ckpt.formats"
 """Group of entry points that are ``Format`` values of other distributions."""
 
-_BUILTIN = ("ckpt.formats.native.catalog:FORMAT",)
+_BUILTIN = (
+    "ckpt.formats.native.catalog:FORMAT",
+    "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.safetensors.catalog:FORMAT",
+    "ckpt.formats.fsdp.catalog:FORMAT",
+    "ckpt.formats.torchzip.catalog:FORMAT",
+)
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
 _SHOWN = 8
@@ -43,13 +50,10 @@ def open_catalog(url: str) -> Catalog:
         FormatError: what is there is no checkpoint that we know; the message names what was found.
         CorruptError: it is one, and damaged.
     """
-    from ckpt.io_backends.registry import open_backend
-
     from .native.catalog import not_committed
     from .native.paths import has_debris
 
-    backend = open_backend(url)
-    names = [name for name in backend.children() if not name.startswith(".")]  # what a killed writer may leave
+    backend, names = _look(url)
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     known = []
@@ -62,6 +66,45 @@ def open_catalog(url: str) -> Catalog:
     raise FormatError(
         f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )
+
+
+def find_format(url: str) -> str | None:
+    """The name of the format that the checkpoint at ``url`` is in; None if it is in none that is known, or nothing is there.
+
+    Nothing is opened, so the checkpoint may be damaged.
+    """
+    backend, names = _look(url)
+    return next((f.name for f in formats() if f.recognises(backend, names)), None) if names else None
+
+
+def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
+    """Checkpoints of other formats: that at ``root`` itself, else those in the directories right below it, but for the URLs in ``known``.
+
+    Returns:
+        URL → name of the format.
+    """
+    from ckpt.io_backends.registry import join_url, open_backend
+
+    if root in known:
+        return {}
+    urls = [join_url(root, name.rstrip("/")) for name in open_backend(root).children() if name.endswith("/")]
+    for group in ([root], [url for url in urls if url not in known]):
+        found = {url: name for url in group if (name := find_format(url)) is not None}
+        if found:
+            return found
+    return {}
+
+
+def _look(url: str) -> tuple[Backend, list[str]]:
+    """What lies directly below a URL, or the file that it is. Other hidden files than that of DCP are what a killed writer may leave."""
+    from ckpt.io_backends.registry import open_backend
+
+    from .single import open_single
+
+    backend: Backend = open_backend(url)
+    names = [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]
+    single = open_single(url) if not names else None
+    return (backend, names) if single is None else (single, [single.name])
 
 
 def _some(names: list[str]) -> str:

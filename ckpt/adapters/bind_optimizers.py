@@ -56,7 +56,7 @@ class OptimizerBinder:
         prefix, groups_path = state_path(path), join(path, "param_groups")
         states = self.binder.nodes.child(node, "state", prefix)
         groups = self.binder.nodes.child(node, "param_groups", groups_path)
-        options = self.stored_options(groups)
+        options = self.stored_options(groups, prefix)
         if options:
             self.found.values.append(groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
@@ -78,7 +78,10 @@ class OptimizerBinder:
         keys = {key for state in self.states_below(prefix).values() for key in state} | set(optimizer.state.get(param, {}))
         return any(self.selection.wants(f"{said}.{key}") for key in keys)
 
-    def stored_options(self, groups: Node) -> dict[str, Node]:
+    def stored_options(self, groups: Node, prefix: str) -> dict[str, Node]:
+        if isinstance(groups, list):
+            named = [(name, plain) for plain, names in map(_plain_group, groups) for name in names]
+            return {self.selection.renamed(f"{prefix}.{name}").removeprefix(f"{prefix}."): plain for name, plain in named}
         if not isinstance(groups, dict):
             return {}
         return {self.selection.renamed(name): group["options"] for group in groups.get("$param_groups", []) for name in group["params"]}
@@ -148,6 +151,14 @@ class OptimizerBinder:
                     found.setdefault(owner, {})[key] = entry
             self._by_param[prefix] = found
         return self._by_param[prefix]
+
+
+def _plain_group(node: Node) -> tuple[Node, list[str]]:
+    """Options and parameters of a group as ``torch.distributed.checkpoint`` stores it: a mapping, with parameters by name."""
+    pairs = [(k, v) for k, v in tree.pairs_of(node) or () if isinstance(k, str)]
+    names = next((v for k, v in pairs if k == "params" and isinstance(v, list)), [])
+    options = [(k, v) for k, v in pairs if k not in ("params", "param_names")]
+    return tree.mapping_node(options), [name for name in names if isinstance(name, str)]
 
 
 def _options(node: Node) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def check_index(backend: Backend, err: CorruptError) -> list[Problem]:
         record = CommitRecord.from_bytes(backend.read(COMMIT_PATH), backend.url)
     except CorruptError as damage:
         return [Problem(kind="index", file=COMMIT_PATH, message=damage.message)]
+    except NotFoundError:  # a checkpoint of another format
+        return [Problem(kind="index", file=file_of(err, backend.url), message=err.message)]
     found = []
     for name, file in record.index.items():
         try:

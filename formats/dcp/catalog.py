@@ -1,0 +1,183 @@
+"""DCP checkpoints as catalogs. Opening reads the metadata and the values that are not tensors; items of tensors are looked into when their
+bytes are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt import tree
+from ckpt.catalog import Extent, TensorEntry
+from ckpt.dtypes import dtype
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
+from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.protocol import Format
+from ckpt.formats.torchzip.catalog import node_maker
+from ckpt.formats.torchzip.table import TensorTable
+
+from .items import WHOLE, box_start, open_items
+from .metadata import METADATA, Metadata, StoredBox, StoredTensor, read_metadata
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+FORMAT_NAME = "torch.distributed.checkpoint"
+_MODULE = b"torch.distributed.checkpoint"
+_OWN = re.compile(r"__\d+\.metadata")
+_DATA = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+def recognises(backend: Backend, names: Sequence[str]) -> bool:
+    """Whether there is a ``.metadata`` that names the module, or one of each rank."""
+    if METADATA in names:
+        return _MODULE in backend.read(METADATA, 0, min(backend.size(METADATA), 512))
+    return any(_OWN.fullmatch(name) for name in names)
+
+
+def open_dcp(backend: Backend) -> ForeignCatalog:
+    """Open what ``recognises`` found.
+
+    Raises:
+        FormatError: a form of the format that is not read.
+        CorruptError: metadata or files are damaged or missing.
+    """
+    if METADATA not in backend.children():
+        hint = "save it with use_collectives=True"
+        raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
+    metadata = read_metadata(backend)
+    return open_metadata(backend, metadata)
+
+
+def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ForeignCatalog:
+    """The catalog of metadata that were read."""
+    items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
+    paths = sorted({item.path for item in (*items, *metadata.values.values())})
+    files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    rows = {file.path: row for row, file in enumerate(files)}
+    tensors = _Tensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
+    archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes, whole=WHOLE))
+    inner = TensorTable(archives, files, [rows[item.path] for item in metadata.values.values()])
+    nodes: dict[str, Any] = {name: {"$tensor": name} for name in metadata.tensors}
+    opaque: dict[str, str] = {}
+    for number, name in enumerate(metadata.values):
+        maker = node_maker(inner, number)
+        nodes[name] = maker.root(archives[number].load(), name)
+        opaque |= maker.opaque
+    twice = sorted(inner.entries.keys() & tensors.entries.keys())
+    if twice:
+        raise CorruptError(f"two tensors have the name {twice[0]!r}", where=backend.url, hint="rename one of them when saving")
+
+    def locate(wanted: Wanted) -> list[Extent]:
+        mine = [pair for pair in wanted if pair[0].name in inner.entries]
+        if not mine:
+            return tensors.locate(wanted)
+        theirs = iter(tensors.locate([pair for pair in wanted if pair[0].name not in inner.entries]))
+        found = iter(inner.locate(mine))
+        return [next(found) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
+
+    return ForeignCatalog(
+        backend=backend,
+        format=format,
+        tensors=[*tensors.entries.values(), *inner.entries.values()],
+        files=files,
+        locate=locate,
+        world_size=max((f.rank + 1 for f in files if f.rank is not None), default=1),
+        state=nested(nodes, metadata.paths, backend.url),
+        opaque=opaque,
+    )
+
+
+def _rank(path: str) -> int | None:
+    found = _DATA.fullmatch(path)
+    return int(found[1]) if found and len(found[1]) < 9 else None
+
+
+def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[StoredBox]]:
+    boxes = stored.boxes
+    if not boxes and 0 in stored.shape:
+        return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=whole(stored.shape, 0)), []
+    grid, order = grid_of(name, stored.shape, [b[:2] for b in boxes], [rows[b.item.path] for b in boxes], where)
+    return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order]
+
+
+class _Tensors:
+    """Tensors whose boxes are items of their own."""
+
+    def __init__(
+        self, backend: Backend, files: Sequence[ForeignFile], described: Mapping[str, tuple[TensorEntry, list[StoredBox]]]
+    ) -> None:
+        self.entries = {name: entry for name, (entry, _) in described.items()}
+        self.sizes = {f.path: f.size for f in files}
+        self._first = files[0].path if files else ""
+        self._boxes = {name: boxes for name, (_, boxes) in described.items()}
+        self._backend = backend
+        self._starts: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def locate(self, wanted: Wanted) -> list[Extent]:
+        """The extents of chunks; looks into items that were not looked into before."""
+        boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
+        with self._lock:
+            self._look([(entry, box) for (entry, _), box in zip(wanted, boxes, strict=True) if box is not None])
+        return [
+            Extent(self._first, 0, 0, None) if box is None else self._extent(entry, box)
+            for (entry, _), box in zip(wanted, boxes, strict=True)
+        ]
+
+    def _extent(self, entry: TensorEntry, box: StoredBox) -> Extent:
+        return Extent(box.item.path, self._starts[box.item[:2]], math.prod(box.shape) * entry.dtype.itemsize, None)
+
+    def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
+        new = {box.item: (entry, box) for entry, box in wanted if box.item[:2] not in self._starts}
+        archives = open_items(self._backend, list(new), self.sizes)
+        for (item, (entry, box)), archive in zip(new.items(), archives, strict=True):
+            self._starts[item[:2]] = box_start(archive, entry.name, entry.dtype.name, box)
+
+
+# ------------------------------------------------------------------------------------------------------------- state
+
+
+def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], where: str) -> tree.Node:
+    """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top.
+
+    Raises:
+        CorruptError: the keys of two names contradict each other.
+    """
+    root: dict[str | int, Any] = {}
+    for name, node in nodes.items():
+        *above, last = paths.get(name, (name,))
+        at = root
+        for key in above:
+            below = at.setdefault(key, _Branch())
+            if not isinstance(below, _Branch):
+                _contradiction(name, where)
+            at = below
+        if last in at:
+            _contradiction(name, where)
+        at[last] = node
+    return _closed(root)
+
+
+class _Branch(dict[str | int, Any]):
+    """A container of the state that is being put together."""
+
+
+def _contradiction(name: str, where: str) -> None:
+    raise CorruptError(f"the keys of {name!r} lead through another value", where=where, hint="the metadata are damaged: copy them again")
+
+
+def _closed(branch: dict[str | int, Any]) -> tree.Node:
+    """The node of a container: numbers as keys are places in a list."""
+    closed = {k: _closed(v) if isinstance(v, _Branch) else v for k, v in branch.items()}
+    if closed and all(type(k) is int for k in closed) and set(closed) == set(range(len(closed))):
+        return [closed[i] for i in range(len(closed))]
+    return tree.mapping_node(list(closed.items()))
+
+
+FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_dcp)
+"""This format, for ckpt.formats.registry."""

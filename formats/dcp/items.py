@@ -1,0 +1,87 @@
+"""The items of a DCP checkpoint: each is a whole ``torch.save`` archive inside a data file.
+
+Where its bytes are is said at the end of an item, what they are at its beginning. The end of one is beside the beginning of the next, so
+items that follow one another take one small read each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.ranges import Range, read_ranges
+from ckpt.formats.torchzip.archive import MAGIC, Archive
+from ckpt.formats.torchzip.table import rows_of
+from ckpt.formats.torchzip.window import Window
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+    from .metadata import Item, StoredBox
+
+HEAD = 1536
+"""Bytes at the beginning of an item: in them are the pickle of a tensor and the header of its bytes."""
+TAIL = 1024
+"""Bytes at its end: the directory of its seven records."""
+WHOLE = 16 << 10
+"""Shorter items are read whole."""
+_AT_ONCE = 2048
+
+
+def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int], whole: int = HEAD + TAIL) -> Iterator[Archive]:
+    """The archives of items, in order; many are read at once, and those of up to ``whole`` bytes completely.
+
+    Raises:
+        CorruptError: an item does not lie in its file, or is damaged.
+        FormatError: it is no archive of ``torch.save``.
+    """
+    for first in range(0, len(items), _AT_ONCE):
+        batch = items[first : first + _AT_ONCE]
+        ranges = [r for item in batch for r in _ranges(item, sizes, whole, backend.url)]
+        held = iter(zip(ranges, read_ranges(backend, ranges), strict=True))
+        for item in batch:
+            window = Window(backend, item.path, item.offset, item.length, tail=TAIL)
+            parts = [next(held) for _ in _ranges(item, sizes, whole, backend.url)]
+            window.hold([(r.offset - item.offset, data) for r, data in parts])
+            if not parts[0][1].startswith(MAGIC):
+                raise FormatError(
+                    "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
+                )
+            yield Archive(backend, window)
+
+
+def _ranges(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
+    if item.offset + item.length > sizes[item.path]:
+        raise CorruptError(
+            f"an item should end at byte {item.offset + item.length:,} of a file of {sizes[item.path]:,} bytes",
+            where=f"{url.rstrip('/')}/{item.path}",
+            hint="the file was cut off, or is of another save: copy the checkpoint again",
+        )
+    if item.length <= max(whole, HEAD + TAIL):
+        return [Range(item.path, item.offset, item.length)]
+    return [Range(item.path, item.offset, HEAD), Range(item.path, item.offset + item.length - TAIL, TAIL)]
+
+
+def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
+    """Where in its file the bytes of a stored box begin.
+
+    Raises:
+        CorruptError: the archive holds something else than the metadata say.
+        FormatError: its elements are not stored row by row.
+    """
+    found = archive.values.meaning(archive.load())
+    if type(found) is not StoredView or (found.dtype, found.shape) != (dtype, box.shape):
+        has = f"{found.dtype} {list(found.shape)}" if type(found) is StoredView else "no tensor"
+        raise CorruptError(
+            f"the metadata have a box {dtype} {list(box.shape)} of {name} here, and the file has {has}",
+            where=archive.where,
+            hint="metadata and data files are of different saves: copy the checkpoint again",
+        )
+    rows = rows_of(found)
+    if rows is None or len(rows) != 1 or found.lazy:
+        hint = "load it with torch.distributed.checkpoint, and save contiguous tensors"
+        what = found.lazy or f"its strides are {list(found.strides)}"
+        raise FormatError(f"tensor {name} of shape {list(box.shape)} is not stored row by row: {what}", where=archive.where, hint=hint)
+    return archive.starts([found.storage])[0] + rows[0].start * found.itemsize

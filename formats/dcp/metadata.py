@@ -1,0 +1,150 @@
+"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle that says which boxes of which tensors lie where.
+
+(Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of PyTorch 2.0 to 2.13.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ckpt.dtypes import DTYPES
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.native.paths import path_problem
+from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.stand_ins import Made
+from ckpt.formats.pickles.values import Values, counts, shape_of
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+METADATA = ".metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+class Item(NamedTuple):
+    """Where one item lies: ``offset`` and ``length`` in bytes of a file."""
+
+    path: str
+    offset: int
+    length: int
+
+
+class StoredBox(NamedTuple):
+    """One stored box of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: Item
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the metadata describe it: its dtype by name, its global shape, and its boxes; empty ones are left out."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """All that ``.metadata`` says. ``paths`` gives, by name, the keys that led there in the state that was saved, if it was kept;
+    ``attributes`` is everything as it was pickled, with stand-ins."""
+
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+    attributes: Mapping[str, Any]
+
+
+def read_metadata(backend: Backend) -> Metadata:
+    """Read and check ``.metadata``.
+
+    Raises:
+        CorruptError: it is damaged, or leads out of the checkpoint.
+        FormatError: items are transformed (compressed, for example), or have a dtype that is not known.
+    """
+    where = f"{backend.url.rstrip('/')}/{METADATA}"
+    if backend.size(METADATA) > MAX_PICKLE:
+        raise FormatError(f"metadata of more than {MAX_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
+    return _Reader(where).read(backend.read(METADATA))
+
+
+class _Reader:
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.values = Values(where)
+
+    def read(self, data: bytes) -> Metadata:
+        root = load_pickle(data, self.where)
+        if type(root) is not Made or root.name != f"{_MODULE}.Metadata":
+            self.damaged("it is no Metadata")
+        said = root.attributes()
+        try:
+            items = self._items(said["storage_data"])
+            tensors, values = {}, {}
+            for name, described in said["state_dict_metadata"].items():
+                if not isinstance(name, str) or not 0 < len(name) <= 4096 or "\0" in name:
+                    self.damaged(f"a name of the kind {type(name).__name__}, or one that is too long")
+                if described.name == f"{_MODULE}.TensorStorageMetadata":
+                    tensors[name] = self._tensor(name, described.attributes(), items)
+                elif described.name == f"{_MODULE}.BytesStorageMetadata":
+                    values[name] = self._item(items, name, None)
+                else:
+                    self.damaged(f"{name} is described by {described.name}")
+            paths = self._paths(said.get("planner_data"))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as err:
+            self.damaged(f"{type(err).__name__}: {err}", err)
+        return Metadata(tensors=tensors, values=values, paths=paths, attributes=said)
+
+    def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        found = {}
+        for index, info in stored.items():
+            key, place = index.attributes(), info.attributes()
+            transforms = place.get("transform_descriptors")
+            if transforms:
+                hint = "load it with torch.distributed.checkpoint, and save it without `_extensions`"
+                raise FormatError(f"{key['fqn']} is stored through {', '.join(map(str, transforms))}", where=self.where, hint=hint)
+            path = place["relative_path"]
+            problem = path_problem(path) if type(path) is str else "no path"
+            if problem is not None:
+                self.damaged(f"{key['fqn']} lies in a file that cannot be: {problem}")
+            offset, length = counts((place["offset"], place["length"]))
+            at = None if key.get("offset") is None else counts(key["offset"])  # what is None was not pickled
+            found[key["fqn"], at] = Item(path, offset, length)
+        return found
+
+    def _item(self, items: Mapping[tuple[str, tuple[int, ...] | None], Item], name: str, offset: tuple[int, ...] | None) -> Item:
+        found = items.get((name, offset))
+        if found is None:
+            self.damaged(f"{name}{'' if offset is None else f' at {list(offset)}'} lies nowhere")
+        return found
+
+    def _tensor(self, name: str, said: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], Item]) -> StoredTensor:
+        kind = self._dtype(said["properties"])
+        shape = shape_of(said["size"], DTYPES[kind].itemsize)
+        boxes = []
+        for chunk in said["chunks"]:
+            place = chunk.attributes()
+            offset, sizes = counts(place["offsets"]), counts(place["sizes"])
+            if len(offset) != len(shape) or any(o + n > size for o, n, size in zip(offset, sizes, shape, strict=True)):
+                self.damaged(f"a box {list(sizes)} at {list(offset)} does not lie in {name} {list(shape)}")
+            if 0 not in sizes:
+                boxes.append(StoredBox(offset, sizes, self._item(items, name, offset)))
+        return StoredTensor(kind, shape, tuple(boxes))
+
+    def _dtype(self, properties: Made) -> str:
+        """The dtype is the first member of the state; a dict is what older versions wrote."""
+        state = properties.state
+        return self.values.dtype_name(state["dtype"] if isinstance(state, dict) else state[0])
+
+    def _paths(self, planned: Any) -> dict[str, tuple[str | int, ...]]:
+        """``planner_data`` of the default planner; other planners keep other things there."""
+        if not isinstance(planned, dict):
+            return {}
+        rows = ((name, tuple(keys)) for name, keys in planned.items() if isinstance(name, str) and isinstance(keys, (tuple, list)))
+        return {name: keys for name, keys in rows if keys and all(type(k) in (str, int) for k in keys)}
+
+    def damaged(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        raise CorruptError(f"the metadata are damaged: {what}", where=self.where, hint="copy the checkpoint again") from cause

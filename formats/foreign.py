@@ -1,0 +1,130 @@
+"""What catalogs of other people's formats have in common. No digests: what is read from them cannot be compared with anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.errors import CorruptError
+from ckpt.geometry import IntArray
+
+from .single import SingleFile
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+Wanted = Sequence[tuple[TensorEntry, int]]
+"""Pairs of a tensor and a chunk's number."""
+
+
+class ForeignFile(NamedTuple):
+    """A file with tensors: ``path`` relative to the backend, ``size`` in bytes, the ``rank`` that wrote it where its name says so."""
+
+    path: str
+    size: int
+    rank: int | None = None
+
+
+class ForeignCatalog:
+    """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
+
+    ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
+    mappings because their class is not known here.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        format: str,
+        tensors: Iterable[TensorEntry],
+        files: Sequence[ForeignFile],
+        locate: Callable[[Wanted], list[Extent]],
+        world_size: int = 1,
+        state: Any = None,
+        ranks: Mapping[int, Mapping[str, Any]] | None = None,
+        opaque: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend.parent if isinstance(backend, SingleFile) else backend
+        self.format = format
+        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(tensors, key=lambda t: t.name)}
+        self.files = tuple(files)
+        self.url = backend.file_url if isinstance(backend, SingleFile) else backend.url
+        self.world_size = world_size
+        self.state = {name: {"$tensor": name} for name in self.tensors} if state is None else state
+        self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
+        self.opaque: Mapping[str, str] = opaque or {}
+        self._locate = locate
+        self._sizes = {f.path: f.size for f in self.files}
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """Where the bytes of these chunks are; see ``Catalog.extents``.
+
+        Raises:
+            CorruptError: a file is missing or damaged, or does not fit what the checkpoint says of it.
+            FormatError: the elements are stored in a way that is not read.
+        """
+        return self.extents_of([(entry, int(n)) for n in chunks])
+
+    def extents_of(self, wanted: Wanted) -> list[Extent]:
+        """The same for one chunk each of many tensors."""
+        found = self._locate(wanted)
+        for (entry, number), extent in zip(wanted, found, strict=True):
+            if extent.offset + extent.length > self._sizes[extent.path]:
+                raise CorruptError(
+                    f"chunk {entry.name}{entry.grid.box(number)} should end at byte {extent.offset + extent.length:,} of a file of "
+                    f"{self._sizes[extent.path]:,} bytes",
+                    where=f"{self.backend.url.rstrip('/')}/{extent.path}",
+                    hint="the file was cut off: copy it again",
+                )
+        return found
+
+
+def whole(shape: Sequence[int], file: int) -> Grid:
+    """The grid of a tensor that lies in one piece in one file."""
+    return Grid(cuts=tuple((0, n) for n in shape), files=np.array([file], dtype=np.int32))
+
+
+Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Offset and shape of each."""
+
+
+def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int], where: str) -> tuple[Grid, list[int]]:
+    """The grid of the chunks of tensor ``name``, and the order that it numbers them in: regular if they are the cells of cuts, else these
+    boxes. ``files`` has the row of the file of each.
+
+    Raises:
+        CorruptError: the boxes have more or fewer elements than the tensor: nobody asks for memory by a shape that was only claimed.
+    """
+    offsets = np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([s for _, s in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    _check_volume(name, shape, shapes, where)
+    rows = np.asarray(files, dtype=np.int32)
+    order = np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
+    offsets, shapes, rows = offsets[order], shapes[order], rows[order]
+    if (offsets >= 0).all() and (shapes >= 0).all():
+        cuts = tuple((*np.unique(offsets[:, d]).tolist(), int(n)) for d, n in enumerate(shape))
+        grid = Grid(cuts=cuts, files=rows)
+        if len(grid) == len(offsets) and _same((offsets, shapes), grid.all_boxes()):
+            return grid, order.tolist()
+    return Grid(boxes=(offsets, shapes), files=rows), order.tolist()
+
+
+def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str) -> None:
+    wanted = math.prod(shape)
+    roughly = float(shapes.prod(axis=1, dtype=np.float64).sum())
+    found = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
+    if found != wanted:
+        raise CorruptError(
+            f"the stored parts of tensor {name} have {found if found >= 0 else 'too many'} elements, the tensor {list(shape)} has {wanted}",
+            where=where,
+            hint="files are missing, or are of different saves: copy the checkpoint again",
+        )
+
+
+def _same(one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,147 @@
+"""One ``torch.save`` file per rank, as users of FSDP write them: ``model_world_size_2_rank_0.pt``, ``local_rank1.pt``.
+
+ShardedTensors and DTensors say which box of which tensor each rank has: they become one tensor. A plain tensor says nothing of the
+kind, so it belongs to its rank, and so does a value that differs between ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from ckpt import tree
+from ckpt.errors import CorruptError
+from ckpt.formats.foreign import ForeignCatalog, ForeignFile
+from ckpt.formats.pickles.nodes import NodeMaker
+from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.protocol import Format
+from ckpt.formats.torchzip.archive import open_archive
+from ckpt.formats.torchzip.catalog import SUFFIXES, is_torch_file
+from ckpt.formats.torchzip.table import TensorTable
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+FORMAT_NAME = "torch.save files of ranks"
+_FILE = re.compile(r"(.*?)(?:_?world_size_\d+)?[-_.]?rank[-_]?(\d{1,6})(?:\.pt|\.pth|\.bin|\.ckpt)")
+
+
+def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """The files by what they are called besides the rank (``model``, ``optim``), then by rank. Empty unless all ``torch.save`` files of
+    the directory are of such sets, each from rank 0 up without a gap."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        if not name.endswith(SUFFIXES):
+            continue
+        match = _FILE.fullmatch(name)
+        if match is None or int(match[2]) in found.setdefault(match[1], {}):
+            return {}
+        found[match[1]][int(match[2])] = name
+    worlds = {len(files) for files in found.values()}
+    whole = all(sorted(files) == list(range(len(files))) for files in found.values())
+    return found if whole and len(worlds) == 1 and worlds.pop() > 1 else {}
+
+
+def recognises(backend: Backend, names: Sequence[str]) -> bool:
+    """Whether the directory has such sets of files."""
+    found = rank_sets(names)
+    return bool(found) and all(is_torch_file(backend, files[0]) for files in found.values())
+
+
+def open_ranks(backend: Backend) -> ForeignCatalog:
+    """Open what ``recognises`` found. With several sets, names begin with that of the set.
+
+    Raises:
+        FormatError, CorruptError: as for a single file; or the files of the ranks do not fit each other.
+    """
+    sets = rank_sets(backend.children())
+    ranks = len(next(iter(sets.values())))
+    paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
+    files = [ForeignFile(path, backend.size(path), rank) for _, rank, path in paths]
+    joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))
+    nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for number, (name, rank, _) in enumerate(paths):
+        nodes[rank][name] = joined.node(number, rank, name if len(sets) > 1 else "")
+    roots = [node if len(sets) > 1 else next(iter(node.values())) for node in nodes]
+    joined.finish()
+    values = _Values({name for name, entry in joined.table.entries.items() if entry.rank is not None})
+    state = values.merge(dict(enumerate(roots)), "")
+    return ForeignCatalog(
+        backend=backend,
+        format=FORMAT_NAME,
+        tensors=joined.table.entries.values(),
+        files=files,
+        locate=joined.table.locate,
+        world_size=ranks,
+        state=state,
+        ranks=values.ranks,
+        opaque=joined.opaque,
+    )
+
+
+class _Joined:
+    """Collects the tensors of all files."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self.table = table
+        self.opaque: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[int, StoredPart]]] = {}
+
+    def node(self, file: int, rank: int, path: str) -> tree.Node:
+        archive = self.table.archives[file]
+
+        def place(found: StoredView | StoredPart, at: str) -> tree.Node:
+            if isinstance(found, StoredPart):
+                self._parts.setdefault(at, []).append((file, found))
+                return {"$tensor": at}
+            name = f"{at}@rank{rank}"
+            self.table.add(name, file, found, rank)
+            return {"$tensor": name}
+
+        maker = NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
+        found = maker.root(archive.load(), path)
+        self.opaque |= maker.opaque
+        return found
+
+    def finish(self) -> None:
+        for name, parts in self._parts.items():
+            first = parts[0][1]
+            for file, part in parts:
+                if (part.dtype, part.shape) != (first.dtype, first.shape):
+                    raise CorruptError(
+                        f"tensor {name} is {first.dtype} {list(first.shape)} on one rank and {part.dtype} {list(part.shape)} on another",
+                        where=self.table.archives[file].where,
+                        hint="the files are of different saves",
+                    )
+            self.table.add_parts(name, first.dtype, first.shape, [(file, o, view) for file, part in parts for o, view in part.boxes])
+
+
+class _Values:
+    """One state out of those of all ranks; what differs is kept in ``ranks``, by rank and path."""
+
+    def __init__(self, own: Set[str]) -> None:
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self._own = own  # names of the tensors that belong to one rank
+
+    def merge(self, nodes: Mapping[int, tree.Node], path: str) -> tree.Node:
+        first = next(iter(nodes.values()))
+        if len({tree.text(node) for node in nodes.values()}) == 1 and not self._is_own(first):
+            return first
+        pairs = {rank: tree.pairs_of(node) for rank, node in nodes.items()}
+        if all(pairs.values()):
+            keys = {tree.text(key): key for found in pairs.values() for key, _ in found or ()}
+            by_key = {rank: {tree.text(k): v for k, v in found or ()} for rank, found in pairs.items()}
+            merged = [(key, {r: of[text] for r, of in by_key.items() if text in of}) for text, key in keys.items()]
+            return tree.mapping_node([(key, self.merge(held, tree.child_path(path, key))) for key, held in merged])
+        for rank, node in nodes.items():
+            self.ranks.setdefault(rank, {})[path] = node
+        return {"$per_rank": True}
+
+    def _is_own(self, node: tree.Node) -> bool:
+        """Whether a tensor that belongs to one rank lies in a node: equal nodes alone do not make it everyone's."""
+        return any(leaf["$tensor"] in self._own for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
+
+
+FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_ranks)
+"""This format, for ckpt.formats.registry."""

@@ -1,0 +1,153 @@
+"""An object graph with stand-ins → a node of state (docs/format.md §8), and the tensors in it by name.
+
+Names are those that ``ckpt.save`` gives to the tensors of the same state. What has no known meaning is kept as a mapping that says its
+class, arguments and attributes, and is told: ``opaque``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckpt import tree
+from ckpt.errors import CorruptError, FormatError, StateError
+from ckpt.tree import MAX_DEPTH, Node, child_path, mapping_node
+
+from .stand_ins import Global, Made, Persistent
+from .values import Array, Device, Size, StoredPart, StoredStorage, StoredView, Values
+
+SLACK = 16
+"""Nodes may be this many times what a pickle has bytes: objects are shared, and nodes are not."""
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_MAX_NAME = 4096
+
+Place = Callable[[StoredView | StoredPart, str], Node]
+"""Takes the tensor at a path; gives the node that stands for it."""
+
+
+class NodeMaker:
+    """Turns one object graph into nodes. ``place`` is given each tensor; ``opaque`` says, by path, what has no known meaning."""
+
+    def __init__(self, values: Values, place: Place, *, pickle_bytes: int) -> None:
+        self.values = values
+        self.place = place
+        self.opaque: dict[str, str] = {}
+        self._left = 10_000 + SLACK * pickle_bytes
+
+    def root(self, value: Any, path: str = "") -> Node:
+        """The node of the whole graph.
+
+        Raises:
+            CorruptError: it contains itself, is nested too deep, or unfolds to far more than its bytes.
+            FormatError: it holds a tensor of a kind that is not known, or a key or a text that no checkpoint can have.
+        """
+        try:
+            return self.node(value, path, 0)
+        except StateError as err:
+            raise FormatError(err.message, where=self.values.where, hint=err.hint) from err
+
+    def node(self, value: Any, path: str, depth: int) -> Node:
+        self._charge(1)
+        if type(value) in _SCALARS:
+            self._charge(len(value) if type(value) is bytes else 0)
+            return tree.encode(value, path, _unknown)
+        if depth > MAX_DEPTH:
+            self.values.damaged(f"values nested more than {MAX_DEPTH} deep, or one that contains itself,")
+        found = self.values.meaning(value)
+        if found is not value and type(found) in _SCALARS:
+            return self.node(found, path, depth)
+        kind = type(found)
+        if kind in _CONTAINERS:
+            return self._container(found, path, depth)
+        if kind in (StoredView, StoredPart):
+            return self._tensor(found, path)
+        if kind in (Persistent, StoredStorage):
+            self.values.refuse(f"a storage outside of any tensor, at {path!r},")
+        return self._object(found, path, depth)
+
+    def _charge(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            self.values.damaged("a few values that unfold to very many")
+
+    def _tensor(self, found: StoredView | StoredPart, path: str) -> Node:
+        if not 0 < len(path.encode("utf-8", "surrogatepass")) <= _MAX_NAME or "\0" in path:
+            if not path:
+                return self.place(found, "tensor")
+            self.values.damaged("a tensor whose name is too long, or has a NUL,")
+        return self.place(found, path)
+
+    def _container(self, value: Any, path: str, depth: int) -> Node:
+        if isinstance(value, dict):
+            return self._mapping(value, path, depth)
+        if isinstance(value, (set, frozenset)):
+            elements = sorted((self._plain(v, path, depth + 1) for v in value), key=tree.text)
+            return {f"${type(value).__name__}": elements}
+        items = [self.node(v, child_path(path, i), depth + 1) for i, v in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+
+    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Node:
+        pairs, named = [], True
+        for key, child in value.items():
+            key_node = key if type(key) is str and key.isascii() else self._plain(key, path, depth + 1)
+            named = named and type(key_node) is str
+            pairs.append((key_node, self.node(child, child_path(path, key_node), depth + 1)))
+        if not named and len({tree.text(k) for k, _ in pairs}) != len(pairs):
+            self.values.damaged(f"a mapping with the same key twice, at {path!r},")
+        return mapping_node(pairs)
+
+    def _plain(self, value: Any, path: str, depth: int) -> Node:
+        """The node of a key or of an element of a set: no tensor may be in it."""
+        outside, self.place = self.place, _no_tensor
+        try:
+            return self.node(value, child_path(path, "(key)"), depth)
+        finally:
+            self.place = outside
+
+    def _object(self, value: Any, path: str, depth: int) -> Node:
+        if type(value) is Size:
+            return {"$size": list(value)}
+        if type(value) is Device:
+            return {"$device": value.text}
+        if type(value) is bytearray:
+            return self.node(bytes(value), path, depth)
+        if type(value) is Array:
+            return self._array(value)
+        if type(value) is Global:
+            if self.values.is_dtype(value):
+                return {"$dtype": value.name}
+            self.opaque[path] = str(value)
+            return {"__global__": str(value)}
+        assert type(value) is Made
+        return self._opaque(value, path, depth)
+
+    def _array(self, array: Array) -> Node:
+        self._charge(len(array.data))
+        data = tree.encode(array.data, "", _unknown)["$bytes"]
+        if array.shape is None:
+            return {"$scalar": [array.dtype, data]}
+        return {"$array": [array.dtype, list(array.shape), data]}
+
+    def _opaque(self, made: Made, path: str, depth: int) -> Node:
+        """An object of a class that is not known: what was pickled of it. Tensors in it are tensors of the checkpoint too."""
+        of, args = made.of, made.args
+        if made.name == "copyreg._reconstructor" and args and type(args[0]) is Global:
+            of, args = args[0], ()
+        said: dict[str, Any] = {"__class__": str(of) if type(of) is Global else of}
+        self.opaque[path] = str(of) if type(of) is Global else "what another object made"
+        parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
+        parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
+        said |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
+        return self._mapping(said, path, depth + 1)
+
+
+def _no_tensor(found: object, path: str) -> Node:
+    raise CorruptError("the file has a tensor in the key of a mapping, or in a set", where=path, hint="the file is damaged")
+
+
+def _unknown(value: object, path: str) -> Node:
+    return None
+
+
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})

@@ -1,0 +1,1 @@
+"""Archives that ``torch.save`` writes (.pt, .pth, .bin), read by ranges."""

@@ -1,0 +1,107 @@
+"""Files of ``torch.save`` as catalogs: a single file, or a Hugging Face directory of ``.bin`` files with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import FormatError
+from ckpt.formats.foreign import ForeignCatalog, ForeignFile
+from ckpt.formats.hf_index import check_index, find_index, read_index, sizes_of
+from ckpt.formats.pickles.nodes import NodeMaker
+from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.protocol import Format
+from ckpt.formats.single import candidates
+
+from .archive import MAGIC, Archive, is_legacy, open_archive
+from .table import TensorTable
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""How files of ``torch.save`` are usually called: in a directory only such files are looked at."""
+INDEX_SUFFIX = ".bin.index.json"
+FORMAT_NAME = "torch.save archive"
+
+
+def recognises(backend: Backend, names: Sequence[str]) -> bool:
+    """Whether there is an index of ``.bin`` files, or exactly one file of ``torch.save``."""
+    if any(name.endswith(INDEX_SUFFIX) for name in names):
+        return True
+    files = candidates(backend, names, SUFFIXES)
+    return len(files) == 1 and is_torch_file(backend, files[0])
+
+
+def is_torch_file(backend: Backend, path: str) -> bool:
+    """Whether a file begins like one of ``torch.save``, old ones included."""
+    head = backend.read(path, 0, min(backend.size(path), 512))
+    return head.startswith(MAGIC) or is_legacy(head)
+
+
+def open_torch(backend: Backend) -> ForeignCatalog:
+    """Open what ``recognises`` found.
+
+    Raises:
+        FormatError: the files are in a form that is not read, or hold tensors of a kind that is not known.
+        CorruptError: a file is damaged or missing.
+    """
+    names = backend.children()
+    index = find_index(names, INDEX_SUFFIX, backend.url)
+    return _open_file(backend, candidates(backend, names, SUFFIXES)[0]) if index is None else _open_shards(backend, index)
+
+
+def _open_file(backend: Backend, path: str) -> ForeignCatalog:
+    archive = open_archive(backend, path)
+    files = [ForeignFile(path, backend.size(path))]
+    table = TensorTable([archive], files)
+    maker = node_maker(table, 0)
+    state = maker.root(archive.load())
+    return ForeignCatalog(
+        backend=backend,
+        format=FORMAT_NAME,
+        tensors=table.entries.values(),
+        files=files,
+        locate=table.locate,
+        state=state,
+        opaque=maker.opaque,
+    )
+
+
+def node_maker(table: TensorTable, file: int) -> NodeMaker:
+    """Makes the nodes of an archive's object graph; puts its tensors into the table."""
+    archive = table.archives[file]
+
+    def place(found: StoredView | StoredPart, path: str) -> Any:
+        if isinstance(found, StoredPart):
+            _refuse_part(archive, path)
+        else:
+            table.add(path, file, found)
+        return {"$tensor": path}
+
+    return NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
+
+
+def _refuse_part(archive: Archive, path: str) -> None:
+    raise FormatError(
+        f"tensor {path} is sharded, and this file has the part of one rank",
+        where=archive.where,
+        hint="open the directory that has the files of all ranks",
+    )
+
+
+def _open_shards(backend: Backend, index: str) -> ForeignCatalog:
+    weights = read_index(backend, index)
+    paths = sorted(set(weights.values()))
+    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    table = TensorTable([open_archive(backend, path) for path in paths], files)
+    found: dict[str, str] = {}
+    for number, path in enumerate(paths):
+        node_maker(table, number).root(table.archives[number].load())
+        found |= {name: path for name in table.entries if name not in found}
+    check_index(weights, found, f"{backend.url.rstrip('/')}/{index}")
+    return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate)
+
+
+FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_torch)
+"""This format, for ckpt.formats.registry."""

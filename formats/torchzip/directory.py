@@ -1,0 +1,176 @@
+"""The records of a zip archive, out of its central directory (APPNOTE.TXT 6.3.9 of PKWARE, with zip64). Only what ``torch.save`` writes
+is read: records that are stored, one after another. Everything else is refused, so that nothing can unfold or overlap.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple, NoReturn
+
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.native.paths import path_problem
+
+from .window import Window
+
+MAX_DIRECTORY = 256 << 20
+"""Bytes of a directory: that of some three million records."""
+
+_STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
+_END = struct.Struct("<4s4H2LH")
+_END64_AT = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_SIZE = _LOCAL.size
+_MAX_COMMENT = 0xFFFF
+_FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
+
+
+class Record(NamedTuple):
+    """One record: where its local header is, how many bytes of data it has, and where these must have ended."""
+
+    name: str
+    header: int
+    size: int
+    limit: int
+
+
+def read_directory(window: Window) -> dict[str, Record]:
+    """Read and check the central directory: all records by name. Positions count from the start of the window.
+
+    Raises:
+        CorruptError: no zip archive, or records that overlap, come twice or lie outside of it.
+        FormatError: compressed or encrypted records, or an archive in several parts.
+    """
+    tail_at = max(window.size - window.tail, 0)
+    tail = window.read(tail_at, window.size - tail_at)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 and tail_at:
+        tail_at = max(window.size - _MAX_COMMENT - _END.size, 0)
+        tail = window.read(tail_at, window.size - tail_at)
+        at = tail.rfind(b"PK\5\6")
+    if at < 0 or at + _END.size > len(tail):
+        _damaged(window, "no end of its directory: it was cut off, or is no zip archive")
+    count, size, offset, end = _extent(window, tail[at:], tail_at + at)
+    if size > MAX_DIRECTORY or offset + size > end or count * _ENTRY.size > size:
+        _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
+    data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
+    return _records(window, data, count, offset)
+
+
+def _extent(window: Window, tail: bytes, at: int) -> tuple[int, int, int, int]:
+    """Number of records, size and position of the directory, and where it must have ended."""
+    _, disk, disk_of, here, count, size, offset, _ = _END.unpack_from(tail)
+    if count != _FULL16 and _FULL not in (size, offset):
+        _whole(window, disk, disk_of, here, count)
+        return count, size, offset, at
+    if at < _END64_AT.size:
+        _damaged(window, "a directory whose size is not said")
+    magic, _, end_at, _ = _END64_AT.unpack(window.read(at - _END64_AT.size, _END64_AT.size))
+    if magic != b"PK\6\7":
+        _damaged(window, "a directory whose size is not said")
+    magic, _, _, _, disk, disk_of, here, count, size, offset = _END64.unpack(window.read(end_at, _END64.size))
+    if magic != b"PK\6\6":
+        _damaged(window, "a directory whose size is not said")
+    _whole(window, disk, disk_of, here, count)
+    return count, size, offset, end_at
+
+
+def _whole(window: Window, disk: int, disk_of: int, here: int, count: int) -> None:
+    if disk or disk_of or here != count:
+        raise FormatError("the archive is one of several parts", where=window.where, hint="`torch.save` writes whole archives")
+
+
+def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Record]:
+    found: list[Record] = []
+    at = 0
+    for _ in range(count):
+        if at + _ENTRY.size > len(data):
+            _damaged(window, "a directory that ends too early")
+        magic, _, _, flags, method, _, _, _, packed, size, name_len, extra_len, note_len, *_, header = _ENTRY.unpack_from(data, at)
+        stop = at + _ENTRY.size + name_len + extra_len + note_len
+        if magic != b"PK\1\2" or stop > len(data):
+            _damaged(window, "a directory that is not one")
+        name = _name(window, data[at + _ENTRY.size : at + _ENTRY.size + name_len])
+        extra = data[at + _ENTRY.size + name_len : stop - note_len]
+        size, packed, header = _long_sizes(window, extra, size, packed, header)
+        if method or flags & 0x41 or size != packed:
+            how = "encrypted" if flags & 0x41 else "compressed"
+            raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
+        found.append(Record(name, header, size, 0))
+        at = stop
+    return _checked(window, found, end)
+
+
+def _name(window: Window, raw: bytes) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        _damaged(window, f"a record called {raw[:40]!r}")
+    if path_problem(name) is not None:
+        _damaged(window, f"a record called {name[:80]!r}")
+    return name
+
+
+def _long_sizes(window: Window, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+    """The zip64 extra field has those numbers, in this order, that do not fit 32 bits."""
+    if _FULL not in (size, packed, header):
+        return size, packed, header
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra[: at + 4 + length], at + 4))
+            found = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
+            size, packed, header = found
+        at += 4 + length
+    if min(size, packed, header) < 0 or _FULL in (size, packed, header):
+        _damaged(window, "a record whose size is not said")
+    return size, packed, header
+
+
+def _checked(window: Window, found: list[Record], end: int) -> dict[str, Record]:
+    """Each record has to end before the next one, or the directory at ``end``, begins."""
+    found.sort(key=lambda r: r.header)
+    limits = [*(after.header for _, after in pairwise(found)), end]
+    records: dict[str, Record] = {}
+    for record, limit in zip(found, limits, strict=True):
+        if record.name in records:
+            _damaged(window, f"two records called {record.name!r}")
+        if record.header + LOCAL_SIZE + len(record.name.encode()) + record.size > limit:
+            _damaged(window, f"a record {record.name!r} of {record.size:,} bytes that reaches into what comes after it")
+        records[record.name] = record._replace(limit=limit)
+    return records
+
+
+def header_length(record: Record) -> int:
+    """Bytes to read for :func:`data_offset`: the local header and its name; what follows the name need not be read."""
+    return LOCAL_SIZE + len(record.name.encode())
+
+
+def data_offset(record: Record, header: bytes, where: str) -> int:
+    """Where the data of a record begins, by its local header.
+
+    Raises:
+        CorruptError: the header is not that of the record, or its data reaches into what comes after it.
+    """
+    magic, _, flags, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(header)
+    start: int = record.header + LOCAL_SIZE + name_len + extra_len
+    named = header[LOCAL_SIZE : LOCAL_SIZE + name_len] == record.name.encode()
+    if magic != b"PK\3\4" or not named or method or flags & 0x41 or start + record.size > record.limit:
+        raise CorruptError(
+            f"the record {record.name!r} is not where the directory of the archive says", where=where, hint="get the file again"
+        )
+    return start
+
+
+def _damaged(window: Window, what: str) -> NoReturn:
+    raise CorruptError(f"the archive has {what}", where=window.where, hint="the file is damaged or was cut off: get it again")
+
+
+def names_below(records: Iterable[str]) -> str | None:
+    """The one directory that all records lie in, as ``torch.save`` writes them; None if there is none or more."""
+    heads = {name.partition("/")[0] if "/" in name else "" for name in records}
+    return heads.pop() if len(heads) == 1 and "" not in heads else None

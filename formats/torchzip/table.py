@@ -1,0 +1,181 @@
+"""Tensors of ``torch.save`` archives as entries of a catalog, and where their bytes are.
+
+A tensor is a view of a storage: contiguous ones are one chunk; of others, such as a slice of columns, each contiguous row is a chunk. A
+transposed tensor has rows of one element: beyond a small size that is not read, and said when its bytes are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from ckpt.catalog import Extent, TensorEntry
+from ckpt.dtypes import dtype
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
+from ckpt.formats.pickles.values import StoredStorage, StoredView
+from ckpt.geometry import row_major_strides
+
+from .archive import Archive
+
+MAX_ROWS = 1 << 16
+"""Rows that a tensor may consist of: as many chunks, and reads."""
+
+
+MAX_SPREAD = 1 << 20
+"""Bytes that an expanded tensor, which has the same stored elements many times, may have beyond its storage."""
+
+
+class Block(NamedTuple):
+    """Contiguous bytes of a storage: ``offset`` and ``length`` in bytes, ``file`` the number of its archive."""
+
+    file: int
+    storage: StoredStorage
+    offset: int
+    length: int
+
+
+class Row(NamedTuple):
+    """A box of a tensor and where its elements begin, in elements of the storage."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+
+def rows_of(view: StoredView) -> list[Row] | None:
+    """The fewest boxes that are contiguous in the storage, in row-major order; None if they are too many, or unfold to very much."""
+    shape, strides = view.shape, view.strides
+    if not math.prod(shape):
+        return [Row((0,) * len(shape), shape, view.offset)]
+    dense = row_major_strides(shape)
+    inner = len(shape)
+    while inner and (shape[inner - 1] == 1 or strides[inner - 1] == dense[inner - 1]):
+        inner -= 1
+    if math.prod(shape[:inner]) > MAX_ROWS or math.prod(shape) * view.itemsize > max(view.storage.nbytes, MAX_SPREAD):
+        return None
+    tail = shape[inner:]
+    corners = product(*map(range, shape[:inner]))
+    return [
+        Row(c + (0,) * len(tail), (1,) * inner + tail, view.offset + sum(i * s for i, s in zip(c, strides, strict=False))) for c in corners
+    ]
+
+
+@dataclass(eq=False)
+class TensorTable:
+    """Collects tensors; then ``entries`` are what a catalog has, and ``locate`` finds their bytes.
+
+    ``file`` in its methods is the number of an archive. ``rows`` says which of ``files`` each archive lies in.
+    """
+
+    archives: Sequence[Archive]
+    files: Sequence[ForeignFile]
+    rows: Sequence[int] = ()
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    _blocks: dict[str, list[Block]] = field(default_factory=dict)
+    _problems: dict[str, str] = field(default_factory=dict)
+    _known: dict[tuple[int, StoredView], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or range(len(self.archives))
+
+    def add(self, name: str, file: int, view: StoredView, rank: int | None = None) -> None:
+        """A whole tensor. The same view again, as of tied weights, is an alias.
+
+        Raises:
+            CorruptError: its storage is not in the archive, or the name is there already.
+        """
+        self._check_new(name, file)
+        if math.prod(view.shape):
+            self.archives[file].check(view.storage)
+        first = self._known.setdefault((file, view), name)
+        if first != name and self.entries[first].rank == rank:
+            there = self.entries[first]
+            self.entries[name] = TensorEntry(name=name, dtype=there.dtype, shape=there.shape, grid=there.grid, alias=first, rank=rank)
+            return
+        rows = rows_of(view)
+        if rows is None or view.lazy:
+            what = f"its elements have still to be changed ({view.lazy})" if view.lazy else f"its strides are {list(view.strides)}"
+            self._problems[name] = f"tensor {name} of shape {list(view.shape)} is not stored row by row: {what}"
+            rows = [Row((0,) * len(view.shape), view.shape, view.offset)]
+        self._put(name, dtype(view.dtype).name, view.shape, [(row, file, view.storage, view.itemsize) for row in rows], rank)
+
+    def add_parts(self, name: str, kind: str, shape: tuple[int, ...], parts: Sequence[tuple[int, tuple[int, ...], StoredView]]) -> None:
+        """A tensor of which several files have parts: file, offset of the box, and view. Of equal boxes, replicas, the first counts.
+
+        Raises:
+            CorruptError: as for :meth:`add`, or a part has another dtype or does not lie in the tensor.
+        """
+        rows: list[tuple[Row, int, StoredStorage, int]] = []
+        seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for file, offset, view in parts:
+            self._check_new(name, file)
+            inside = len(offset) == len(shape) and all(o + n <= size for o, n, size in zip(offset, view.shape, shape, strict=True))
+            if not inside or view.dtype != kind:
+                what = f"a part {view.dtype} {list(view.shape)} at {list(offset)} of the tensor {name}, {kind} {list(shape)}"
+                raise CorruptError(f"there is {what}", where=self.archives[file].where, hint="the files are of different saves")
+            if (offset, view.shape) in seen or not math.prod(view.shape):
+                continue
+            seen.add((offset, view.shape))
+            self.archives[file].check(view.storage)
+            own = rows_of(view)
+            if own is None or view.lazy:
+                self._problems[name] = f"a part of tensor {name} is not stored row by row: its strides are {list(view.strides)}"
+                own = [Row((0,) * len(shape), view.shape, view.offset)]
+            rows += [
+                (Row(tuple(a + b for a, b in zip(offset, r.offset, strict=True)), r.shape, r.start), file, view.storage, view.itemsize)
+                for r in own
+            ]
+        if not rows and not math.prod(shape):
+            file, _, view = parts[0]
+            rows = [(Row((0,) * len(shape), shape, 0), file, view.storage, view.itemsize)]
+        self._put(name, kind, shape, rows, None)
+
+    def _put(
+        self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None
+    ) -> None:
+        blocks = [Block(file, s, row.start * size, math.prod(row.shape) * size) for row, file, s, size in rows]
+        if len(rows) == 1 and rows[0][0].shape == shape:
+            grid = whole(shape, self.rows[rows[0][1]])
+        else:
+            where = self.archives[rows[0][1]].where if rows else name
+            grid, order = grid_of(name, shape, [r[0][:2] for r in rows], [self.rows[r[1]] for r in rows], where)
+            blocks = [blocks[i] for i in order]
+        self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid, rank=rank)
+        self._blocks[name] = blocks
+
+    def _check_new(self, name: str, file: int) -> None:
+        if name in self.entries:
+            raise CorruptError(
+                f"two tensors have the name {name!r}", where=self.archives[file].where, hint="keys such as 1 and '1' make the same name"
+            )
+
+    def locate(self, wanted: Wanted) -> list[Extent]:
+        """The extents of chunks. Reads local headers of records, many at once."""
+        blocks = [self._block(entry, number) for entry, number in wanted]
+        starts: dict[tuple[int, str], int] = {}
+        for file, members in _by_file(blocks).items():
+            storages = [b.storage for b in members]
+            starts |= {(file, s.key): at for s, at in zip(storages, self.archives[file].starts(storages), strict=True)}
+        return [
+            Extent(self.files[self.rows[b.file]].path, starts.get((b.file, b.storage.key), 0) + b.offset if b.length else 0, b.length, None)
+            for b in blocks
+        ]
+
+    def _block(self, entry: TensorEntry, number: int) -> Block:
+        name = entry.alias or entry.name
+        if name in self._problems:
+            hint = "load it with torch, and save tensor.contiguous() (tensor.resolve_conj(), tensor.resolve_neg())"
+            raise FormatError(self._problems[name], where=self.archives[self._blocks[name][0].file].where, hint=hint)
+        return self._blocks[name][number]
+
+
+def _by_file(blocks: Sequence[Block]) -> Mapping[int, list[Block]]:
+    found: dict[int, list[Block]] = {}
+    for block in blocks:
+        if block.length:
+            found.setdefault(block.file, []).append(block)
+    return found

@@ -1,0 +1,55 @@
+"""A range of a file, read as if it were a file of its own: an archive that lies inside a data file is read like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CorruptError
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+
+TAIL = 16 << 10
+"""Bytes at the end of an archive that are read first: they hold the directory of some 150 records."""
+
+
+class Window:
+    """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``hold``.
+
+    ``tail`` is how many bytes at the end are read at once.
+    """
+
+    def __init__(self, backend: Backend, path: str, start: int, size: int, tail: int = TAIL) -> None:
+        self._backend = backend
+        self.path = path
+        self.start = start
+        self.size = size
+        self.tail = tail
+        self._held: list[tuple[int, bytes]] = []
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        inside = f", bytes {self.start} to {self.start + self.size}" if self.start else ""
+        return f"{self._backend.url.rstrip('/')}/{self.path}{inside}"
+
+    def hold(self, parts: Iterable[tuple[int, bytes]]) -> None:
+        """Keep bytes at hand: position and bytes of each part."""
+        self._held += parts
+
+    def read(self, offset: int, length: int) -> bytes:
+        """These bytes.
+
+        Raises:
+            CorruptError: they reach beyond the window, or the window beyond the file.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise CorruptError(
+                f"bytes {offset:,} to {offset + length:,} were wanted of {self.size:,}", where=self.where, hint="the file was cut off"
+            )
+        for start, data in self._held:
+            if start <= offset and offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        return self._backend.read(self.path, self.start + offset, length)

@@ -1,0 +1,82 @@
+"""The commands on checkpoints of other formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt.cli.main import cli
+from tests.cli.checkpoints import sample, write_checkpoint
+from tests.formats.reading import FIXTURES
+
+ALL = {
+    "hf/llama": ("safetensors", 21),
+    "hf/llama/model-00001-of-00002.safetensors": ("safetensors", 10),
+    "fsdp/fsdp1_full_orig0": ("torch.save archive", 7),
+    "fsdp/fsdp1_local_orig0": ("torch.save files of ranks", 1),
+    "fsdp/fsdp2_ws2": ("torch.distributed.checkpoint", 28),
+}
+
+
+def ckpt(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_inspect_and_verify(name: str) -> None:
+    format, tensors = ALL[name]
+    shown = json.loads(ckpt("inspect", "--json", "--files", FIXTURES / name).stdout)
+    assert (shown["format"], shown["totals"]["tensors"]) == (format, tensors)
+    path = FIXTURES / name
+    assert all(((path.parent if path.is_file() else path) / f["path"]).stat().st_size == f["size"] for f in shown["files"])
+    report = json.loads(ckpt("verify", "--json", path).stdout)
+    assert report["ok"] and report["undigested"] == report["chunks"] and report["bytes"] == shown["totals"]["bytes"]
+    assert "this format keeps no digests" in ckpt("verify", path).stdout
+
+
+def test_inspect_state() -> None:
+    result = ckpt("inspect", "--state", FIXTURES / "fsdp/fsdp2_ws2")
+    assert "optim.param_groups" in result.stdout
+
+
+def test_ls(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", tmp_path / "step-3")
+    shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")
+    write_checkpoint(str(tmp_path / "step-5"), sample())
+    (tmp_path / "logs").mkdir()
+    listed = json.loads(ckpt("ls", "--json", tmp_path).stdout)
+    assert [s["url"] for s in listed["steps"]] == [f"{tmp_path}/step-5"]
+    assert listed["foreign"] == [
+        {"url": f"{tmp_path}/hf", "format": "safetensors"},
+        {"url": f"{tmp_path}/step-3", "format": "torch.distributed.checkpoint"},
+    ]
+    assert "torch.distributed.checkpoint" in ckpt("ls", tmp_path).stdout
+    assert ckpt("ls", "-q", tmp_path).stdout.split() == [f"{tmp_path}/step-5"]
+    alone = json.loads(ckpt("ls", "--json", tmp_path / "hf").stdout)
+    assert alone["foreign"] == [{"url": f"{tmp_path}/hf", "format": "safetensors"}]
+
+
+def damage(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / "x"
+    shutil.copytree(FIXTURES / name, path)
+    return path
+
+
+def test_verify_tells_what_is_damaged(tmp_path: Path) -> None:
+    path = damage(tmp_path, "hf/llama")
+    file = path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    result = ckpt("verify", path)
+    assert (result.exit_code, "model-00002-of-00002.safetensors" in result.stdout) == (20, True)
+
+
+def test_verify_tells_which_tensors_a_cut_off_file_lacks(tmp_path: Path) -> None:
+    path = damage(tmp_path, "fsdp/fsdp2_ws2")
+    file = path / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:40_000])
+    result = ckpt("verify", path)
+    assert result.exit_code == 20 and "__1_0.distcp" in result.stdout

@@ -1,0 +1,288 @@
+"""DCP checkpoints against DCP's own loader; those of several ranks are fixtures that FSDP1 and FSDP2 wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import ckpt
+from ckpt.errors import CkptError, CorruptError, FormatError
+from ckpt.formats.registry import open_catalog
+from ckpt.view import StoredTensor
+from tests.formats import reading
+from tests.formats.reading import FIXTURES, counted
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+DIRECTORIES = ["fsdp1_sharded_orig0", "fsdp1_sharded_orig1", "fsdp2_ws2"]
+
+
+def expected(path: Path) -> dict[str, Any]:
+    """The nested state as DCP itself gives it."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+def plain(value: Any) -> Any:
+    """A state with whole tensors."""
+    if isinstance(value, StoredTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal structure, values and bits."""
+    if isinstance(a, torch.Tensor):
+        return reading.same(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_states_of_two_ranks(name):
+    path = FIXTURES / "fsdp" / name
+    view = ckpt.open(str(path))
+    assert same(plain(view.state()), expected(path))
+    catalog = open_catalog(str(path))
+    assert catalog.world_size == 2 and [f.rank for f in catalog.files] == [0, 1]
+    assert any(len(entry.grid) > 1 for entry in catalog.tensors.values())
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_parts_across_chunks(name):
+    view = ckpt.open(str(FIXTURES / "fsdp" / name))
+    tensor = view["model.m.emb.weight"]
+    assert same(tensor[15:20, 3:9], tensor.read()[15:20, 3:9])
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        str(dtype).removeprefix("torch."): torch.randint(0, 100, (5, 7), generator=generator).to(dtype)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64, torch.float64)
+    }
+    return {
+        "model": tensors | {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "big": torch.randn(300, 100, generator=generator)},
+        "optim": {"state": [{"step": torch.tensor(1.0)}, {"step": torch.tensor(2.0)}], "groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "step": 7,
+        "inner": ("x", torch.arange(5), {"deep": torch.ones(3)}),
+        "text": "t",
+        "part": torch.randn(8, 9, generator=generator)[2:4],
+    }
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    dcp.save(state(), checkpoint_id=tmp_path / "x", no_dist=True)
+    return tmp_path / "x"
+
+
+def test_dtypes_values_and_tensors_inside_values(saved):
+    found = plain(ckpt.open(str(saved)).state())
+    assert same(found, state())
+    assert {"inner.1", "inner.2.deep", "model.bfloat16", "optim.state.0.step"} <= set(ckpt.open(str(saved)))
+
+
+def test_load_in_place(saved):
+    target = {"model": {n: torch.zeros_like(t) for n, t in state()["model"].items()}, "step": 0, "text": ""}
+    report = ckpt.load(str(saved), target, strict=False)
+    assert same(target, {k: state()[k] for k in target})
+    assert not report.missing and set(report.unexpected) >= {"part", "inner.1"}
+
+
+def test_one_tensor_reads_little_more_than_its_bytes(tmp_path):
+    value = {f"layers.{i}": torch.full((256, 1024), float(i)) for i in range(48)}
+    dcp.save(value, checkpoint_id=tmp_path, no_dist=True)
+    with counted() as counts:
+        assert same(ckpt.open(str(tmp_path))["layers.30"].read(), value["layers.30"])
+    assert counts.bytes < (1 << 20) + (64 << 10)
+    with counted() as counts:
+        assert same(ckpt.open(str(tmp_path))["layers.30"][5:6], value["layers.30"][5:6])
+    assert counts.bytes < 64 << 10
+
+
+def test_many_small_items_take_few_reads(tmp_path):
+    dcp.save({f"w{i}": torch.ones(4) for i in range(200)}, checkpoint_id=tmp_path, no_dist=True)
+    view = ckpt.open(str(tmp_path))
+    catalog = open_catalog(str(tmp_path))
+    with counted() as counts:
+        catalog = open_catalog(str(tmp_path))
+        catalog.extents_of([(entry, 0) for entry in catalog.tensors.values()])
+    assert counts.calls < 10 and len(view) == 200
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_transposed_tensors_are_said(tmp_path):
+    dcp.save({"odd": torch.randn(30, 40).t(), "good": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    view = ckpt.open(str(tmp_path))
+    assert same(view["good"].read(), torch.ones(2))
+    with pytest.raises(FormatError, match="tensor odd .*not stored row by row"):
+        view["odd"].read()
+
+
+def test_compressed_items_are_refused_by_name(tmp_path):
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    class Same(StreamTransformExtension):
+        @staticmethod
+        def from_descriptor(version):
+            return Same()
+
+        @staticmethod
+        def registry_name():
+            return "stream.same"
+
+        def get_descriptor(self):
+            return "stream.same/1"
+
+        def transform_to(self, output):
+            return output
+
+        def transform_from(self, input):
+            return input
+
+    dcp.save({"a": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path, _extensions=[Same()]), no_dist=True)
+    with pytest.raises(FormatError, match="stored through stream"):
+        open_catalog(str(tmp_path))
+
+
+def test_items_as_safetensors_are_refused(tmp_path):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CkptError):
+        ckpt.open(str(tmp_path))["a"].read()
+
+
+def test_metadata_of_each_rank_are_refused(tmp_path):
+    (tmp_path / "__0.metadata").write_bytes(b"x")
+    with pytest.raises(FormatError, match="every rank kept metadata"):
+        open_catalog(str(tmp_path))
+
+
+def changed(path: Path, change) -> str:
+    """The checkpoint with other metadata."""
+    file = path / ".metadata"
+    metadata: Metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    return str(path)
+
+
+def read_all(url: str) -> None:
+    for tensor in ckpt.open(url).tensors():
+        tensor.read()
+
+
+def infos(metadata: Metadata, **fields: object) -> None:
+    for info in metadata.storage_data.values():
+        for key, value in fields.items():
+            object.__setattr__(info, key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: infos(m, relative_path="../x/__0_0.distcp"), "file that cannot be"),
+        (lambda m: infos(m, relative_path="/etc/passwd"), "file that cannot be"),
+        (lambda m: infos(m, relative_path=5), "file that cannot be"),
+        (lambda m: infos(m, relative_path="__9_9.distcp"), "are missing: __9_9.distcp"),
+        (lambda m: infos(m, offset=-1), "no count"),
+        (lambda m: infos(m, length=1 << 50), "should end at byte"),
+        (lambda m: infos(m, length=10), "wanted of|no end of its directory"),
+        (lambda m: infos(m, offset=3), "no archive|no end"),
+        (lambda m: m.storage_data.clear(), "lies nowhere"),
+        (lambda m: m.state_dict_metadata.update(x=5), "has no attribute"),
+        (lambda m: m.state_dict_metadata.update({5: 5}), "a name of the kind int"),
+        (lambda m: m.__dict__.pop("storage_data"), "storage_data"),
+        (lambda m: m.planner_data.update({"step": ("model", "scalar", "x")}), "lead through another value"),
+    ],
+)
+def test_metadata_that_cannot_be(change, text, saved):
+    url = changed(saved, change)
+    with pytest.raises(CkptError, match=text):
+        read_all(url)
+
+
+def test_metadata_of_another_save(saved):
+    """Two boxes that are exchanged have the wrong shape or dtype; the bytes are never taken for something else."""
+
+    def exchange(metadata: Metadata) -> None:
+        keys = {key.fqn: key for key in metadata.storage_data}
+        rows = metadata.storage_data
+        rows[keys["model.bool"]], rows[keys["model.int64"]] = rows[keys["model.int64"]], rows[keys["model.bool"]]
+
+    with pytest.raises(CorruptError, match=r"bool \[5, 7\] of model\.bool here, and the file has int64"):
+        ckpt.open(changed(saved, exchange))["model.bool"].read()
+
+
+def test_boxes_with_a_hole(tmp_path):
+    shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", tmp_path / "x")
+
+    def lose(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.m.emb.weight"].chunks.pop()
+
+    url = changed(tmp_path / "x", lose)
+    with pytest.raises(CorruptError, match="stored parts of tensor model.m.emb.weight have"):
+        ckpt.open(url)["model.m.emb.weight"].read()
+
+
+def test_a_claimed_shape_takes_no_memory(saved):
+    def grow(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.bool"].size = torch.Size([1 << 40, 1 << 20])
+
+    with pytest.raises(CorruptError, match="stored parts of tensor model.bool"):
+        ckpt.open(changed(saved, grow))
+
+
+def test_metadata_are_never_run(tmp_path, saved):
+    class Runs:
+        def __reduce__(self):
+            return (Path.mkdir, (tmp_path / "made",))
+
+    def add(metadata: Metadata) -> None:
+        metadata.planner_data = Runs()
+
+    view = ckpt.open(changed(saved, add))
+    assert same(view["model.bool"].read(), state()["model"]["bool"]) and not (tmp_path / "made").exists()
+    pickle.loads((saved / ".metadata").read_bytes())
+    assert (tmp_path / "made").exists()
+
+
+SAMPLE = (FIXTURES / "fsdp/fsdp2_ws2/.metadata").read_bytes()
+
+
+@given(st.lists(st.tuples(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@settings(max_examples=60)
+def test_damaged_metadata_end_in_tensors_or_an_error(tmp_path_factory, changes):
+    path = tmp_path_factory.mktemp("damaged") / "x"
+    shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", path)
+    data = bytearray(SAMPLE)
+    for at, byte in changes:
+        data[at] = byte
+    (path / ".metadata").write_bytes(data)
+    with contextlib.suppress(CkptError):
+        read_all(str(path))

@@ -1,0 +1,83 @@
+"""Directories with one file per rank: what ShardedTensors and DTensors say, and what plain tensors do not."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CkptError, CorruptError, FormatError
+from ckpt.formats.fsdp.catalog import rank_sets
+from ckpt.formats.registry import open_catalog
+from tests.formats.reading import FIXTURES, same
+
+
+def test_flat_parameters_of_two_ranks():
+    """FSDP1's local state: the flat parameter is the concatenation of what both ranks hold (stored as torch reads its records)."""
+    path = FIXTURES / "fsdp/fsdp1_local_orig0"
+    catalog = open_catalog(str(path))
+    assert (catalog.format, catalog.world_size, list(catalog.tensors)) == ("torch.save files of ranks", 2, ["model._flat_param"])
+    halves = [torch._C.PyTorchFileReader(str(path / f"local_rank{rank}.pt")).get_record("data/0") for rank in range(2)]
+    whole = torch.from_numpy(np.frombuffer(b"".join(halves), "<f4")[:1905].copy())
+    view = ckpt.open(str(path))
+    assert same(view["model._flat_param"].read(), whole) and same(view["model._flat_param"][900:1000], whole[900:1000])
+    full = torch.load(FIXTURES / "fsdp/fsdp1_full_orig0/full.pt")["model"]
+    assert all(part in whole.numpy().tobytes() for part in (t.numpy().tobytes() for t in full.values()))
+
+
+def test_plain_tensors_belong_to_their_ranks(tmp_path):
+    for rank in range(2):
+        shutil.copy(FIXTURES / f"fsdp/fsdp2_ws2/local_rank{rank}.pt", tmp_path)
+    view = ckpt.open(str(tmp_path))
+    for rank in range(2):
+        expected = torch.load(tmp_path / f"local_rank{rank}.pt")["model"]
+        for name, tensor in expected.items():
+            assert same(view.per_rank(f"model.{name}", rank).read(), tensor)
+    assert {e.rank for e in open_catalog(str(tmp_path)).tensors.values()} == {0, 1}
+
+
+def test_one_file_of_many_is_refused():
+    with pytest.raises(FormatError, match="the part of one rank") as caught:
+        ckpt.open(str(FIXTURES / "fsdp/fsdp1_local_orig0/local_rank0.pt"))
+    assert "directory" in caught.value.hint
+
+
+def test_values_of_ranks(tmp_path):
+    for rank in range(2):
+        state = {"step": 5, "text": "x@rank0", "rng": [1, rank], "only": {f"r{rank}": rank}, "deep": {1: {"x": rank}, 2: "same"}}
+        torch.save(state, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    view = ckpt.open(str(tmp_path))
+    state = view.state()
+    assert (state["text"], state["step"], state["only"], state["deep"][2]) == ("x@rank0", 5, {"r0": 0, "r1": 1}, "same")
+    assert [view.per_rank("rng", rank) for rank in range(2)] == [[1, 0], [1, 1]]
+    assert view.per_rank("deep.1.x", 1) == 1
+
+
+def test_several_sets(tmp_path):
+    for rank in range(2):
+        torch.save({"a": rank}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        torch.save({"a": 7}, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    view = ckpt.open(str(tmp_path))
+    assert view.state()["optim"] == {"a": 7} and view.per_rank("model.a", 1) == 1
+
+
+def test_which_names_make_a_set():
+    two = ["m_rank0.pt", "m_rank1.pt"]
+    assert rank_sets([*two, "config.json"]) == {"m": {0: "m_rank0.pt", 1: "m_rank1.pt"}}
+    for names in (["m_rank0.pt"], ["m_rank0.pt", "m_rank2.pt"], [*two, "other.pt"], [*two, "n_rank0.pt"], ["rank0.pt", "rank00.pt"], []):
+        assert rank_sets(names) == {}
+
+
+def test_files_of_different_saves(tmp_path):
+    source = FIXTURES / "fsdp/fsdp1_local_orig0"
+    for rank in range(2):
+        shutil.copy(source / "local_rank0.pt", tmp_path / f"local_rank{rank}.pt")  # twice the same half
+    with pytest.raises(CkptError, match="stored parts of tensor"):
+        ckpt.open(str(tmp_path))["model._flat_param"].read()
+    data = (source / "local_rank1.pt").read_bytes()
+    (tmp_path / "local_rank1.pt").write_bytes(data.replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
+    with pytest.raises(CorruptError, match="on one rank"):
+        open_catalog(str(tmp_path))
