@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from types import TracebackType
@@ -160,10 +160,13 @@ class Checkpointer:
 
     # ---- saving
 
-    def step(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
+    def step(
+        self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
+    ) -> bool:
         """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
 
-        ``metrics`` are kept with the checkpoint, for ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
+        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
+        ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
 
         Raises:
             CkptError: an earlier save failed; what :func:`ckpt.save_async` raises.
@@ -176,7 +179,7 @@ class Checkpointer:
                 self._take()
             return False
         log.info("step %d is saved: %s", n, reason)
-        self.save(n, state, metrics=metrics)
+        self.save(n, state() if callable(state) else state, metrics=metrics)
         if self._preemption.noticed.is_set() or (self._notices is not None and self._notices.asked.is_set()):
             self._answered = True
             self.wait()

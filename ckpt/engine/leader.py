@@ -63,15 +63,24 @@ class Leader:
             ConsistencyError, CoverageError: they do not.
             StorageError: nothing can be written here.
         """
-        self.backend.prepare()
-        self.previous = read_record(self.backend)
         self._check_options(rows)
-        self.tables = self._tables(rows)
+        id = self.start(self._tables(rows))
         self.state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         for rank, row in rows.items():
             if "own" in row:
                 self.values[self.call.group.ranks.index(rank)] = json.loads(self.call.fetch(row["values"]))
-        return {"id": new_id(after=self.previous)}
+        return {"id": id}
+
+    def start(self, tables: Tables) -> str:
+        """Make ready to save these tensors; the id of the save.
+
+        Raises:
+            StorageError: nothing can be written here.
+        """
+        self.backend.prepare()
+        self.previous = read_record(self.backend)
+        self.tables = tables
+        return new_id(after=self.previous)
 
     def _check_options(self, rows: Mapping[int, Row]) -> None:
         by_options = grouped(rows, "options")

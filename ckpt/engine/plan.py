@@ -7,7 +7,7 @@ that the plan depends on is the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.placements import Placements
@@ -120,25 +120,32 @@ class _Key:
 def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
     shared, own = split_own(key)
     owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
-    infos = {t.name: t for t in key.infos}
+    sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
+    replicated = [(name, held) for name, o in owned.items() if o.replicas > 1 and (held := _replicated(o, rank))]
+    plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
+    plan = replace(plan, key=key, shared=shared.to_bytes(), own=own.to_bytes())
+    return replace(plan, sends=sends, receives=receives, replicated=replicated)
+
+
+def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int, position: int, codec: str | None) -> RankPlan:
+    """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
     chunks = chunks_of(owned, rank)
-    specs = specs_of(chunks, infos)
+    specs = specs_of(chunks, {t.name: t for t in infos})
     groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
     files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
-    sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
     return RankPlan(
-        key=key,
-        shared=shared.to_bytes(),
-        own=own.to_bytes(),
+        key=_Key(tuple(infos), {}, frozenset(), ()),
+        shared=b"",
+        own=b"",
         owned=owned,
         chunks=chunks,
         files=files,
         specs=specs,
         groups=groups,
         batches=[_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)],
-        sends=sends,
-        receives=receives,
-        replicated=[(name, held) for name, o in owned.items() if o.replicas > 1 and (held := _replicated(o, rank))],
+        sends=[],
+        receives=[],
+        replicated=[],
     )
 
 

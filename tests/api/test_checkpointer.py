@@ -196,3 +196,15 @@ def test_a_step_with_nothing_due_is_cheap(tmp_path: Path) -> None:
         for n in range(2, 1002):
             c.step(n, state)
         assert (time.process_time() - began) / 1000 < 150e-6  # some 10 µs on an idle machine
+
+
+def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
+    made = []
+
+    def state() -> dict[str, Any]:
+        made.append(None)
+        return {"n": len(made)}
+
+    with ckpt.Checkpointer(str(tmp_path), save=AtSteps((3,))) as c:
+        assert [c.step(n, state) for n in range(1, 5)] == [False, False, True, False]
+    assert len(made) == 1 and ckpt.open(c.url(3)).state() == {"n": 1}

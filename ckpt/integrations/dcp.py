@@ -1,0 +1,208 @@
+"""PyTorch Distributed Checkpoint with ckpt's format, engine and storage.
+
+>>> dcp.save(state_dict, storage_writer=Writer("runs/a/step-100"))  # doctest: +SKIP
+>>> dcp.load(state_dict, storage_reader=Reader("runs/a/step-100"))  # doctest: +SKIP
+
+DCP plans and moves its plans between ranks as ever; the bytes go through ckpt. What is written is a native checkpoint, committed in one
+step, and has no pickle: values that are not tensors must be plain (docs/format.md §8). DCP raises what goes wrong as
+``CheckpointException``, with our errors inside. Source of the interfaces: ``torch.distributed.checkpoint.storage`` and ``planner``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt import settings, tree
+from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
+from ckpt.dtypes import dtype as dtype_named
+from ckpt.engine.coded import CodedWriter
+from ckpt.engine.leader import Leader, Tables
+from ckpt.engine.plan import plan_given
+from ckpt.engine.sources import Source
+from ckpt.engine.writer import Alive, RankWriter
+from ckpt.errors import LayoutError, StateError, UsageError
+from ckpt.formats.native.codecs import CODECS
+from ckpt.geometry import Box
+from ckpt.group import Group, Row
+from ckpt.io_backends.registry import open_backend
+from ckpt.plan.given import Assigned, Given, assigned
+from ckpt.plan.tables import Joined
+from ckpt.spans import Spans
+
+from .dcp_reader import Reader
+
+__all__ = ["Reader", "Writer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What the coordinator tells a rank: the id of the save, and what the checkpoint knows the rank by."""
+
+    id: str
+    position: int
+
+
+class Writer(StorageWriter):
+    """A ``StorageWriter`` that writes a ckpt checkpoint. For ``dcp.save`` and ``dcp.async_save``, one save at a time.
+
+    The planner must not cache plans (``enable_plan_caching``): an old plan would name the files of an old save.
+
+    Args:
+        url: path or URL of the checkpoint; by default the ``checkpoint_id`` that DCP is given.
+        codec: as for :func:`ckpt.save`.
+        threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
+    """
+
+    def __init__(self, url: str | None = None, *, codec: Literal["zstd", "planes-zstd"] | None = None, threads: int | None = None) -> None:
+        if codec is not None and codec not in CODECS:
+            raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+        self.checkpoint_id = url
+        self.codec = codec
+        self.threads = settings.threads(threads)
+        self._leader: Leader | None = None
+        self._id = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = os.fspath(checkpoint_id)
+
+    @property
+    def url(self) -> str:
+        if self.checkpoint_id is None:
+            raise UsageError("where to save is not said", hint="Writer(url), or checkpoint_id= for dcp.save")
+        return self.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    # ---- planning
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  DCP's
+        if kwargs.get("use_collectives") is False:
+            raise UsageError("use_collectives=False makes a checkpoint of each rank", hint="leave it out")
+        self._leader = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        _refuse_cached([plan])
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: everything will be there, once; nothing is written if not."""
+        _refuse_cached(plans)
+        found = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
+        found.check()
+        group = Group(0, tuple(range(len(plans))))
+        self._leader = Leader(group.call("save", self.url, settings.timeout(None)), open_backend(self.url), [], merge=False)
+        joined = Joined(tensors=dict(found.tensors), owned=dict(found.owned), aliases={})
+        self._id = self._leader.start(Tables((), joined, {}))
+        return [replace(plan, storage_data=_Place(id=self._id, position=i)) for i, plan in enumerate(plans)]
+
+    # ---- writing
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        place: _Place = plan.storage_data
+        values = {item.index.fqn: _node(item, planner) for item in plan.items if item.type is WriteItemType.BYTE_IO}
+        mine = assigned(_given(plan.items, place.position))
+        row = self._write(place, mine, _memory(mine, plan.items, planner))
+        done: Future[list[WriteResult]] = Future()
+        nbytes = sum(size for _, size, _, _ in row["files"])
+        done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=nbytes, storage_data=(place.position, row, values))])
+        return done
+
+    def _write(self, place: _Place, mine: Assigned, tensors: Mapping[str, LocalTensor]) -> Row:
+        ranked = plan_given(list(mine.tensors.values()), mine.owned, rank=place.position, position=place.position, codec=self.codec)
+        writer = (RankWriter if self.codec is None else CodedWriter)(
+            backend=open_backend(self.url),
+            plan=ranked,
+            source=Source(ranked, tensors),
+            id=place.id,
+            position=place.position,
+            threads=self.threads,
+            alive=Alive(beat=lambda: None, during=lambda work, seconds: work()),
+            spans=Spans(on=False),
+        )
+        if isinstance(writer, CodedWriter) and self.codec is not None:
+            writer.codec = self.codec
+        row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
+        if isinstance(writer, CodedWriter):
+            row["coded"] = writer.coded
+        return row
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: index and commit."""
+        assert self._leader is not None
+        rows: dict[int, Row] = {}
+        values: dict[str, tree.Node] = {}
+        for position, row, nodes in (result.storage_data for of_rank in results for result in of_rank):
+            rows[position] = row
+            values |= nodes
+        self._leader.state = _state(metadata, values)
+        self._leader.commit(self._id, rows)
+        self._leader.remove_older(self._id)
+
+
+def _refuse_cached(plans: Iterable[SavePlan]) -> None:
+    if not all(plan.usable for plan in plans):
+        raise UsageError(
+            "cached plans cannot be used: they name the files of an older save", hint="DefaultSavePlanner() without plan caching"
+        )
+
+
+def _given(items: Sequence[WriteItem], position: int) -> Iterable[Given]:
+    for item in items:
+        data = item.tensor_data
+        if data is not None:
+            kind = dtype_named(str(data.properties.dtype).removeprefix("torch."))
+            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            yield Given(name=item.index.fqn, dtype=kind, shape=tuple(data.size), box=box, owner=position)
+
+
+def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
+    """This rank's tensors, with the memory of its boxes."""
+    found = {name: LocalTensor(info, [], name) for name, info in mine.tensors.items()}
+    for item in items:
+        if item.tensor_data is None:
+            continue
+        name, chunk = item.index.fqn, item.tensor_data.chunk
+        memory = planner.resolve_data(item)
+        if not isinstance(memory, torch.Tensor) or memory.shape != chunk.sizes or dtype_of(memory, name) != mine.tensors[name].dtype:
+            raise LayoutError("the planner gives other data than it has planned", where=f"tensor {name}")
+        found[name].parts.append(Held(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
+    return found
+
+
+def _node(item: WriteItem, planner: SavePlanner) -> tree.Node:
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is None:
+        raise UsageError(f"{type(planner).__name__} has no lookup_object", hint="derive the planner from DefaultSavePlanner")
+    return tree.encode(look_up(item.index), item.index.fqn, _refuse_tensor)
+
+
+def _refuse_tensor(value: object, path: str) -> tree.Node:
+    if isinstance(value, torch.Tensor):
+        raise StateError("DCP does not find the tensors in a tuple", where=path, hint="use a list or a dict")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    node: tree.Node
+
+
+def _state(metadata: Metadata, values: Mapping[str, tree.Node]) -> tree.Node:
+    """The node of the whole state: nested as it was before the planner flattened it."""
+    flat: dict[str, Any] = {name: _Leaf({"$tensor": name}) for name in metadata.state_dict_metadata if name not in values}
+    flat |= {name: None if node is None else _Leaf(node) for name, node in values.items()}
+    nested = unflatten_state_dict(flat, metadata.planner_data) if metadata.planner_data else flat
+    return tree.encode(nested, "", lambda value, path: value.node if isinstance(value, _Leaf) else None)

@@ -1,0 +1,108 @@
+"""Lightning with ckpt's checkpoints.
+
+>>> trainer = Trainer(plugins=[CkptIO()])  # doctest: +SKIP
+>>> trainer.fit(model, ckpt_path="runs/a/last.ckpt")  # doctest: +SKIP
+
+Lightning collects the dict and says where it goes; the file ``last.ckpt`` becomes a directory that holds a ckpt checkpoint. Source of the
+interface: ``lightning.fabric.plugins.io.checkpoint_io``, 2.6.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ckpt import settings
+from ckpt.engine.background import SaveHandle, start_save
+from ckpt.engine.save import SaveOptions, save_state
+from ckpt.errors import UsageError
+from ckpt.formats.native.codecs import CODECS
+from ckpt.formats.native.writer import remove_checkpoint
+from ckpt.group import Group
+from ckpt.io_backends.registry import open_backend
+
+from .needs import needed
+from .reading import read_state
+
+with needed("lightning", "lightning"):
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+
+class CkptIO(CheckpointIO):
+    """A ``CheckpointIO`` for strategies that hold the whole state on each rank: one device, DDP. Values that are not tensors must be plain.
+
+    Strategies for sharded models (FSDP, ``ModelParallelStrategy``) write by themselves and do not use it: call :func:`ckpt.save` there.
+
+    Args:
+        background: save in the background, from a copy that is made in the call; an error is raised by the next save or at the end.
+        codec, threads: as for :func:`ckpt.save`.
+    """
+
+    def __init__(
+        self, *, background: bool = False, codec: Literal["zstd", "planes-zstd"] | None = None, threads: int | None = None
+    ) -> None:
+        if codec is not None and codec not in CODECS:
+            raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+        self.background = background
+        self._options = SaveOptions(
+            layout=None,
+            timeout=settings.timeout(None),
+            check_replicas=False,
+            threads=settings.threads(threads),
+            merge=False,
+            codec=codec,
+            spans=settings.spans(),
+        )
+        self._group = Group(0, (0,))
+        """Lightning calls this on one rank, whatever the size of the job."""
+        self._handle: SaveHandle | None = None
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise UsageError("storage_options are not used", hint="docs/environment.md says how storage is set up")
+        self.wait()
+        if self.background:
+            self._handle = start_save(os.fspath(path), dict(checkpoint), self._group, self._options, "eager")
+        else:
+            save_state(os.fspath(path), dict(checkpoint), self._group, self._options)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+        weights_only: bool | None = None,  # noqa: FBT001  Lightning's
+    ) -> dict[str, Any]:
+        """The dict that was saved. ``weights_only`` makes no difference: nothing is ever unpickled."""
+        if not isinstance(map_location, str | torch.device | None):
+            raise UsageError(f"map_location must be a device, not {type(map_location).__name__}")
+        self.wait()
+        found: dict[str, Any] = read_state(os.fspath(path))
+        if map_location is None:
+            return found
+        moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(map_location), found)
+        return moved
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self.wait()
+        remove_checkpoint(open_backend(os.fspath(path)))
+        for folder, _, _ in os.walk(path, topdown=False):  # a path that is still there is not used again by Lightning
+            with suppress(OSError):
+                os.rmdir(folder)
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CkptError: it failed.
+        """
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.result()
+
+    def teardown(self) -> None:
+        self.wait()

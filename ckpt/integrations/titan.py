@@ -1,0 +1,185 @@
+"""A checkpoint manager with the methods that torchtitan's trainer calls, for training loops written after it. Needs no torchtitan.
+
+>>> checkpointer = CheckpointManager(  # doctest: +SKIP
+...     Config(folder="checkpoint", interval=500),
+...     dataloader=loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers, states={"train_state": state},
+... )
+>>> checkpointer.load()  # doctest: +SKIP
+>>> checkpointer.save(step)  # each step; it saves if it is time to  # doctest: +SKIP
+
+For torchtitan itself: :mod:`ckpt.integrations.torchtitan`. Source of the interface: ``torchtitan/components/checkpointer``, 0.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ckpt.adapters.per_rank import PerRank
+from ckpt.api import load as load_checkpoint
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import UsageError
+from ckpt.io_backends.registry import join_url
+from ckpt.policies import All, EverySteps, Latest
+
+MODEL = "model"
+
+
+class Settings(Protocol):
+    """What is read of a configuration: fields of :class:`Config`, or of torchtitan's own, which have the same names."""
+
+    folder: str
+    interval: int
+    keep_latest_k: int
+    load_only: bool
+    enable_first_step_checkpoint: bool
+    exclude_from_loading: list[str]
+    initial_load_path: str | None
+    initial_load_model_only: bool
+    last_save_model_only: bool
+    export_dtype: Any
+
+
+@dataclass(kw_only=True)
+class Config:
+    """``folder`` is a path or URL below ``base_folder``; ``interval`` in steps; ``keep_latest_k`` 0 keeps all checkpoints. ``async_mode``
+    ``"async"`` saves in the background. ``exclude_from_loading``: names of states that a load leaves alone. ``initial_load_path`` is loaded
+    when the folder has no checkpoint. With ``last_save_model_only`` the last step's checkpoint has the model alone, in ``export_dtype``."""
+
+    folder: str = "checkpoint"
+    interval: int = 500
+    keep_latest_k: int = 10
+    load_only: bool = False
+    enable_first_step_checkpoint: bool = False
+    exclude_from_loading: list[str] = field(default_factory=list)
+    initial_load_path: str | None = None
+    initial_load_model_only: bool = True
+    last_save_model_only: bool = True
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    async_mode: Literal["disabled", "async"] = "async"
+    codec: Literal["zstd", "planes-zstd"] | None = None
+
+
+class CheckpointManager:
+    """Saves and loads what a torchtitan-like trainer has.
+
+    Args:
+        config: :class:`Config`, or an object with the same fields.
+        dataloader, optimizers, lr_schedulers: torch's own, or anything with ``state_dict`` and ``load_state_dict``. A value that differs
+            between ranks needs a key that names the rank, as torchtitan's data loader has it, or ``ckpt.PerRank`` around the object.
+        model_parts: the model, or this rank's stages of it: then their names do not collide, and ``optimizers`` is a container whose
+            state goes by names, as torchtitan's does.
+        states: further objects with a state, by name.
+        base_folder: what ``config.folder`` is relative to.
+    """
+
+    def __init__(
+        self,
+        config: Settings,
+        *,
+        dataloader: Any,
+        model_parts: Sequence[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: Mapping[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        if getattr(config, "last_save_in_hf", False) or getattr(config, "initial_load_in_hf", False):
+            raise UsageError("Hugging Face files are not read or written here", hint="leave last_save_in_hf and initial_load_in_hf out")
+        self.config = config
+        self.background = getattr(config, "async_mode", "async") != "disabled"
+        self.model_parts = list(model_parts)
+        parts = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
+        self.states = {name: _as_stateful(value) for name, value in parts.items() if value is not None}
+        keep = Latest(config.keep_latest_k) if config.keep_latest_k else All()
+        self.folder = join_url(base_folder, config.folder) if base_folder else config.folder
+        self.checkpointer = Checkpointer(self.folder, save=EverySteps(config.interval), keep=keep, codec=getattr(config, "codec", None))
+
+    def state(self) -> dict[str, Any]:
+        """The state as ``ckpt.load`` takes it: ``model`` is the model, or has the tensors of all parts under the names that these give."""
+        parts = self.model_parts
+        return {MODEL: parts[0] if len(parts) == 1 else self._tensors(), **self.states}
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: value for part in self.model_parts for name, value in part.state_dict().items()}
+
+    def load(self, step: int = -1) -> bool:
+        """Load the newest checkpoint, or that of ``step``; else what ``initial_load_path`` says. Whether anything was loaded.
+
+        Raises:
+            NotFoundError: there is no checkpoint of ``step``.
+            CkptError: as :meth:`ckpt.Checkpointer.restore`.
+        """
+        state = self.state()
+        path = self.config.initial_load_path
+        found = self.checkpointer.latest if step == -1 else step
+        if found is None and path is None:
+            return False
+        model_only = self.config.initial_load_model_only if found is None else found == 0
+        only = self._wanted(state, model_only=model_only)
+        if found is None:
+            assert path is not None
+            load_checkpoint(path, state, only=only)
+        else:
+            self.checkpointer.restore(state, step=None if step == -1 and found else found, only=only)
+        return True
+
+    def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:
+        """What to load, as globs; None for everything."""
+        names = [MODEL] if model_only else [name for name in state if name not in self.config.exclude_from_loading]
+        return None if len(names) == len(state) else [name if isinstance(state[name], PerRank) else f"{name}.*" for name in names]
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001  torchtitan's
+        """Save if it is time to; whether it was.
+
+        Raises:
+            CkptError: an earlier save failed; what :func:`ckpt.save_async` raises.
+        """
+        first = curr_step == 1 and self.config.enable_first_step_checkpoint
+        if self.config.load_only or not (first or last_step or curr_step % self.config.interval == 0):
+            return False
+        state = self.state()
+        if last_step and self.config.last_save_model_only:
+            dtype = self.config.export_dtype
+            state = {MODEL: {name: _exported(t, getattr(torch, dtype)) for name, t in self._tensors().items()}}
+        self.checkpointer.save(curr_step, state)
+        if last_step or not self.background:
+            self.checkpointer.wait()
+        return True
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until the state may change. An optimizer's step does it by itself."""
+        if self.checkpointer.handle is not None:
+            self.checkpointer.handle.fence()
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            CkptError: it failed.
+        """
+        self.checkpointer.wait()
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+class _Stateful:
+    """A container that is an Optimizer by class only: its state is what its own ``state_dict`` says."""
+
+    def __init__(self, value: Any) -> None:
+        self.state_dict = value.state_dict
+        self.load_state_dict = value.load_state_dict
+
+
+def _as_stateful(value: Any) -> Any:
+    own = isinstance(value, torch.optim.Optimizer) and type(value).state_dict is not torch.optim.Optimizer.state_dict
+    return _Stateful(value) if own else value
+
+
+def _exported(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,0 +1,201 @@
+"""Hugging Face ``Trainer`` with ckpt's checkpoints.
+
+>>> use(trainer, "runs/a")  # doctest: +SKIP
+>>> trainer.train()  # goes on from the newest checkpoint in runs/a, if there is one  # doctest: +SKIP
+
+The Trainer decides when to save, by its own arguments; what it writes then goes to ``runs/a/step-…``, in the background. Source of the
+methods that are replaced on the trainer, and of what has to be restored when: ``transformers/trainer.py``, 5.23.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.adapters.per_rank import PerRank
+from ckpt.api import open as open_view
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import StateError, UsageError
+from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
+
+from .needs import needed
+
+with needed("transformers", "transformers"):
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState
+
+_REPLACED = ("train", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
+
+
+class CheckpointCallback(TrainerCallback):
+    """What :func:`use` gives a trainer: it saves by ``save``, and holds what the trainer's own methods are replaced by."""
+
+    def __init__(self, trainer: Trainer, root: str, save: SavePolicy | None, options: Mapping[str, Any]) -> None:
+        self.trainer = trainer
+        self.root = root
+        self.policy = save
+        self.options = dict(options)
+        self.checkpointer: Checkpointer | None = None
+        """While the trainer trains."""
+        self._folder: str | None = None
+        self._step: int | None = None
+        self._saved: int | None = None
+        self._rng: Any = None
+        self._own = {name: getattr(trainer, name) for name in _REPLACED}
+        for name in _REPLACED:
+            setattr(trainer, name, getattr(self, name.removeprefix("_")))
+
+    # ---- what there is to save
+
+    def state(self) -> dict[str, Any]:
+        """The state as ``ckpt.load`` takes it: ``model``, ``optimizer``, ``scheduler``, ``rng``, with mixed precision ``scaler``; on the
+        first rank ``trainer``, the trainer's own state as JSON."""
+        trainer = self.trainer
+        found: dict[str, Any] = {
+            "model": trainer.model,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "rng": PerRank(_rng_state(), reshard=lambda values, rank, world: values[rank % len(values)]),
+        }
+        if trainer.accelerator.scaler is not None:
+            found["scaler"] = trainer.accelerator.scaler
+        if trainer.args.process_index == 0:
+            found["trainer"] = self._trainer_state()
+        return found
+
+    def _trainer_state(self) -> str:
+        trainer = self.trainer
+        callbacks: dict[str, list[Any]] = {}
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+        return json.dumps(dataclasses.asdict(trainer.state) | {"stateful_callbacks": callbacks})
+
+    # ---- saving
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.checkpointer is not None
+        if self.policy is not None and self.checkpointer.step(state.global_step, self.state):
+            self._saved = state.global_step
+        if self.checkpointer.preempted:
+            control.should_training_stop = True
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """In place of ``Trainer._save_checkpoint``."""
+        assert self.checkpointer is not None
+        step = self.trainer.state.global_step
+        if self._saved == step:
+            return
+        self.trainer.store_flos()
+        logged = {k: v for entry in self.trainer.state.log_history if entry.get("step") == step for k, v in entry.items()}
+        metrics = {k: float(v) for k, v in logged.items() if k not in ("step", "epoch") and isinstance(v, int | float)}
+        self.checkpointer.save(step, self.state(), metrics=metrics)
+        self._saved = step
+
+    # ---- going on
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """In place of ``Trainer.train``. A path goes to the trainer as it is; ``False`` starts from the beginning."""
+        _check(self.trainer)
+        options = self.options if self.policy is None else {"save": self.policy, **self.options}
+        with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
+            self._saved = None
+            self._step = self.checkpointer.latest if resume_from_checkpoint in (None, True) else None
+            self._folder = folder if self._step is not None else None
+            if self._step is not None:
+                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.url_of(self._step)))
+            given = self._folder or resume_from_checkpoint or None
+            return self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
+
+    def load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """In place of ``Trainer._load_from_checkpoint``: the model is loaded with the optimizer, when both are where they will be."""
+        if checkpoint != self._folder:
+            self._own["_load_from_checkpoint"](checkpoint, *args, **kwargs)
+
+    def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """In place of ``Trainer._load_optimizer_and_scheduler``."""
+        if checkpoint is None or checkpoint != self._folder:
+            self._own["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        assert self.checkpointer is not None
+        state = self.state()
+        self.checkpointer.restore(state, step=self._step)
+        self._rng = state["rng"].value
+
+    def load_rng_state(self, checkpoint: str | None) -> None:
+        """In place of ``Trainer._load_rng_state``, which comes when the batches that were seen have been passed over."""
+        if checkpoint is None or checkpoint != self._folder:
+            self._own["_load_rng_state"](checkpoint)
+        else:
+            _set_rng_state(self._rng)
+
+
+def use(
+    trainer: Trainer, root: str, *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any
+) -> CheckpointCallback:
+    """Make a trainer save to ``root`` and go on from there.
+
+    ``trainer.train()`` then continues from the newest checkpoint: model, optimizer, scheduler, gradient scaler, random number generators,
+    step, epoch, position in the data, logs, stateful callbacks. It saves when the trainer's arguments say so (``save_strategy``,
+    ``save_steps``), and what was logged at that step becomes the metrics of the checkpoint. Works on one process, with DDP and with FSDP2.
+
+    Args:
+        root: path or URL of the run.
+        save: further times to save (docs/policies.md), such as ``OnPreemption()``: when the signal has come, training stops after the save.
+        keep: what stays; by default ``save_total_limit`` of the trainer's arguments, or everything.
+        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``capture``...
+
+    Raises:
+        UsageError: the trainer uses something that this does not go with; ``train`` raises it.
+    """
+    limit = trainer.args.save_total_limit
+    options["keep"] = keep if keep is not None else Latest(limit) if limit else All()
+    made = CheckpointCallback(trainer, root, save, options)
+    trainer.add_callback(made)
+    return made
+
+
+def _trainer_state_of(url: str) -> str:
+    found = open_view(url).state().get("trainer")
+    if not isinstance(found, str):
+        raise StateError(
+            "this checkpoint was not saved by a Trainer", where=url, hint="ckpt.load(url, {'model': model}) loads a model alone"
+        )
+    return found
+
+
+def _check(trainer: Trainer) -> None:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    problems = {
+        "DeepSpeed, which has an engine of its own": trainer.is_deepspeed_enabled,
+        "FSDP version 1: set fsdp_version to 2": trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2,
+        "load_best_model_at_end: use keep=Best(...), and ckpt.load after training": trainer.args.load_best_model_at_end,
+        "save_only_model: ckpt.load(url, state, only='model.*') loads the model alone": trainer.args.save_only_model,
+    }
+    for what, is_so in problems.items():
+        if is_so:
+            raise UsageError(f"ckpt.integrations.transformers does not go with {what}")
+
+
+def _rng_state() -> dict[str, Any]:
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

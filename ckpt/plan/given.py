@@ -1,0 +1,117 @@
+"""Stored grids for boxes that somebody else assigned to ranks, such as the planner of another library. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt.dtypes import DType
+from ckpt.errors import ConsistencyError, CoverageError
+from ckpt.geometry import Box, IntArray, cells, find_fault
+from ckpt.layout import TensorLayout
+
+from . import ownership
+from .ownership import Global, Owned
+from .parts import caps, refine
+
+_NOWHERE = TensorLayout.replicated((0,))
+"""Where the boxes came from does not matter any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """A box of the tensor ``name``, whose global ``shape`` counts elements of ``dtype``; ``owner`` writes it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box
+    owner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """Tensors by name, and how each is stored."""
+
+    tensors: Mapping[str, Global] = field(default_factory=dict)
+    owned: Mapping[str, Owned] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise unless the boxes tile every tensor.
+
+        Raises:
+            CoverageError: there is a hole or an overlap.
+        """
+        tiled: set[tuple[int, tuple[int, ...]]] = set()
+        for name, t in self.tensors.items():
+            owned = self.owned.get(name)
+            key = (id(owned), t.shape)
+            if key in tiled or (owned is not None and owned.boxes is None):
+                continue
+            offsets, shapes = owned.boxes if owned is not None and owned.boxes is not None else cells([(0,) for _ in t.shape])
+            fault = find_fault(t.shape, offsets, shapes)
+            if fault is not None:
+                raise CoverageError(f"{fault.box} would be stored {fault.times} times", where=f"tensor {name}")
+            tiled.add(key)
+
+
+def assigned(given: Iterable[Given]) -> Assigned:
+    """How the boxes are stored: cut to the size of chunks, and numbered by their offsets.
+
+    The chunks of one owner come in the same order whether the boxes of the others are given too or not: so a rank can lay out its files
+    from its own boxes. Empty boxes are left out; an empty tensor is one chunk, of whoever has the box at its start.
+
+    Raises:
+        ConsistencyError: the boxes of one tensor do not agree about its shape or dtype.
+    """
+    tensors: dict[str, Global] = {}
+    boxes: dict[str, list[tuple[Box, int]]] = {}
+    for g in given:
+        t = Global(g.name, g.dtype, g.shape, _NOWHERE)
+        if tensors.setdefault(g.name, t) != t:
+            told = " and ".join(f"{x.dtype.name} {list(x.shape)}" for x in (tensors[g.name], t))
+            raise ConsistencyError(f"ranks give it different dtypes or shapes: {told}", where=f"tensor {g.name}")
+        if g.box.numel or (t.nbytes == 0 and not any(g.box.offset) and g.name not in boxes):
+            boxes.setdefault(g.name, []).append((g.box, g.owner))
+    alike: dict[object, Owned] = {}
+    owned = {}
+    for name, held in boxes.items():
+        t = tensors[name]
+        key = (t.shape, t.dtype.itemsize, tuple(held))
+        if key not in alike:
+            alike[key] = _owned(t.shape, t.dtype.itemsize, held)
+        owned[name] = alike[key]
+    return Assigned(tensors=tensors, owned=owned)
+
+
+def _owned(shape: tuple[int, ...], itemsize: int, held: Sequence[tuple[Box, int]]) -> Owned:
+    cut = [_cut(box, itemsize) for box, _ in held]
+    at, sizes = (np.concatenate(column) for column in zip(*cut, strict=True))
+    cell = np.repeat(np.arange(len(cut), dtype=np.int64), [len(a) for a, _ in cut])
+    order = np.lexsort(at.T[::-1]) if shape else np.arange(len(at))
+    at, sizes, cell = at[order], sizes[order], cell[order]
+    holders = np.array([[owner] for _, owner in held], dtype=np.int64)
+    cuts = _cuts(shape, at, sizes)
+    return Owned(cuts=cuts, boxes=None if cuts is not None else (at, sizes), owners=holders[cell, 0], cell=cell, cell_holders=holders)
+
+
+def _cut(box: Box, itemsize: int) -> tuple[IntArray, IntArray]:
+    if not box.numel:
+        return np.array([box.offset], dtype=np.int64), np.array([box.shape], dtype=np.int64)
+    most = caps(box.shape, itemsize, ownership.MAX_CHUNK)
+    at, sizes = cells([refine((0, n), 1, cap)[0] for n, cap in zip(box.shape, most, strict=True)])
+    return at + np.array(box.offset, dtype=np.int64), sizes
+
+
+def _cuts(shape: tuple[int, ...], at: IntArray, sizes: IntArray) -> tuple[tuple[int, ...], ...] | None:
+    """The boundaries along each dimension, if the boxes are the cells of a regular grid: that is stored in far less space."""
+    if math.prod(shape) == 0:
+        return tuple((0, n) for n in shape)
+    cuts = tuple((*np.unique(at[:, dim]).tolist(), size) for dim, size in enumerate(shape))
+    if math.prod(len(c) - 1 for c in cuts) != len(at):
+        return None
+    offsets, shapes = cells(cuts)
+    return cuts if np.array_equal(offsets, at) and np.array_equal(shapes, sizes) else None

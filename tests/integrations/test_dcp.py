@@ -1,0 +1,217 @@
+"""``dcp.save`` and ``dcp.load`` through ckpt: what is there afterwards is what torch itself gathers, bit for bit, on any ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckpt
+from ckpt.engine.verify import verify
+from ckpt.formats.registry import open_catalog
+from ckpt.integrations.dcp import Reader, Writer
+from ckpt.plan import ownership
+from tests.distributed.models import fsdp, mesh_of, trained, whole_model
+from tests.distributed.ranks import Ranks
+
+Full = dict[str, torch.Tensor]
+
+
+def flat(value: Any, path: str = "") -> Full:
+    """All tensors of nested dicts, whole, by the names that DCP gives them."""
+    if isinstance(value, torch.Tensor):
+        return {path: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()}
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {n: t for key, child in children for n, t in flat(child, f"{path}.{key}" if path else str(key)).items()}
+
+
+def same(a: Full, b: Full) -> None:
+    assert a.keys() == b.keys()
+    assert [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])] == []
+
+
+def made(seed: int, steps: int) -> tuple[Any, dict[str, Any]]:
+    which = trained(fsdp(whole_model(seed), mesh_of(dp=dist.get_world_size()))).steps(steps)
+    model, optimizer = get_state_dict(which.model, which.optimizer)
+    return which, {"model": model, "optim": optimizer, "step": steps, "note": {"list": [1, 2.5, "a"], "pair": (1, None)}}
+
+
+def save(path: str, codec: Any = None) -> Full:
+    _, state = made(1, 2)
+    dcp.save(state, storage_writer=Writer(path, codec=codec))
+    return flat(state)
+
+
+def save_async(path: str) -> Full:
+    which, state = made(1, 2)
+    before = flat(state)
+    future = dcp.async_save(state, storage_writer=Writer(path), process_group=dist.new_group())
+    which.steps(2)  # what is saved is the state at the time of the call
+    future.result()
+    return before
+
+
+def load(path: str) -> tuple[Full, Any]:
+    which, state = made(2, 1)
+    state["step"], state["note"] = 0, {"list": [], "pair": None}
+    dcp.load(state, storage_reader=Reader(path))
+    set_state_dict(which.model, which.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    model, optimizer = get_state_dict(which.model, which.optimizer)
+    return flat({"model": model, "optim": optimizer}), (state["step"], state["note"], state["optim"]["param_groups"])
+
+
+def load_natively(path: str) -> Full:
+    _, state = made(2, 1)
+    ckpt.load(path, state)
+    return flat(state)
+
+
+def save_natively(path: str) -> Full:
+    _, state = made(1, 2)
+    ckpt.save(path, state)
+    return flat(state)
+
+
+def in_one_process(path: str) -> Full:
+    view = ckpt.open(path)
+    return {name: view[name].read() for name in view}
+
+
+@pytest.mark.parametrize("write", [save, save_async], ids=["save", "async_save"])
+def test_saved_on_two_ranks_loaded_on_three(ranks: Ranks, tmp_path: Path, write: Any) -> None:
+    url = str(tmp_path / "c")
+    expected = ranks.run(2, write, url)[0]
+    assert verify(url).ok
+    same(in_one_process(url), expected)
+    state = ckpt.open(url).state()
+    assert (state["step"], state["note"]) == (2, {"list": [1, 2.5, "a"], "pair": (1, None)})
+    for found, values in ranks.run(3, load, url):
+        same(found, expected)
+        assert values[:2] == (2, {"list": [1, 2.5, "a"], "pair": (1, None)})
+        assert [g["weight_decay"] for g in values[2]] == [0.1, 0.0]
+    same(ranks.run(1, load_natively, url)[0], expected)
+
+
+def test_dcp_loads_what_ckpt_saved(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "c")
+    expected = ranks.run(3, save_natively, url)[0]
+    for found, values in ranks.run(2, load, url):
+        same(found, expected)
+        assert values[0] == 2
+
+
+def test_saved_twice_to_one_url_with_a_codec(ranks: Ranks, tmp_path: Path) -> None:
+    """The second save replaces the first, whose files go."""
+    url = str(tmp_path / "c")
+    ranks.run(3, save, url)
+    expected = ranks.run(2, save, url, "planes-zstd")[0]
+    same(in_one_process(url), expected)
+    assert len(list((tmp_path / "c" / "data").iterdir())) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- one rank
+
+
+def odd_shapes(path: str) -> tuple[Full, Full]:
+    ownership.MAX_CHUNK = 64
+    state = {
+        "wide": torch.arange(210.0).reshape(3, 70),
+        "turned": torch.arange(60, dtype=torch.int16).reshape(6, 10).t(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "list": [torch.ones(2), {"inside": torch.tensor([True, False])}],
+        "complex": torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
+    }
+    dcp.save(state, storage_writer=Writer(path))
+    into = {n: torch.zeros_like(t) for n, t in state.items() if n != "list"} | {
+        "list": [torch.zeros(2), {"inside": torch.tensor([False, False])}]
+    }
+    dcp.load(into, storage_reader=Reader(path))
+    return flat(state), flat(into)
+
+
+def test_odd_shapes_in_small_chunks(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "c")
+    expected, found = ranks.run(1, odd_shapes, url)[0]
+    same(found, expected)
+    same(in_one_process(url), {n: t.resolve_conj().contiguous() for n, t in expected.items()})
+    assert len(open_catalog(url).tensors["wide"].grid) > 3
+
+
+class Forgets(DefaultSavePlanner):
+    """A planner that leaves out what the second rank should write, and does not notice."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [plans[0], replace(plans[1], items=[])], metadata
+
+
+def refused(path: str) -> list[str]:
+    """Each has to fail on both ranks, and leave nothing that counts as a checkpoint."""
+    tensor, mesh = torch.ones(4) * (1 + dist.get_rank()), mesh_of(dp=2)
+    attempts = [
+        lambda: dcp.save({"x": object()}, storage_writer=Writer(f"{path}/object")),
+        lambda: dcp.save({"x": (1, tensor)}, storage_writer=Writer(f"{path}/tuple")),
+        lambda: [
+            dcp.save({"x": tensor}, storage_writer=Writer(f"{path}/cached{i}"), planner=DefaultSavePlanner(enable_plan_caching=True))
+            for i in range(2)
+        ],
+        lambda: dcp.save(
+            {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=Writer(f"{path}/hole"), planner=Forgets()
+        ),
+        lambda: dcp.load({"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=Reader(f"{path}/cached0")),
+        lambda: dcp.load({"x": torch.zeros(4)}, storage_reader=Reader(f"{path}/nothing")),
+    ]
+    told = []
+    for attempt in attempts:
+        with pytest.raises(CheckpointException) as caught:
+            attempt()
+        told.append("; ".join(sorted({f"{type(error).__name__}: {error}"[:150] for error, _ in caught.value.failures.values()})))
+    dcp.load(into := {"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=Reader(f"{path}/cached0", cast=True))
+    return [*told, str(into["x"].tolist())]
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    expected = [
+        "StateError.*object",
+        "StateError.*tuple",
+        "UsageError.*cached",
+        "CoverageError.*2:4",
+        "ShapeError.*float64",
+        "no checkpoint",
+        r"\[1.0, 1.0, 1.0, 1.0\]",
+    ]
+    for told in ranks.run(2, refused, str(tmp_path)):
+        assert [text for text, pattern in zip(told, expected, strict=True) if not re.search(pattern, text)] == []
+    assert sorted(p.parent.name for p in tmp_path.glob("*/checkpoint.json")) == ["cached0"]
+
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py"
+
+
+def example(run: str, steps: int) -> float:
+    spec = importlib.util.spec_from_file_location("examples_dcp_storage", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(run, steps)
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    run, straight = str(tmp_path / "run"), str(tmp_path / "straight")
+    first = ranks.run(2, example, run, 20)[0]
+    second = ranks.run(1, example, run, 40)[0]
+    assert second < first / 2
+    assert second == pytest.approx(ranks.run(1, example, straight, 40)[0], rel=1e-3)
+    assert [(s.number, s.world_size) for s in ckpt.list_steps(run)] == [(20, 2), (40, 1)]

@@ -1,0 +1,172 @@
+"""The torchtitan-style manager, with torch's own optimizers and, where torchtitan is installed, as its trainer builds it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.integrations import titan
+from tests.distributed.models import Trained, fsdp, mesh_of, trained, whole_model
+from tests.distributed.ranks import Ranks
+from tests.integrations.test_dcp import Full, flat, same
+
+
+class Counter:
+    """A state of the trainer's own, as torchtitan's ``train_state``."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+class Loader(Counter):
+    """Each rank's position, under a key of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"rank_{dist.get_rank()}": self.step + 100 * dist.get_rank(), "world_size": dist.get_world_size()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state.get(f"rank_{dist.get_rank()}", 0) - 100 * dist.get_rank()
+
+
+class Job:
+    """A model in FSDP2, and all that a trainer gives the manager."""
+
+    def __init__(self, folder: str, seed: int, *, per_rank: bool = False, **options: Any) -> None:
+        self.which: Trained = trained(fsdp(whole_model(seed), mesh_of(dp=dist.get_world_size())))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.which.optimizer, 1, gamma=0.9)
+        self.counter, self.loader = Counter(), Loader()
+        self.manager = titan.CheckpointManager(
+            titan.Config(folder="checkpoint", **{"interval": 2, "keep_latest_k": 2} | options),
+            dataloader=ckpt.PerRank(self.loader) if per_rank else self.loader,
+            model_parts=[self.which.model],
+            optimizers=self.which.optimizer,
+            lr_schedulers=self.scheduler,
+            states={"train_state": self.counter},
+            base_folder=folder,
+        )
+
+    def train(self, last: int) -> list[bool]:
+        saved = []
+        while self.counter.step < last:
+            self.which.train()
+            self.scheduler.step()
+            self.counter.step += 1
+            self.loader.step += 3
+            saved.append(self.manager.save(self.counter.step, last_step=self.counter.step == last))
+        return saved
+
+    def full(self) -> Full:
+        state = self.which.optimizer.state_dict()["state"]
+        return flat({"model": self.which.model.state_dict(), "optimizer": state})
+
+
+def save(folder: str, last: int) -> tuple[Full, list[bool], list[int]]:
+    job = Job(folder, 1, last_save_model_only=False, async_mode="async")
+    saved = job.train(last)
+    job.manager.close()
+    return job.full(), saved, [s.number for s in job.manager.checkpointer.steps()]
+
+
+def go_on(folder: str) -> tuple[Full, Any]:
+    job = Job(folder, 2, last_save_model_only=False)
+    assert job.manager.load()
+    at = job.counter.step, job.loader.step, job.scheduler.get_last_lr()
+    found = job.full()
+    job.manager.close()
+    return found, at
+
+
+def test_saved_on_two_ranks_gone_on_with_on_three(ranks: Ranks, tmp_path: Path) -> None:
+    expected, saved, steps = ranks.run(2, save, str(tmp_path), 7)[0]
+    assert saved == [False, True, False, True, False, True, True]
+    assert steps == [6, 7]
+    for rank, (found, (step, position, rates)) in enumerate(ranks.run(3, go_on, str(tmp_path))):
+        same(found, expected)
+        assert step == 7 and rates == [pytest.approx(0.01 * 0.9**7), pytest.approx(0.005 * 0.9**7)]
+        assert position == (21 if rank < 2 else -200)
+
+
+def only_parts(folder: str) -> list[Any]:
+    job = Job(folder, 1, per_rank=True, async_mode="disabled", enable_first_step_checkpoint=True, export_dtype="bfloat16")
+    assert not job.manager.load()
+    with pytest.raises(ckpt.errors.NotFoundError):
+        job.manager.load(step=5)
+    job.train(3)
+    job.manager.close()
+    url = f"{folder}/checkpoint/step-00000003"
+    stored = {(t.name.partition(".")[0], str(t.dtype)) for t in ckpt.open(url).tensors() if t.dtype.is_floating_point}
+    other = Job(f"{folder}/other", 2, per_rank=True, initial_load_path=f"{folder}/checkpoint/step-00000002", load_only=True)
+    assert other.manager.load()
+    model = [flat({"m": j.which.model.state_dict()}) for j in (job, other)]
+    with_step = Job(folder, 3, per_rank=True, exclude_from_loading=["lr_scheduler"])
+    assert with_step.manager.load(step=2)
+    there = other.counter.step, with_step.counter.step, with_step.scheduler.last_epoch, with_step.loader.step, other.train(2)
+    other.manager.close()
+    with_step.manager.close()
+    same(flat({"m": with_step.which.model.state_dict()}), model[1])
+    return [stored, there, model[0].keys() == model[1].keys()]
+
+
+def test_parts_the_first_and_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
+    stored, there, alike = ranks.run(1, only_parts, str(tmp_path))[0]
+    assert stored == {("model", "torch.bfloat16")}
+    assert there == (0, 2, 0, 6, [False, False])
+    assert alike
+
+
+# ----------------------------------------------------------------------------------------------------------- torchtitan
+
+
+def built_by_torchtitan(folder: str, seed: int, last: int) -> tuple[Full, int]:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    from ckpt.integrations.torchtitan import CheckpointManager
+
+    model = fsdp(whole_model(seed), mesh_of(dp=dist.get_world_size()))
+    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01})
+    optimizers = OptimizersContainer(OptimizersContainer.Config(param_groups=[group], implementation="for-loop"), model_parts=[model])
+    counter = Counter()
+    config = CheckpointManager.Config(enable=True, folder="checkpoint", interval=2, last_save_model_only=False)
+    manager = config.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=torch.optim.lr_scheduler.StepLR(optimizers.optimizers[0], 1),
+        states={"train_state": counter},
+        sd_adapter=None,
+        base_folder=folder,
+    )
+    manager.load(step=-1)
+    began = counter.step
+    step = trained(model)
+    for n in range(began + 1, last + 1):
+        step.model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+        manager.maybe_wait_for_staging()
+        optimizers.step()
+        optimizers.zero_grad()
+        counter.step = n
+        manager.save(n, last_step=n == last)
+    manager.maybe_wait_for_saving()
+    manager.close()
+    return flat({"model": model.state_dict(), "optimizer": optimizers.state_dict()}), began
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_torchtitan_builds_it_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    straight, _ = ranks.run(2, built_by_torchtitan, str(tmp_path / "a"), 1, 4)[0]
+    ranks.run(2, built_by_torchtitan, str(tmp_path / "b"), 1, 2)
+    found, began = ranks.run(2, built_by_torchtitan, str(tmp_path / "b"), 2, 4)[0]
+    assert began == 2
+    same(found, straight)

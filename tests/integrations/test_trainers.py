@@ -1,0 +1,165 @@
+"""The trainers of Hugging Face and Lightning: stopped and gone on with, they do what they would have done, to the last bit.
+
+They warn and set global things when they are imported, so they run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.engine.verify import verify
+from ckpt.formats.registry import open_catalog
+from tests.test_house import imports
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(tmp_path: Path, code: str, *, launcher: list[str] | None = None) -> Any:
+    """What ``code`` put into ``told``, on the first rank; ``runs`` there is ``tmp_path``."""
+    script = tmp_path / "script.py"
+    before = f"import json, os, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nruns = {str(tmp_path)!r}\n"
+    script.write_text(f"{before}{code}\nif os.environ.get('RANK', '0') == '0':\n    print('TOLD', json.dumps(told))\n")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *(launcher or []), str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD"))[5:])
+
+
+def tensors_of(url: str) -> dict[str, bytes]:
+    view = ckpt.open(url)
+    return {name: view[name].read().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name in view}
+
+
+def steps_of(root: Path) -> list[int | None]:
+    return [s.number for s in ckpt.list_steps(str(root)) if s.committed]
+
+
+TRAINER = """
+import ckpt
+from hf_trainer import train
+from ckpt.policies import AtSteps
+def logs(trainer):
+    return {e["step"]: [e["loss"], e["grad_norm"], e["epoch"]] for e in trainer.state.log_history if "loss" in e}
+epochs = 3 * int(os.environ.get("WORLD_SIZE", "1"))  # 18 steps
+straight = train(f"{runs}/a", epochs=epochs)
+train(f"{runs}/b", epochs=epochs, stop_after=9, save=AtSteps((8,)))
+steps = [s.number for s in ckpt.list_steps(f"{runs}/b")]
+resumed = train(f"{runs}/b", epochs=epochs)
+told = [logs(straight), logs(resumed), resumed.state.global_step, steps]
+"""
+
+
+def same_runs(tmp_path: Path, told: Any) -> None:
+    straight, resumed, last, before = told
+    assert before == [5, 8]
+    assert len(straight) == 18 == last == max(map(int, resumed))
+    assert {step: loss for step, loss in straight.items() if step != "8"} == {step: loss for step, loss in resumed.items() if step != "8"}
+    final = f"step-{last:08d}"
+    assert tensors_of(str(tmp_path / "a" / final)) == tensors_of(str(tmp_path / "b" / final))
+
+
+def test_a_trainer_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """It stops in the middle of the second epoch, at step 9, and goes on from step 8, which a policy saved."""
+    same_runs(tmp_path, run(tmp_path, TRAINER))
+    assert steps_of(tmp_path / "b") == [15, 18]
+    newest = ckpt.list_steps(str(tmp_path / "b"))[-1]
+    assert verify(newest.url).ok
+    assert newest.metrics["loss"] == json.loads(ckpt.open(newest.url).state()["trainer"])["log_history"][-1]["loss"]
+
+
+@pytest.mark.slow
+def test_two_ranks_that_were_stopped_go_on(tmp_path: Path) -> None:
+    same_runs(tmp_path, run(tmp_path, TRAINER, launcher=TWO_RANKS))
+    assert ckpt.list_steps(str(tmp_path / "b"))[-1].world_size == 2
+
+
+FSDP2 = """
+import hf_trainer
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+made = AcceleratorState.__init__
+def made_with_fsdp(self, *given, **named):  # accelerate leaves FSDP out on CPUs
+    made(self, *given, **named)
+    if named.get("fsdp_plugin") is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, named["fsdp_plugin"]
+AcceleratorState.__init__ = made_with_fsdp
+arguments = hf_trainer.TrainingArguments
+config = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+hf_trainer.TrainingArguments = lambda **given: arguments(**given, fsdp="full_shard", fsdp_config=config)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_with_fsdp_that_were_stopped_go_on(tmp_path: Path) -> None:
+    code = f"{FSDP2}{TRAINER}\nassert all(isinstance(p, DTensor) for p in resumed.model.parameters())"
+    same_runs(tmp_path, run(tmp_path, code, launcher=TWO_RANKS))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    assert len(open_catalog(str(tmp_path / "b" / "step-00000018")).tensors[name].grid) == 2
+
+
+LIGHTNING = """
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_fit import fit
+from ckpt.errors import StateError
+from ckpt.integrations.lightning import CkptIO
+straight = fit(f"{runs}/a", epochs=4)
+first = fit(f"{runs}/b", epochs=2, background=True)
+second = fit(f"{runs}/b", epochs=4)
+same = all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), second.state_dict().values(), strict=True))
+told = [straight.losses, first.losses, second.losses, same]
+
+state = {"a": torch.arange(3.0), "b": {5: (1, None), "c": [torch.ones(2)]}}
+slow = AsyncCheckpointIO(CkptIO(codec="zstd"))
+slow.save_checkpoint(state, f"{runs}/c")
+state["a"].zero_()
+slow.teardown()
+back = CkptIO().load_checkpoint(f"{runs}/c", map_location="cpu")
+told += [back["a"].tolist(), str(back["b"][5]), back["b"]["c"][0].tolist()]
+later = CkptIO(background=True)
+for plugin in (CkptIO(), later):
+    try:
+        plugin.save_checkpoint({"x": object()}, f"{runs}/d")
+        plugin.teardown()
+    except StateError as error:
+        told.append(str(error))
+"""
+
+
+def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    straight, first, second, same, *others = run(tmp_path, LIGHTNING)
+    assert len(first) == 8 and len(second) == 8
+    assert first | second == straight and same
+    left = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert left == ["epoch=2-step=12.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]
+    assert all(verify(str(tmp_path / "b" / name)).ok for name in left)
+    assert others[:3] == [[0.0, 1.0, 2.0], "(1, None)", [1.0, 1.0]]
+    assert len(others) == 5 and all("'x' cannot be stored" in text for text in others[3:])
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"ckpt.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'ckpt-toolkit\[{library}\]'"):
+        importlib.import_module(f"ckpt.integrations.{library}")
+
+
+def test_nothing_else_imports_them() -> None:
+    found = [i for i in imports() if f"{i.target}.".startswith("ckpt.integrations.")]
+    assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == []
+    foreign = {i.module for i in imports() if i.target.partition(".")[0] in ("transformers", "lightning", "torchtitan")}
+    assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "torchtitan")}
