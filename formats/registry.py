@@ -20,6 +20,7 @@ ENTRY_POINTS = "ckpt.formats"
 _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
     "ckpt.formats.fsdp.catalog:FORMAT",
     "ckpt.formats.torchzip.catalog:FORMAT",
