@@ -13,6 +13,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
 from ckpt.formats.fsdp.catalog import RankValues
 from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.pickles.values import StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.table import TensorTable
 
@@ -187,16 +188,26 @@ class _Opened:
             universal.add(name, states)
         self.weights.check(shapes, self.backend.url)
         self._values(universal.values)
-        file = self.by_path[OPTIMIZER]
+        self._universal_optimizer(self.by_path[OPTIMIZER])
+
+    def _universal_optimizer(self, file: Pickled) -> None:
+        """What the optimizer has besides the states. That of a pipeline is of the first stage alone, and left out."""
         zero = file.root.get("zero_stage")
         self.zero = None if zero is None else file.number(zero, "'zero_stage'")
+        if len(self.directory.stages) > 1:
+            return
         groups = [file.mapping(g, "a parameter group") for g in file.sequence(file.root.get("param_groups") or [], "'param_groups'")]
         members = [[file.number(n, "'params'") for n in file.sequence(g.get("params"), "'params'")] for g in groups]
-        flat = self._shapes(self.directory.stages[0])
-        names = [[f"{MODEL}.{name}" for n in member if n < len(flat) for name in flat[n]] for member in members]
+        flat = dict(enumerate(self._shapes(self.directory.stages[0])))
+        names = [[f"{MODEL}.{name}" for n in member for name in flat.get(n, {})] for member in members]
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        if len(self.directory.stages) == 1:
-            self.groups += group_nodes(options, names, lambda found: self._node(file, found, "optimizer.param_groups"))
+        self.groups += group_nodes(options, names, lambda found: self._node(file, found, "optimizer.param_groups"))
+        states = file.optional(file.optional(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'").get("state"), "'state'")
+        for n, named in flat.items():  # made of ZeRO-3, these are of the first rank; no other file has the steps
+            step = file.meaning(file.optional(states.get(n), f"state {n}").get("step"))
+            for name in named if type(step) is StoredView and step.shape == () else ():
+                if f"{STATE}.{name}.step" not in self.table.entries:
+                    self.table.add(f"{STATE}.{name}.step", file.file, step)
 
     # ---- values
 

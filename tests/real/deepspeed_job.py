@@ -16,7 +16,7 @@ from torch import nn
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 
 VOCABULARY, WIDTH = 33, 16
 
@@ -129,6 +129,29 @@ def gathered(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return found
 
 
+def merged(tag: str) -> dict[str, torch.Tensor]:
+    """Masters and moments as DeepSpeed's ``zero_to_fp32`` merges flat partitions."""
+    model = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(tag))
+    ranks = [torch.load(f, weights_only=False)["optimizer_state_dict"] for f in zero_to_fp32.get_optim_files(tag)]
+    each = "fp32_flat_groups" in ranks[0]
+    flat: dict[str, list[list[torch.Tensor]]] = {
+        "master": [r["fp32_flat_groups" if each else "single_partition_of_fp32_groups"] for r in ranks]
+    }
+    states = [r["optimizer_state_dict" if each else "base_optimizer_state"] for r in ranks]
+    listed = [s if isinstance(s, list) else list(s["state"].values()) for s in states]
+    moments = [key for key, value in listed[0][0].items() if torch.is_tensor(value) and value.dim() == 1]
+    flat |= {key: [[group[key] for group in of] for of in listed] for key in moments}
+    found = {}
+    for key, partitions in flat.items():
+        if each:
+            made = zero_to_fp32._get_fp32_state_dict_from_zero3_checkpoint(len(ranks), partitions, model, False)
+        else:
+            gaps = ranks[0].get("param_alignment_paddings")
+            made = zero_to_fp32._get_fp32_state_dict_from_zero2_checkpoint(len(ranks), partitions, model, False, gaps)
+        found |= {f"{name}.{key}": made[name].contiguous().clone() for group in model[0].param_shapes for name in group}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -158,10 +181,12 @@ def main() -> None:
             engine.backward(engine(x, y))
             engine.step()
     engine.save_checkpoint(a.out, tag=f"global_step{engine.global_steps}", client_state={"mine": {"rank": torch.distributed.get_rank()}})
+    torch.distributed.barrier()
     if not a.pipeline and not a.experts and a.stage:
         whole = gathered(engine, ("exp_avg", "exp_avg_sq") if a.stage == 3 else ())
         if torch.distributed.get_rank() == 0:
             torch.save(whole, os.path.join(a.out, "gathered.oracle"))
+            torch.save(merged(os.path.join(a.out, f"global_step{engine.global_steps}")), os.path.join(a.out, "merged.oracle"))
     torch.distributed.barrier()
 
 
