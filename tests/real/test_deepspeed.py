@@ -42,7 +42,8 @@ def test_zero(case: str, tmp_path: Path) -> None:
     ranks, *options = CASES[case]
     train(tmp_path, ranks, *options)
     view = ckpt.open(str(tmp_path))
-    for name in ("gathered.oracle", "merged.oracle"):
+    wrong = "round robin" in case  # there DeepSpeed 0.19 looks for parameters where it would have put them without
+    for name in ("merged.oracle",) if wrong else ("gathered.oracle", "merged.oracle"):
         expected = torch.load(tmp_path / name)
         assert expected and all(same(view[f"{PREFIX}{n}"].read(), t) for n, t in expected.items())
     masters_fit(view)
