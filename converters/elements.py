@@ -71,11 +71,15 @@ class Elements:
         size = out.dtype.itemsize
         strides = row_major_strides(copy.chunk_box.shape)
         for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=_MAX_GAP):
+            target = out[_slices(part.box, box)]
+            if target.flags.c_contiguous and target.nbytes == part.length:
+                self.catalog.backend.read_into(part.path, part.offset, target.reshape(-1).view(np.uint8).data)
+                continue
             data = np.empty(part.length, dtype=np.uint8)
             self.catalog.backend.read_into(part.path, part.offset, data.data)
             first = sum((o - b) * s for o, b, s in zip(part.box.offset, copy.chunk_box.offset, strides, strict=True))
             at = first * size - (part.offset - extent.offset)
-            out[_slices(part.box, box)] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
+            target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
 
     def _decoded(self, copy: Copy, extent: Extent, kind: np.dtype[Any]) -> Raw:
         held: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)
@@ -90,8 +94,9 @@ class Elements:
         return found
 
 
-def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(inner.offset, inner.shape, outer.offset, strict=True))
+def _slices(inner: Box, outer: Box) -> tuple[Any, ...]:
+    """The index of one box in another; it ends in dots, which make it a view of a single element too."""
+    return (*(slice(a - o, a - o + n) for a, n, o in zip(inner.offset, inner.shape, outer.offset, strict=True)), ...)
 
 
 def numbers(raw: Raw, kind: DType) -> npt.NDArray[Any]:
