@@ -58,8 +58,8 @@ def command(
     \b
     Example:
       ckpt diff runs/a/step-100 runs/b/step-100
-      ckpt diff --only 'model.*' --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
-      ckpt diff --names llama --spelling megatron /models/Llama-3-8B imported/m
+      ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
+      ckpt diff --names llama --spelling megatron /models/Llama-3-8B imports/m
     """
     from ckpt.converters.comparing import compare
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import ckpt
+from ckpt.converters.comparing import compare
+from ckpt.converters.importing import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.reading import FIXTURES, counted, same
@@ -36,6 +39,23 @@ class Stub:
 class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return Stub if module.startswith("deepspeed") else super().find_class(module, name)
+
+
+class Net(nn.Module):
+    """What ``zero1`` and ``zero3`` were trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(33, 16)
+        self.fc1 = nn.Linear(16, 23)
+        self.fc2 = nn.Linear(23, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 33, bias=False)
+        self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.register_buffer("buf", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.fc2(torch.relu(self.fc1(self.emb(x))))))
 
 
 def loaded(path: Path) -> Any:
@@ -185,6 +205,32 @@ def test_round_robin_partitions() -> None:
     masters = {n for n in made if f"{PREFIX}{n}.master" in view}
     assert len(masters) == 7 and all(same(view[f"{PREFIX}{n}.master"].read(), made[n]) for n in masters)
     masters_fit(view)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_imported_without_copying(name: str, tmp_path: Path) -> None:
+    """A virtual checkpoint of it has the same tensors and values."""
+    source = str(DEEPSPEED / name)
+    import_checkpoint(source, str(tmp_path / "v"), digest=True)
+    assert compare(source, str(tmp_path / "v")).same
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_strictly_into_a_model_and_its_optimizer(name: str) -> None:
+    """As docs/foreign.md shows it: nothing is missing, and only what was not asked for is left."""
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim == 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=9.0)
+    state = {"model": model, "optimizer": optimizer, "global_steps": 0}
+    aside = {"optimizer.state.*.master": "masters.*"}
+    ckpt.load(str(DEEPSPEED / name), state, only=["model.*", "optimizer.*", "global_steps"], rename=aside, cast=True)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.01, 0.01), (0.01, 0.0)]
+    expected = by_hand(DEEPSPEED / name / "global_step3")
+    found = optimizer.state[model.fc2.weight]
+    assert set(found) == {"exp_avg", "exp_avg_sq", "step"} and found["step"] == 3
+    assert all(same(found[key], expected[f"{PREFIX}fc2.weight.{key}"]) for key in ("exp_avg", "exp_avg_sq"))
+    assert state["global_steps"] == 3 and same(model.frozen.detach(), torch.arange(5.0))
 
 
 def test_one_tensor_takes_little_more_than_its_bytes(tmp_path: Path) -> None:
