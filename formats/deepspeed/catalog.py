@@ -21,7 +21,7 @@ from .directory import Directory, is_checkpoint, read_directory, resolve
 from .optimizer import group_nodes, optimizer_node
 from .partitions import Partitioned, StateTable, find_parameters
 from .pickled import Pickled, open_files
-from .states import MASTER, RankStates, read_states
+from .states import MASTER, RankStates, others_of, read_states
 from .universal import OPTIMIZER, Universal, by_parameter, parameter_files
 from .weights import MODEL, STATE, Weights, node_maker
 
@@ -33,6 +33,8 @@ _TAKEN = frozenset(
     {"module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "optimizer"}
 )
 """Entries of a model's file that become tensors; all others are values."""
+_OTHERS = "zero_optimizer"
+"""Where the state has what of ZeRO's optimizer belongs to no parameter."""
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -75,6 +77,8 @@ class _Opened:
         self.zero: int | None = None
         self.groups: list[Any] = []
         self.values: dict[str, dict[str, Any]] = {}
+        self.others: tree.Node = None
+        self.sliced = False
 
     def _rank(self, path: str) -> int | None:
         return next((rank for (_, rank), p in self.directory.states.items() if p == path), None)
@@ -118,14 +122,21 @@ class _Opened:
         if any(file.root.get(key) for key in _AUTO_EXPERTS):
             hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
             raise FormatError("layers with automatic expert parallelism (AutoEP) are not known here", where=file.where, hint=hint)
-        sliced = len(self.directory.stages) > 1 and file.root.get("module") is not None
         degrees = file.meaning(file.root.get("checkpoint_parallel_dimensions"))
-        if sliced or (isinstance(degrees, dict) and degrees.get("tp_degree") not in (None, 1)):
-            hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal), and open the weights of that"
+        several = len(self.directory.stages) > 1 and file.root.get("module") is not None
+        self.sliced = self.sliced or several or (isinstance(degrees, dict) and degrees.get("tp_degree") not in (None, 1))
+        if self.sliced and not self.directory.universal:
+            hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
             raise FormatError("weights are cut for tensor parallelism, and DeepSpeed does not say how", where=file.where, hint=hint)
 
     def _module(self, stage: int) -> None:
+        """The weights of a stage. Slices of them are left alone: a universal directory has the whole parameters."""
         files = self.models(stage)
+        if self.sliced:
+            lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in {p for p, _ in self.universal}]
+            if lacking:
+                files[0].unknown(f"{lacking[0]} is cut for tensor parallelism, or not, and is in no file of its own")
+            return
         partitioned = files[0].path.startswith("zero_pp_rank_")
         self.weights.module(files[0], self._node, partitioned=partitioned)
         if partitioned:
@@ -160,6 +171,8 @@ class _Opened:
         self.weights.check(shapes, self.backend.url)
         self._values(table.values)
         self._options(ranks[0], parameters)
+        if self.others is None:
+            self.others = self._node(ranks[0].file, dict(ranks[0].others), _OTHERS)
 
     def _options(self, states: RankStates, parameters: Sequence[Partitioned]) -> None:
         members: dict[int, list[str]] = {}
@@ -194,6 +207,7 @@ class _Opened:
         """What the optimizer has besides the states. That of a pipeline is of the first stage alone, and left out."""
         zero = file.root.get("zero_stage")
         self.zero = None if zero is None else file.number(zero, "'zero_stage'")
+        self.others = self._node(file, others_of(file.root), _OTHERS)
         if len(self.directory.stages) > 1:
             return
         groups = [file.mapping(g, "a parameter group") for g in file.sequence(file.root.get("param_groups") or [], "'param_groups'")]
@@ -230,6 +244,8 @@ class _Opened:
         state[MODEL] = {"": module, **self.weights.extras} if self.weights.extras else module
         if self.groups or self.values or any(name.startswith(f"{STATE}.") for name in self.table.entries):
             state["optimizer"] = optimizer_node(self.groups, self.values)
+        if self.others is not None:
+            state[_OTHERS] = self.others
         return state, values.ranks
 
     def _values_of(self, file: Pickled, rank: int | None) -> dict[str, tree.Node]:
@@ -239,7 +255,7 @@ class _Opened:
         for key, value in file.root.items():
             if key in _TAKEN and (key != "optimizer" or value is None):
                 continue
-            if type(key) is not str or key == MODEL or key.startswith("$"):
+            if type(key) is not str or key in (MODEL, _OTHERS) or key.startswith("$"):
                 file.damaged(f"{key!r} is among the values that were saved")
             found[key] = self._node(file, value, key, suffix, rank)
         return found

@@ -74,7 +74,7 @@ def _of_group(owned: Owned, gaps: Sequence[int], group: int, ranks: Sequence[Ran
     partition = max(n for r in owned.ranks for n in _lengths(ranks[r], group))
     total = sum(numels.values()) + sum(gaps)
     spare = partition * len(owned.ranks) - total
-    if not 0 <= spare < max(2 * len(owned.ranks), 1) and not (spare == 0 or total == 0):
+    if total and not 0 <= spare < 2 * len(owned.ranks):  # partitions end at multiples of two elements
         ranks[owned.ranks[0]].file.damaged(
             f"the partitions of group {group} have {partition * len(owned.ranks):,} elements, its parameters {total:,}"
         )

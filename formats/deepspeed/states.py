@@ -42,10 +42,16 @@ class RankStates:
     slices: tuple[Mapping[str, tuple[int, int]], ...] | None
     """Where the file says that fragments lie, for each flat group: start and number of elements by parameter."""
     others: Mapping[Any, Any]
-    """All that belongs to no parameter."""
+    """All that belongs to no parameter: the loss scaler, for example."""
 
 
-_TAKEN = frozenset({_EVENLY, _EACH, "base_optimizer_state", "optimizer_state_dict", "param_slice_mappings", "ds_version", "zero_stage"})
+_TAKEN = frozenset({_EVENLY, _EACH, "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "param_groups"})
+_LAYOUT = frozenset({"param_slice_mappings", "partition_count", "group_paddings", "param_alignment_paddings", "ds_version", "zero_stage"})
+
+
+def others_of(held: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What of ZeRO's optimizer is neither about parameters nor about where they lie."""
+    return {k: v for k, v in held.items() if k not in _TAKEN and k not in _LAYOUT}
 
 
 def read_states(file: Pickled) -> RankStates:
@@ -76,7 +82,7 @@ def read_states(file: Pickled) -> RankStates:
         members=members,
         gaps=_gaps(file, held.get("param_alignment_paddings")),
         slices=None if _round_robin(file) else _slices(file, held.get("param_slice_mappings")),
-        others={k: v for k, v in held.items() if k not in _TAKEN},
+        others=others_of(held),
     )
 
 

@@ -139,6 +139,7 @@ def test_values_and_parameter_groups() -> None:
             (0.01, ["model.emb.weight", "model.fc1.weight", "model.fc2.weight", "model.head.weight"]),
             (0.0, ["model.fc1.bias", "model.norm.weight", "model.norm.bias"]),
         ]
+        assert state["zero_optimizer"]["loss_scaler"]["__state__"] == {"cur_scale": 1.0, "dynamic": False}
         assert groups[0]["betas"] == (0.9, 0.999) and "params" in groups[0]
         assert view[f"{PREFIX}norm.bias.step"].read() == 3
 
@@ -363,6 +364,25 @@ def test_any_shapes_on_any_ranks(tmp_path_factory: pytest.TempPathFactory, zero:
     steps = view.state()["optimizer"]["state"]
     assert all(same(steps[f"model.{n}"]["step"], torch.tensor(5.0)) for n in names)
     shutil.rmtree(path)
+
+
+def test_a_universal_directory_of_slices(tmp_path: Path) -> None:
+    """Two files of models, each with slices: the whole weights are the masters, and what has no file of its own is refused."""
+    path = tmp_path / "u"
+    shutil.copytree(DEEPSPEED / "zero1/global_step3_universal", path)
+    model = "mp_rank_00_model_states.pt"
+
+    def cut(held: Any) -> None:
+        held["module"] = {n: t[: len(t) // 2].clone() for n, t in held["module"].items()}
+        held["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
+
+    rewrite(path, model, cut)
+    shutil.copy(path / model, path / "mp_rank_01_model_states.pt")
+    view, whole = ckpt.open(str(path)), ckpt.open(str(DEEPSPEED / "zero1"))
+    assert same(view["model.fc1.weight"].read(), whole[f"{PREFIX}fc1.weight.master"].read())
+    assert same(view["model.buf"].read(), whole["model.buf"].read()) and set(view) == set(whole)
+    shutil.rmtree(path / "zero/buf")
+    refused(path, FormatError, "buf is cut for tensor parallelism")
 
 
 def refused(path: Path, kind: type[CkptError], match: str) -> None:
