@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,16 @@ def test_the_command(tmp_path: Path) -> None:
 def test_infinite_differences_are_json(tmp_path: Path) -> None:
     one, two = saved(tmp_path / "one", {"x": torch.tensor(math.inf)}), saved(tmp_path / "two", {"x": torch.tensor(0.0)})
     assert json.loads(run("diff", "--json", one, two).stdout)["differences"][0]["max_abs"] == "inf"
+
+
+def test_neither_diff_nor_semantic_checks_load_torch() -> None:
+    path = str(FIXTURES / "deepspeed/zero1")
+    code = f"""
+import sys
+from ckpt.converters.comparing import compare
+from ckpt.converters.semantic_checks import check_semantic
+from ckpt.formats.registry import open_catalog
+assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

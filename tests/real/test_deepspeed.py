@@ -54,3 +54,30 @@ def test_zero(case: str, tmp_path: Path) -> None:
 def test_stages_and_experts(options: tuple[str, ...], tmp_path: Path) -> None:
     train(tmp_path, 4, "--stage", "1", *options)
     masters_fit(ckpt.open(str(tmp_path)))
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_the_example(stage: str, tmp_path: Path) -> None:
+    """FSDP2 on three ranks goes on where DeepSpeed on two ended: the same next loss as DeepSpeed's own weights give."""
+    example = Path(__file__).parents[2] / "examples/deepspeed_zero.py"
+
+    def run(ranks: int, part: str) -> float:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(example), part]
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, str(tmp_path), "--stage", stage], env=environment, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return float(done.stdout.rpartition("loss ")[2])
+
+    run(2, "begin")
+    expected = ckpt.open(str(tmp_path))
+    weights = {n.removeprefix("model."): expected[n].read() for n in expected if n.startswith("model.")}
+    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    model.load_state_dict(weights)
+    data = torch.randn(64, 16, generator=torch.Generator().manual_seed(21))
+    loss = (model(data).squeeze() - data.sum(1)).square().mean().item()
+    assert run(3, "go-on") == pytest.approx(loss, abs=1e-5)
+    saved = ckpt.open(str(tmp_path / "fsdp2"))
+    assert saved.state()["step"] == 40 and saved["optimizer.state.model.0.weight.step"].read() == 40
+    assert not any(n.endswith(".master") for n in saved)
