@@ -23,10 +23,12 @@ from ckpt.geometry import Box
 from ckpt.plan.pieces import pieces
 from ckpt.plan.views import View, part, whole
 
-from .elements import Elements, Raw, numbers
+from .elements import Elements, Raw, numbers, slices_of
 
 WINDOW = 4 << 20
-"""Bytes of a tensor that are compared at once; a thread holds both sides of it, and some ten times as much as 64-bit numbers."""
+"""Bytes of a tensor that a thread reads at once, of both sides."""
+_BLOCK = 1 << 18
+"""Elements that are compared at once, as numbers of 64 bits."""
 _AT_ONCE = 16
 """Windows that one thread takes in turn, so that a coded chunk is decoded once."""
 
@@ -273,20 +275,20 @@ class _Comparing:
         tolerance = next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)
         for box in boxes:
-            raws = [side.elements.of_view(side.views[name], box) for side in self.sides]
-            found = found.joined(differing(raws[0], raws[1], kinds, tolerance, box))
+            left, right = (side.elements.of_view(side.views[name], box) for side in self.sides)
+            if kinds[0] != kinds[1] or not _same_bits(left, right):
+                for block in pieces(box, box, _BLOCK):
+                    at = slices_of(block.box, box)
+                    found = found.joined(differing(left[at], right[at], kinds, tolerance, block.box))
             with self._lock:
-                self.done += raws[0].nbytes
+                self.done += left.nbytes
         return name, found
 
 
 def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Found:
     """What differs between the elements of ``box`` on both sides."""
-    if kinds[0] == kinds[1]:
-        if np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8)):
-            return _Found()
-        if kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
-            return _bits(left, right, box)
+    if kinds[0] == kinds[1] and kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
+        return _bits(left, right, box)
     a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
     with np.errstate(all="ignore"):
         same = (a == b) | ((a != a) & (b != b))
@@ -317,6 +319,10 @@ def _apart(a: Any, b: Any) -> Any:
 def _size(a: Any) -> Any:
     """|a| as floats: that of the most negative integer has no integer."""
     return np.abs(a.astype(np.float64) if a.dtype.kind in "iu" else a)
+
+
+def _same_bits(left: Raw, right: Raw) -> bool:
+    return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
 
 
 def _bits(left: Raw, right: Raw, box: Box) -> _Found:

@@ -48,7 +48,7 @@ class Elements:
             found = self.of_tensor(self.catalog.tensors[piece.source], piece.part)
             kept = [axis for axis in piece.axes if axis is not None]
             left = [axis for axis in range(found.ndim) if axis not in kept]
-            out[_slices(piece.box, box)] = found.transpose([*left, *kept]).reshape(piece.box.shape)
+            out[slices_of(piece.box, box)] = found.transpose([*left, *kept]).reshape(piece.box.shape)
         return out
 
     def of_tensor(self, entry: TensorEntry, box: Box) -> Raw:
@@ -64,14 +64,14 @@ class Elements:
                 self._plain(copy, extent, box, out)
             else:
                 chunk = self._decoded(copy, extent, out.dtype)
-                out[_slices(copy.box, box)] = chunk[_slices(copy.box, copy.chunk_box)]
+                out[slices_of(copy.box, box)] = chunk[slices_of(copy.box, copy.chunk_box)]
         return out
 
     def _plain(self, copy: Copy, extent: Extent, box: Box, out: Raw) -> None:
         size = out.dtype.itemsize
         strides = row_major_strides(copy.chunk_box.shape)
         for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=_MAX_GAP):
-            target = out[_slices(part.box, box)]
+            target = out[slices_of(part.box, box)]
             if target.flags.c_contiguous and target.nbytes == part.length:
                 self.catalog.backend.read_into(part.path, part.offset, target.reshape(-1).view(np.uint8).data)
                 continue
@@ -94,7 +94,7 @@ class Elements:
         return found
 
 
-def _slices(inner: Box, outer: Box) -> tuple[Any, ...]:
+def slices_of(inner: Box, outer: Box) -> tuple[Any, ...]:
     """The index of one box in another; it ends in dots, which make it a view of a single element too."""
     return (*(slice(a - o, a - o + n) for a, n, o in zip(inner.offset, inner.shape, outer.offset, strict=True)), ...)
 

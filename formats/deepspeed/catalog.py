@@ -38,13 +38,8 @@ _OTHERS = "zero_optimizer"
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
-def recognises(backend: Backend, names: Sequence[str]) -> bool:
-    """Whether this is the directory of a checkpoint, or its parent with ``latest``."""
-    return is_checkpoint(backend, names)
-
-
 def open_deepspeed(backend: Backend) -> ForeignCatalog:
-    """Open what ``recognises`` found; the catalog's ``url`` says which tag that is.
+    """Open what ``is_checkpoint`` found; the catalog's ``url`` says which tag that is.
 
     Raises:
         FormatError: partitions or slices of a kind that is not known, or only known to the program that wrote them.
@@ -66,11 +61,10 @@ class _Opened:
         further = [OPTIMIZER] if directory.universal else []
         models = [directory.models[key] for key in sorted(directory.models)]
         paths = [*models, *directory.layers.values(), *directory.experts, *states, *self.universal.values(), *further]
-        self.files = open_files(backend, paths)
-        self.by_path = {file.path: file for file in self.files}
-        held = [ForeignFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
-        self.held = held
-        self.table = TensorTable([file.archive for file in self.files], held)
+        files = open_files(backend, paths)
+        self.by_path = {file.path: file for file in files}
+        self.held = [ForeignFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        self.table = TensorTable([file.archive for file in files], self.held)
         self.weights = Weights(self.table)
         self.opaque: dict[str, str] = {}
         self.per_stage = max((rank + 1 for _, rank in (*directory.models, *directory.states)), default=1)
@@ -151,7 +145,8 @@ class _Opened:
     def _states(self, stage: int) -> None:
         ranks = [read_states(self.by_path[path]) for path in self.directory.ranks(stage)]
         if not ranks:
-            self._whole_optimizer(stage)
+            if self._shapes(stage):  # without ZeRO there are none, and the optimizer's state is in the model's file, by number
+                raise CorruptError("there are no optimizer states", where=self.backend.url, hint="copy the files …_optim_states.pt too")
             return
         self.zero = ranks[0].zero
         expected = len(ranks) if self.zero == 3 else 1
@@ -187,11 +182,6 @@ class _Opened:
             for key, (file, value) in said.items():
                 held = self.values.setdefault(f"{MODEL}.{name}", {})
                 held[key] = self._node(file, value, f"{STATE}.{name}.{key}")
-
-    def _whole_optimizer(self, stage: int) -> None:
-        """Without ZeRO the optimizer's state lies in the model's file, by number."""
-        if self._shapes(stage):
-            raise CorruptError("there are no optimizer states", where=self.backend.url, hint="copy the files …_optim_states.pt too")
 
     def _universal(self) -> None:
         shapes = {n: s for stage in self.directory.stages for group in self._shapes(stage) for n, s in group.items()}
@@ -261,5 +251,5 @@ class _Opened:
         return found
 
 
-FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_deepspeed)
+FORMAT = Format(name=FORMAT_NAME, recognises=is_checkpoint, open=open_deepspeed)
 """This format, for ckpt.formats.registry."""
