@@ -42,7 +42,7 @@ def find_parameters(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> li
 
 def _cut_each(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[Partitioned]:
     first = ranks[0]
-    _check_count(first, max(first.counts), len(ranks))
+    _check_count(first, max(first.counts, default=0), len(ranks))
     together = {name: shape for group in shapes for name, shape in group.items()}
     numels = {name: math.prod(shape) for name, shape in together.items()}
     for rank in ranks:
@@ -58,7 +58,7 @@ def _cut_evenly(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[P
     first = ranks[0]
     if len(shapes) != len(first.masters) or len(first.counts) != len(shapes):
         first.file.damaged(f"{len(first.masters)} flat groups, and parameters of {len(shapes)}")
-    _check_count(first, max(first.counts), len(ranks))
+    _check_count(first, max(first.counts, default=0), len(ranks))
     found: list[Partitioned] = []
     for group, named in enumerate(shapes):
         gaps = first.gaps[group] if first.gaps is not None else (0,) * len(named)
@@ -136,7 +136,8 @@ class StateTable:
             return
         keys = {frozenset(self.ranks[f.rank].keys[f.group]) for f in found.fragments}
         if len(keys) > 1:
-            self.ranks[0].file.damaged(f"the ranks have different states of {found.name}: {sorted(map(sorted, keys))}")
+            told = " and ".join(sorted(", ".join(sorted(map(str, of))) or "none" for of in keys))
+            self.ranks[0].file.damaged(f"the ranks have different states of {found.name}: {told}")
         if MASTER in next(iter(keys)):
             self._refuse(found, MASTER, "a state of that name")
         grid, parts = self._grid(found)

@@ -76,7 +76,10 @@ class Pickled:
             shape = self.archive.values.meaning(shape)
             if type(name) is not str or not name or type(shape) not in (tuple, list, Size):
                 self.damaged(f"{what} should be names and shapes")
-            found[name] = counts(shape)
+            try:
+                found[name] = counts(shape)
+            except ValueError as err:
+                self.damaged(f"{what} has a shape of {name} that is none ({err})")
             if math.prod(found[name]) >= 1 << 58:
                 self.damaged(f"{what} has a shape {list(found[name])} that no parameter has")
         return found

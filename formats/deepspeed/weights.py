@@ -38,7 +38,8 @@ class Weights:
         """The module of a file. ``place`` makes nodes of entries that are no tensors; ``partitioned``: its parameters are empty."""
         entries = file.optional(file.root.get("module"), "'module'")
         shared = {alias: of for alias, of in file.optional(file.root.get("shared_params"), "'shared_params'").items() if alias != of}
-        buffers = set(file.sequence(file.root.get("buffer_names") or [], "'buffer_names'"))
+        told = file.sequence(file.root.get("buffer_names") or [], "'buffer_names'")
+        buffers = frozenset(name for name in told if type(name) is str)
         self._tied |= shared
         for name, value in entries.items():
             found = file.meaning(value)

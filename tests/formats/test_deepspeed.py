@@ -448,6 +448,40 @@ def test_a_rank_of_another_save(tmp_path: Path) -> None:
     refused(tmp_path, CorruptError, "flat groups have 14 elements, parts of the parameters 12")
 
 
+def test_ranks_with_different_states(tmp_path: Path) -> None:
+    Job(zero=3, ranks=2, shapes=SOME).write(tmp_path)
+
+    def change(held: Any) -> None:
+        held["optimizer_state_dict"]["optimizer_state_dict"]["state"][0].pop("second")
+
+    rewrite(tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+    refused(tmp_path, CorruptError, "different states of a: exp_avg, second, step and exp_avg, step")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"param_shapes": [{"a": (-5, 3)}]},
+        {"param_shapes": [{"a": "x"}]},
+        {"param_shapes": 7},
+        {"buffer_names": [{}]},
+        {"module": [1]},
+        {"shared_params": 3},
+        {"model": 1},
+    ],
+    ids=lambda change: str(*change),
+)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_models_that_are_not_what_deepspeed_writes(zero: int, change: dict[str, Any], tmp_path: Path) -> None:
+    Job(zero=zero, ranks=2, shapes=SOME, slices=False).write(tmp_path)
+    name = "mp_rank_00_model_states.pt" if zero == 1 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    rewrite(tmp_path, name, lambda held: held.update(change))
+    if "buffer_names" in change:
+        assert "model.a" in open_catalog(str(tmp_path)).tensors
+    else:
+        refused(tmp_path, CorruptError, "should be|is none|among the values")
+
+
 def test_slices_that_contradict_the_shapes(tmp_path: Path) -> None:
     Job(zero=1, ranks=2, shapes=SOME).write(tmp_path)
 
