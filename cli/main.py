@@ -25,6 +25,7 @@ COMMANDS = {
     "ls": "List the checkpoints of a run.",
     "inspect": "Show what a checkpoint holds.",
     "verify": "Read a checkpoint whole and compare it with its digests.",
+    "diff": "Compare two checkpoints of any formats.",
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "import": "Point a checkpoint at the files of another, of any format.",

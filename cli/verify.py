@@ -11,19 +11,23 @@ from .output import Output, options
 from .progress import progress
 
 if TYPE_CHECKING:
+    from ckpt.converters.semantic_checks import SemanticReport
     from ckpt.engine.verify import Problem, VerifyReport
 
 CORRUPT = 20
+MISFIT = 22
 
 
 @click.command("verify", short_help="Read a checkpoint whole and compare it with its digests.")
 @click.argument("url")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read and hash at once. [default: one per core, 2 to 16]")
+@click.option("--semantic", is_flag=True, help="Also check that weights, masters, moments and steps fit each other.")
 @options
-def command(url: str, *, threads: int | None, as_json: bool, quiet: bool) -> None:
+def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, quiet: bool) -> None:
     """Check the checkpoint at URL: its index, the tiling of its tensors, its files, and every byte.
 
-    All problems are listed, not only the first one. The exit code is 0 if there is none and 20 if there is any.
+    All problems are listed, not only the first one. The exit code is 0 if there is none and 20 if there is any;
+    22 if every byte is as it was written, and --semantic found that the tensors do not fit each other.
 
     \b
     Example:
@@ -35,12 +39,41 @@ def command(url: str, *, threads: int | None, as_json: bool, quiet: bool) -> Non
     output = Output(json=as_json, quiet=quiet)
     with progress("verify", output) as update:
         report = verify(url, threads=threads, progress=update)
+    meaning = _check_semantic(url, threads) if semantic and report.ok else None
     if output.json:
-        output.document(_fields(url, report))
+        output.document(_fields(url, report) | {"semantic": None if meaning is None else _semantic_fields(meaning)})
     else:
         _print(report, output)
+        if meaning is not None:
+            _print_semantic(meaning, output)
     if not report.ok:
         click.get_current_context().exit(CORRUPT)
+    if meaning is not None and meaning.problems:
+        click.get_current_context().exit(MISFIT)
+
+
+def _check_semantic(url: str, threads: int | None) -> SemanticReport:
+    from ckpt.converters.semantic_checks import check_semantic
+    from ckpt.formats.registry import open_catalog
+
+    return check_semantic(open_catalog(url), threads=threads)
+
+
+def _print_semantic(report: SemanticReport, output: Output) -> None:
+    for problem in report.problems:
+        output.line(str(problem))
+    if not output.quiet:
+        good = click.style("fits", fg="green")
+        verdict = good if not report.problems else click.style(units.plural(len(report.problems), "misfit"), fg="red")
+        checked = (
+            f"{units.plural(report.masters, 'master')}, {units.plural(report.moments, 'moment')}, {units.plural(report.steps, 'step')}"
+        )
+        output.line(f"{verdict}: {checked}")
+
+
+def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
+    counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps}
+    return {"ok": not report.problems, **counts, "problems": [_problem(problem) for problem in report.problems]}
 
 
 def _print(report: VerifyReport, output: Output) -> None:

@@ -21,6 +21,7 @@ _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
     "ckpt.formats.fsdp.catalog:FORMAT",
     "ckpt.formats.torchzip.catalog:FORMAT",

@@ -65,7 +65,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
         nodes[rank][name] = joined.node(number, rank, name if len(sets) > 1 else "")
     roots = [node if len(sets) > 1 else next(iter(node.values())) for node in nodes]
     joined.finish()
-    values = _Values({name for name, entry in joined.table.entries.items() if entry.rank is not None})
+    values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
     return ForeignCatalog(
         backend=backend,
@@ -117,7 +117,7 @@ class _Joined:
             self.table.add_parts(name, first.dtype, first.shape, [(file, o, view) for file, part in parts for o, view in part.boxes])
 
 
-class _Values:
+class RankValues:
     """One state out of those of all ranks; what differs is kept in ``ranks``, by rank and path."""
 
     def __init__(self, own: Set[str]) -> None:

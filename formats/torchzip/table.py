@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from ckpt.catalog import Extent, TensorEntry
+from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
@@ -143,6 +143,21 @@ class TensorTable:
             return rows
         self._rows_used += len(rows)
         return rows if self._rows_used <= MAX_ROWS_OF_ALL else None
+
+    def add_placed(self, name: str, kind: str, shape: tuple[int, ...], grid: Grid, blocks: Sequence[Block]) -> None:
+        """A tensor of which it is known where each chunk of ``grid`` lies.
+
+        Raises:
+            CorruptError: the name is there already.
+        """
+        self._check_new(name, blocks[0].file if blocks else 0)
+        self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid)
+        self._blocks[name] = list(blocks)
+
+    def add_alias(self, name: str, of: str) -> None:
+        """A further name of a tensor that is there."""
+        first = self.entries[self.entries[of].alias or of]
+        self.entries[name] = TensorEntry(name=name, dtype=first.dtype, shape=first.shape, grid=first.grid, alias=first.name)
 
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None

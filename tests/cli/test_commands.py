@@ -186,7 +186,7 @@ def test_verify_a_damaged_one(run_root: Path) -> None:
 
 def test_verify_json(run_root: Path) -> None:
     whole = document(ckpt("verify", "--json", "--threads", 1, run_root / "step-5"))
-    assert set(whole) == {"url", "ok", "files", "chunks", "undigested", "bytes", "seconds", "problems"}
+    assert set(whole) == {"url", "ok", "files", "chunks", "undigested", "bytes", "seconds", "problems", "semantic"}
     assert (whole["ok"], whole["problems"], whole["files"]) == (True, [], 2)
     path = data_files(run_root / "step-5")[1]
     flip(path, stored(path)["model.norm[4:7]"][0])
@@ -203,7 +203,7 @@ def test_verify_json(run_root: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    result = ckpt(command, "--json", tmp_path / "nothing", *([tmp_path / "copy"] if command in ("cp", "import") else []))
+    result = ckpt(command, "--json", tmp_path / "nothing", *([tmp_path / "copy"] if command in ("cp", "diff", "import") else []))
     error = document(result)["error"]
     assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
     assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"

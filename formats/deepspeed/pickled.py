@@ -1,0 +1,100 @@
+"""The object in one file of DeepSpeed, with checks on what is taken out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.pickles.stand_ins import Made
+from ckpt.formats.pickles.values import Size, StoredView, counts
+from ckpt.formats.torchzip.archive import Archive, open_archive
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+_THREADS = 16
+
+
+class Pickled:
+    """``whole`` is what was saved, with stand-ins; ``file`` the number of the file."""
+
+    def __init__(self, archive: Archive, path: str, file: int) -> None:
+        self.archive = archive
+        self.path = path
+        self.file = file
+        self.where = archive.where
+        self.whole = archive.values.meaning(archive.load())
+
+    @property
+    def root(self) -> dict[Any, Any]:
+        """What was saved, which has to be a mapping."""
+        return self.mapping(self.whole, "its contents")
+
+    def damaged(self, what: str) -> NoReturn:
+        raise CorruptError(what, where=self.where, hint="the file is damaged, or of a version of DeepSpeed that is not known here")
+
+    def unknown(self, what: str) -> NoReturn:
+        raise FormatError(f"{what}, which is not known here", where=self.where, hint="load it with DeepSpeed and save it with ckpt")
+
+    def mapping(self, value: Any, what: str) -> dict[Any, Any]:
+        """A dict, or what was one."""
+        found = self.archive.values.meaning(value)
+        return found if isinstance(found, dict) else self.damaged(f"{what} should be a mapping, not {_kind(value)}")
+
+    def optional(self, value: Any, what: str) -> dict[Any, Any]:
+        """A dict, or an empty one for None."""
+        return {} if value is None else self.mapping(value, what)
+
+    def sequence(self, value: Any, what: str) -> list[Any]:
+        """A list or tuple."""
+        found = self.archive.values.meaning(value)
+        return list(found) if isinstance(found, (list, tuple)) else self.damaged(f"{what} should be a list, not {_kind(value)}")
+
+    def number(self, value: Any, what: str) -> int:
+        """A whole number that is not negative; that of an enumeration, if it is one."""
+        if type(value) is Made and len(value.args) == 1:
+            (value,) = value.args
+        return value if type(value) is int and value >= 0 else self.damaged(f"{what} should be a number, not {_kind(value)}")
+
+    def meaning(self, value: Any) -> Any:
+        return self.archive.values.meaning(value)
+
+    def flat(self, value: Any, what: str) -> StoredView:
+        """A tensor of one dimension whose elements lie one after another."""
+        found = self.archive.values.meaning(value)
+        if type(found) is not StoredView or len(found.shape) != 1 or (found.shape[0] > 1 and found.strides != (1,)) or found.lazy:
+            self.damaged(f"{what} should be a flat tensor, not {_kind(value)}")
+        return found
+
+    def shapes(self, value: Any, what: str) -> dict[str, tuple[int, ...]]:
+        """Parameters and their shapes, in order."""
+        found = {}
+        for name, shape in self.mapping(value, what).items():
+            shape = self.archive.values.meaning(shape)
+            if type(name) is not str or not name or type(shape) not in (tuple, list, Size):
+                self.damaged(f"{what} should be names and shapes")
+            try:
+                found[name] = counts(shape)
+            except ValueError as err:
+                self.damaged(f"{what} has a shape of {name} that is none ({err})")
+            if math.prod(found[name]) >= 1 << 58:
+                self.damaged(f"{what} has a shape {list(found[name])} that no parameter has")
+        return found
+
+
+def open_files(backend: Backend, paths: Iterable[str]) -> list[Pickled]:
+    """The objects of many files, several at a time.
+
+    Raises:
+        NotFoundError, FormatError, CorruptError: a file is missing, no archive, or damaged.
+    """
+    numbered = list(enumerate(paths))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
+        return list(pool.map(lambda n: Pickled(open_archive(backend, n[1]), n[1], n[0]), numbered))
+
+
+def _kind(value: Any) -> str:
+    return f"{value.name or 'an object'}" if type(value) is Made else type(value).__name__

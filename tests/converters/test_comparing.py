@@ -1,0 +1,247 @@
+"""``ckpt diff``: differences that were put in, and what torch says of the same tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.converters import comparing
+from ckpt.converters.comparing import Tolerance, compare
+from ckpt.converters.elements import numbers
+from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.spelling import translated
+from ckpt.dtypes import DTYPES
+from ckpt.errors import NamesError, UsageError
+from ckpt.geometry import Box
+from tests.formats.reading import FIXTURES
+
+
+def saved(path: Path, state: dict[str, Any], **options: Any) -> str:
+    ckpt.save(str(path), state, **options)
+    return str(path)
+
+
+def some(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (7, 5), "b": (33,), "c": ()}
+    return {"model": {n: torch.randn(s, generator=generator) for n, s in shapes.items()}, "step": 3, "lr": [0.5, 0.25]}
+
+
+def test_the_same_in_other_formats(tmp_path: Path) -> None:
+    state = some()
+    one = saved(tmp_path / "one", state)
+    torch.save(state, tmp_path / "two.pt")
+    for other in (saved(tmp_path / "coded", state, codec="planes-zstd"), str(tmp_path / "two.pt")):
+        report = compare(one, other)
+        assert report.same and (report.tensors, report.values, report.bytes) == (3, 2, 4 * (35 + 33 + 1))
+
+
+def test_everything_that_can_differ(tmp_path: Path) -> None:
+    left, right = some(), some()
+    right["model"]["a"][3, 2] += 0.5
+    right["model"]["a"][6, 4] -= 0.25
+    right["model"]["b"] = right["model"]["b"].bfloat16()
+    left["only"], right["more"] = torch.zeros(2), torch.zeros(2)
+    left["shape"], right["shape"] = torch.zeros(2, 3), torch.zeros(3, 2)
+    right["step"], right["text"] = 4, "x"
+    report = compare(saved(tmp_path / "one", left), saved(tmp_path / "two", right))
+    assert not report.same
+    found = {(d.name, d.kind): d for d in report.differences}
+    assert set(found) == {
+        ("model.a", "values"),
+        ("model.b", "dtype"),
+        ("model.b", "values"),
+        ("more", "only-right"),
+        ("only", "only-left"),
+        ("shape", "shape"),
+    }
+    a = found["model.a", "values"]
+    expected = (left["model"]["a"].double() - right["model"]["a"].double()).abs()
+    larger = torch.maximum(left["model"]["a"].abs(), right["model"]["a"].abs()).double()
+    assert (a.elements, a.max_abs, a.first) == (2, expected.max().item(), (3, 2))
+    assert a.max_rel == (expected / larger).max().item()
+    b = found["model.b", "values"]
+    rounded = left["model"]["b"].double() - right["model"]["b"].double()
+    assert b.elements == int((rounded != 0).sum()) and b.max_abs == rounded.abs().max().item()
+    assert (found["shape", "shape"].left, found["shape", "shape"].right) == ("[2, 3]", "[3, 2]")
+    assert (found["model.b", "dtype"].left, found["model.b", "dtype"].right) == ("float32", "bfloat16")
+    assert [(v.path, v.left, v.right) for v in report.value_differences] == [("step", "3", "4"), ("text", None, '"x"')]
+
+
+def test_tolerances_by_glob(tmp_path: Path) -> None:
+    left, right = some(), some()
+    for tensor in right["model"].values():
+        tensor += 1e-3
+    one, two = saved(tmp_path / "one", left), saved(tmp_path / "two", right)
+
+    def differing(*tolerances: Tolerance) -> set[str]:
+        return {d.name for d in compare(one, two, tolerances=tolerances).differences}
+
+    assert differing() == {"model.a", "model.b", "model.c"}
+    assert differing(Tolerance(glob="*", absolute=2e-3)) == set()
+    assert differing(Tolerance(glob="*.a", absolute=2e-3)) == {"model.b", "model.c"}
+    assert differing(Tolerance(glob="*.a"), Tolerance(glob="*", absolute=2e-3)) == {"model.a"}
+    assert differing(Tolerance(glob="*", relative=1.0)) == set()
+    with pytest.raises(UsageError, match="tolerance"):
+        Tolerance(glob="*", absolute=math.nan)
+
+
+def test_only(tmp_path: Path) -> None:
+    left, right = some(), some(1)
+    one, two = saved(tmp_path / "one", left), saved(tmp_path / "two", right)
+    report = compare(one, two, only=["*.b", "step"])
+    assert [d.name for d in report.differences] == ["model.b"] and (report.tensors, report.values) == (1, 1)
+    assert compare(one, two, only=["lr"]).same
+    with pytest.raises(NamesError, match="modell"):
+        compare(one, two, only=["modell.*", "step"])
+
+
+def test_what_is_not_finite(tmp_path: Path) -> None:
+    nan, inf = math.nan, math.inf
+    left = {"same": torch.tensor([nan, inf, -inf, 0.0]), "nan": torch.tensor([1.0, nan]), "inf": torch.tensor([inf, 1.0])}
+    right = {"same": torch.tensor([-nan, inf, -inf, -0.0]), "nan": torch.tensor([1.0, 1.0]), "inf": torch.tensor([-inf, 1.0])}
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right), tolerances=[Tolerance(glob="*", absolute=9, relative=9)])
+    assert {d.name: (d.elements, d.max_abs, d.first) for d in report.differences} == {"nan": (1, inf, (1,)), "inf": (1, inf, (0,))}
+
+
+def test_integers_are_exact(tmp_path: Path) -> None:
+    big = (1 << 62) + 1
+    left = {"i": torch.tensor([big, -5]), "u": torch.tensor([3], dtype=torch.uint8), "b": torch.tensor([True, False])}
+    right = {"i": torch.tensor([big - 1, -5]), "u": torch.tensor([250], dtype=torch.uint8), "b": torch.tensor([True, True])}
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right))
+    assert {d.name: (d.elements, d.max_abs) for d in report.differences} == {"i": (1, 1.0), "u": (1, 247.0), "b": (1, 1.0)}
+
+
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - {"float4_e2m1fn_x2", "complex32"}))
+def test_numbers_are_those_of_torch(name: str) -> None:
+    dtype = getattr(torch, name)
+    count = 256 if dtype.itemsize == 1 else 512
+    raw = np.random.default_rng(1).integers(0, 2 if name == "bool" else 256, count * dtype.itemsize, dtype=np.uint8)
+    if dtype.itemsize == 1 and name != "bool":
+        raw = np.arange(256, dtype=np.uint8)
+    tensor = torch.from_numpy(raw.copy()).view(dtype)
+    wide = {True: torch.complex128, False: torch.float64}[dtype.is_complex] if dtype.is_floating_point or dtype.is_complex else None
+    expected = (tensor.to(wide) if wide else tensor.to(torch.int64) if name == "bool" else tensor).numpy()
+    found = numbers(raw.view({16: "V16"}.get(dtype.itemsize, f"<u{min(dtype.itemsize, 8)}")), DTYPES[name])
+    np.testing.assert_array_equal(found, expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    spots=st.lists(st.integers(0, 1 << 20), max_size=4),
+    window=st.sampled_from([8, 64, 4096]),
+    codec=st.sampled_from([None, "planes-zstd"]),
+)
+def test_windows_find_what_torch_finds(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], spots: list[int], window: int, codec: str | None
+) -> None:
+    path = tmp_path_factory.mktemp("diff")
+    left = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    right = left.clone()
+    for spot in spots:
+        right.view(-1)[spot % right.numel()] += 1 + spot % 3
+    one = saved(path / "one", {"w": left, "t": right.T.contiguous() if len(shape) == 2 else right})
+    two = saved(path / "two", {"w": right, "t": right.T.contiguous() if len(shape) == 2 else right}, codec=codec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "WINDOW", window)
+        report = compare(one, two)
+    apart = (left - right).abs()
+    if not apart.any():
+        assert report.same
+        return
+    (found,) = report.differences
+    first = tuple(int(i[0]) for i in torch.nonzero(apart, as_tuple=True)) if shape else ()
+    assert (found.name, found.elements, found.max_abs, found.first) == ("w", int((apart > 0).sum()), apart.max().item(), first)
+
+
+def test_other_spellings(tmp_path: Path) -> None:
+    """Hugging Face weights and the same in Megatron's names and layouts are equal, and one changed element is found."""
+    source = str(FIXTURES / "hf/llama")
+    views = translated(source, "llama", "megatron", {})
+    import_checkpoint(source, str(tmp_path / "m"), views=views)
+    report = compare(source, str(tmp_path / "m"), views=views, values=False)
+    assert report.same and report.tensors > 10
+    view = ckpt.open(str(tmp_path / "m"))
+    state = {n: view[n].read() for n in view}
+    name = next(n for n in state if "linear_qkv.weight" in n)
+    state[name][5, 3] += 1
+    report = compare(source, saved(tmp_path / "changed", state), views=views, values=False)
+    assert [(d.name, d.elements, d.first) for d in report.differences] == [(name, 1, (5, 3))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_memory_is_bounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", {"w": torch.zeros(8192, 4096, dtype=dtype)})
+    two = saved(tmp_path / "two", {"w": torch.ones(8192, 4096, dtype=dtype)})
+    for other in (one, two):
+        tracemalloc.start()
+        try:
+            assert compare(one, other, threads=1).same == (other == one)
+            assert tracemalloc.get_traced_memory()[1] < 48 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_elements_of_a_box_of_nothing() -> None:
+    found = comparing.differing(np.zeros(0, "<u4"), np.zeros(0, "<u4"), (DTYPES["float32"],) * 2, Tolerance(glob="*"), Box((0,), (0,)))
+    assert found.elements == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    left, right = some(), some()
+    right["model"]["b"][2] += 1
+    right["step"] = 4
+    one, two = saved(tmp_path / "one", left), saved(tmp_path / "two", right)
+    assert (run("diff", one, one).exit_code, run("diff", one, two).exit_code) == (0, 3)
+    assert run("diff", one, one).stdout.startswith("same: compared 3 tensors (276 B) and 2 values")
+    text = run("diff", one, two).stdout
+    assert "model.b: 1 element differs, by at most 1" in text and "step: 3 ≠ 4" in text and "2 differences" in text
+    assert run("diff", "-q", one, two).stdout.split() == ["model.b", "step"]
+    document = json.loads(run("diff", "--json", one, two).stdout)
+    assert (document["same"], document["tensors"], document["differences"][0]["first"]) == (False, 3, [2])
+    assert run("diff", "--no-values", "--tolerance", "*.b=1.5", one, two).exit_code == 0
+    assert run("diff", "--no-values", "--tolerance", "0,0.001", one, two).exit_code == 3
+    assert run("diff", "--tolerance", "much", one, two).exit_code == 2
+    assert run("diff", one, tmp_path / "none").exit_code == 10
+    assert run("diff", "--only", "nothing", one, two).exit_code == 21
+    assert run("diff", "--names", "llama", one, two).exit_code == 2
+
+
+def test_infinite_differences_are_json(tmp_path: Path) -> None:
+    one, two = saved(tmp_path / "one", {"x": torch.tensor(math.inf)}), saved(tmp_path / "two", {"x": torch.tensor(0.0)})
+    assert json.loads(run("diff", "--json", one, two).stdout)["differences"][0]["max_abs"] == "inf"
+
+
+def test_neither_diff_nor_semantic_checks_load_torch() -> None:
+    path = str(FIXTURES / "deepspeed/zero1")
+    code = f"""
+import sys
+from ckpt.converters.comparing import compare
+from ckpt.converters.semantic_checks import check_semantic
+from ckpt.formats.registry import open_catalog
+assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
