@@ -60,18 +60,3 @@ def in_stored_order(piece: Piece, memory: torch.Tensor) -> torch.Tensor:
         if axis not in axes:
             ordered = ordered.unsqueeze(axis)
     return ordered
-
-
-def seams_of(catalog: Catalog, view: View) -> list[int]:
-    """Places along the first axis of a view where stored chunks end: reading up to there reads no chunk twice."""
-    if not view.shape:
-        return []
-    found: set[int] = set()
-    for piece in view.pieces:
-        found.add(piece.box.offset[0])
-        axis = piece.axes[0]
-        cuts = catalog.tensors[piece.source].grid.cuts
-        if axis is not None and cuts is not None:
-            start, stop = piece.part.offset[axis], piece.part.end[axis]
-            found.update(cut - start + piece.box.offset[0] for cut in cuts[axis] if start < cut < stop)
-    return sorted(found)

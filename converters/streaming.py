@@ -22,8 +22,8 @@ from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.workers import Pending
 
-from .choosing import Chosen
-from .reading import Part, read_views, seams_of
+from .choosing import Chosen, seams_of
+from .reading import Part, read_views
 from .target import OutFile, Planned
 from .windows import Segment, Window, windows
 
@@ -34,6 +34,8 @@ CODED = 2 * (64 << 20)
 """Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
 LEAST = 8 << 20
 """Bytes of the smallest window."""
+USEFUL = 128 << 20
+"""Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
 Progress = Callable[[int, int], None]
 
 
@@ -73,7 +75,7 @@ class Stream:
         self.backend = backend
         self.verify = verify
         self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
-        self.window = max(LEAST, (memory - (threads * CODED if coded else 0)) // 2 - PAGE)
+        self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self.written = 0
         self._done = done
         self._file: _Open | None = None
@@ -222,6 +224,11 @@ def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
         held.append(segment)
     if held:
         yield held
+
+
+def _useful(*backends: Backend) -> int:
+    """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
+    return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
 
 
 def _buffer(size: int) -> torch.Tensor:

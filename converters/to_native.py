@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from ckpt.catalog import Contents, DataFile, Grid
+from ckpt.catalog import Catalog, Contents, DataFile, Grid
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import previous_files, read_record, write_index
-from ckpt.geometry import Box, row_major_strides
+from ckpt.geometry import row_major_strides
 from ckpt.io_backends.protocol import Backend
 
-from .choosing import Chosen, Wanted, choose
+from .choosing import Chosen, Wanted, choose, seams_of
 from .target import Layout, OutFile, Planned, Target, in_groups
-from .windows import Item
+from .windows import Item, cuts_at
 
 CHUNK = 64 << 20
 FILE = 4 << 30
@@ -28,7 +28,12 @@ FILE = 4 << 30
 
 def plan(chosen: Chosen, layout: Layout) -> Planned:
     """Data files and index."""
-    specs = [spec for wanted in chosen.stored for spec in _chunks(wanted)]
+    grids = {wanted.name: _grid(wanted, chosen.catalog) for wanted in chosen.stored}
+    specs = [
+        ChunkSpec(name=w.name, box=grids[w.name].box(i), shape=w.shape, dtype=w.dtype)
+        for w in chosen.stored
+        for i in range(len(grids[w.name]))
+    ]
     plans: list[DataFilePlan] = []
     places: dict[str, list[int]] = {}
     files: list[OutFile] = []
@@ -43,30 +48,23 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
             files.append(_file(made, mine))
 
     def finish(backend: Backend) -> None:
-        _commit(backend, chosen, plans, places, layout)
+        _commit(backend, chosen, plans, _placed(grids, places), layout)
 
     return Planned(files=tuple(files), digest="xxh3", finish=finish)
 
 
-def _chunks(wanted: Wanted) -> list[ChunkSpec]:
-    boxes = [Box.whole(wanted.shape)] if not wanted.nbytes else _cells(wanted)
-    return [ChunkSpec(name=wanted.name, box=b, shape=wanted.shape, dtype=wanted.dtype) for b in boxes]
+def _grid(wanted: Wanted, catalog: Catalog) -> Grid:
+    """How a tensor is cut into chunks: where it was cut already, as far as that is."""
+    cuts = _cuts(wanted, seams_of(catalog, wanted.view)) if wanted.nbytes else tuple((0, n) for n in wanted.shape)
+    return Grid(cuts=cuts, files=np.zeros(1, dtype=np.int32))
 
 
-def _cells(wanted: Wanted) -> list[Box]:
-    """The chunks, cell by cell of a regular grid, row by row."""
-    cuts = _cuts(wanted)
-    grid = Grid(cuts=cuts, files=np.zeros(1, dtype=np.int32))
-    return [grid.box(i) for i in range(len(grid))]
-
-
-def _cuts(wanted: Wanted) -> tuple[tuple[int, ...], ...]:
-    """Cuts along the first axes: as many as it takes for rows to fit into a chunk."""
-    steps = row_major_strides(wanted.shape)
+def _cuts(wanted: Wanted, seams: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+    """Cuts along the first axes: as many as it takes for rows to fit into a chunk; of the first axis, at ``seams`` where there are some."""
     cuts = []
-    for n, step in zip(wanted.shape, steps, strict=True):
-        count = max(1, CHUNK // (step * wanted.dtype.itemsize)) if n else 1
-        cuts.append((*range(0, n, count), n) if n else (0, 0))
+    for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
+        count = max(1, CHUNK // max(1, step * wanted.dtype.itemsize))
+        cuts.append(cuts_at(0, n, count, () if axis else seams))
     return tuple(cuts)
 
 
@@ -83,20 +81,14 @@ def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutFile:
     return OutFile(path=made.path, size=made.size, items=items, ends=ends)
 
 
-def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], places: dict[str, list[int]], layout: Layout) -> None:
+def _placed(grids: Mapping[str, Grid], places: Mapping[str, list[int]]) -> dict[str, Grid]:
+    return {name: Grid(cuts=grid.cuts, files=np.array(places[name], dtype=np.int32)) for name, grid in grids.items()}
+
+
+def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], grids: Mapping[str, Grid], layout: Layout) -> None:
     rows: list[DataFile] = [made.row(backend.read(made.path, 0, made.header)) for made in plans]
-    grids: dict[tuple[object, ...], Grid] = {}
-    tensors = []
-    for name in sorted(chosen.tensors):
-        wanted = chosen.tensors[name]
-        files = places[wanted.alias or name]
-        cuts = _cuts(wanted) if wanted.nbytes else tuple((0, n) for n in wanted.shape)
-        files = files[:1] if len(set(files)) == 1 else files
-        key = (cuts, tuple(files))
-        if key not in grids:
-            grids[key] = Grid(cuts=cuts, files=np.array(files, dtype=np.int32))
-        tensors.append(wanted.entry(grids[key]))
-    contents = Contents(tensors=tuple(tensors), files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
+    tensors = tuple(w.entry(grids[w.alias or name]) for name, w in chosen.tensors.items())
+    contents = Contents(tensors=tensors, files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
     gone = previous_files(backend, layout.previous) if layout.previous is not None else ()
     try:
         write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt.geometry import Box
@@ -78,14 +79,19 @@ def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[
         yield box
         return
     row = box.numel // box.shape[axis] * itemsize
-    count, start, stop = max(1, most // row), box.offset[axis], box.end[axis]
-    while start < stop:
-        end = min(start + count, stop)
-        if axis == 0 and end < stop:
-            best = bisect_right(seams, end) - 1
-            end = seams[best] if best >= 0 and seams[best] > start else end
-        yield from slabs(_along(box, axis, start, end), itemsize, (), most)
-        start = end
+    cuts = cuts_at(box.offset[axis], box.end[axis], max(1, most // row), () if axis else seams)
+    for start, stop in pairwise(cuts):
+        yield from slabs(_along(box, axis, start, stop), itemsize, (), most)
+
+
+def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of parts of at most ``count``, from ``start`` to ``stop``: at the last of the increasing ``seams`` that a part reaches, if
+    it reaches one."""
+    cuts = [start]
+    while cuts[-1] + count < stop:
+        best = bisect_right(seams, cuts[-1] + count) - 1
+        cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
+    return (*cuts, stop)
 
 
 def _along(box: Box, axis: int, start: int, stop: int) -> Box:

@@ -200,9 +200,19 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
+MORE = {"convert": ("--to", "native")}
+"""What a command needs besides URLs."""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    result = ckpt(command, "--json", tmp_path / "nothing", *([tmp_path / "copy"] if command in ("cp", "import") else []))
+    result = ckpt(
+        command,
+        "--json",
+        tmp_path / "nothing",
+        *MORE.get(command, ()),
+        *([tmp_path / "copy"] if command in ("convert", "cp", "import") else []),
+    )
     error = document(result)["error"]
     assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
     assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters.reading import Part, read_views, seams_of
+from ckpt.converters.choosing import seams_of
+from ckpt.converters.reading import Part, read_views
 from ckpt.converters.windows import Item, slabs, windows
 from ckpt.engine.reader import Reader
 from ckpt.formats.registry import open_catalog
