@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, footprint, merging, planning_large, stepping
+from . import async_saves, background, coding, converting, footprint, merging, planning_large, stepping
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -18,5 +18,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "memory": footprint.run,
     "plan-large": planning_large.run,
     "step": stepping.run,
+    "convert": converting.run,
 }
 """Each gives findings for one place."""

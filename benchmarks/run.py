@@ -34,6 +34,7 @@ SCENARIOS = (
     "memory",
     "plan-large",
     "step",
+    "convert",
 )
 ONCE = ("codecs", "plan-large", "step")
 """Scenarios that use no storage."""

@@ -74,9 +74,9 @@ def command(
     \b
     Example:
       ckpt convert --to hf runs/a/step-00001000 export/
-      ckpt convert --to hf --names llama --spelling huggingface --dtype bfloat16 runs/megatron/step-100 export/
+      ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
-      torchrun --nproc-per-node 4 --no-python ckpt convert --to native dcp/step-100 s3://bucket/step-100
+      torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     from ckpt.converters.converting import convert_checkpoint
 

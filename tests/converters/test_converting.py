@@ -24,7 +24,6 @@ from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.plan import views
 
-HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
 
@@ -346,24 +345,72 @@ def test_one_process_after_another(tmp_path: Path) -> None:
     assert convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files == 0
 
 
+PEAK = """
+import sys
+from ckpt.converters.converting import convert_checkpoint
+import ckpt.converters.streaming, ckpt.converters.to_torch
+
+def resident(field):
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))
+
+convert_checkpoint(sys.argv[1] + "/small", sys.argv[2] + "-small", to=sys.argv[3])
+open("/proc/self/clear_refs", "w").write("5")
+before = resident("VmRSS")
+convert_checkpoint(sys.argv[1] + "/large", sys.argv[2], to=sys.argv[3], memory=64 << 20)
+print((resident("VmHWM") - before) >> 10)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path / "small"), {"w": torch.zeros(10)})
+    ckpt.save(str(tmp_path / "large"), {"w": torch.zeros(300 << 18), "v": torch.zeros(20, 1 << 18)})
+    made = str(tmp_path / "made")
+    for to in ("hf", "torch"):
+        found = subprocess.run(
+            [sys.executable, "-c", PEAK, str(tmp_path), f"{made}-{to}", to], check=True, capture_output=True, text=True, timeout=200
+        )
+        assert int(found.stdout) < 64 + 60
+
+
 # -------------------------------------------------------------------------------------------------------- transformers
 
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 50,
+    "intermediate_size": 48,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "llama": ("LlamaConfig", {}, "linear_qkv"),
+    "qwen-moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "local_experts.3.linear_fc1"),
+}
 
-def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("names", MODELS)
+def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> None:
     transformers = pytest.importorskip("transformers")
     from ckpt.converters.spelling import translated
 
-    url, fused, back = str(HF / "llama"), str(tmp_path / "fused"), str(tmp_path / "back")
-    convert_checkpoint(url, fused, to="native", views=translated(url, "llama", "megatron", {}))
-    assert any("linear_qkv" in name for name in ckpt.open(fused))
-    shutil.copy(HF / "llama" / "config.json", tmp_path / "fused" / "config.json")
-    convert_checkpoint(fused, back, to="hf", views=translated(fused, "llama", "huggingface", {}), shard_size=100_000)
-    convert_checkpoint(url, str(tmp_path / "copy"), to="hf")
-    shutil.copy(HF / "llama" / "config.json", tmp_path / "back" / "config.json")
-    assert (tmp_path / "copy" / "config.json").read_bytes() == (HF / "llama" / "config.json").read_bytes()
+    kind, more, fused_name = MODELS[names]
+    url, fused, back, copy = (str(tmp_path / n) for n in ("model", "fused", "back", "copy"))
+    torch.manual_seed(9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (url, back, str(tmp_path / "copy"))]
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON, **more)).save_pretrained(url)
+        convert_checkpoint(url, fused, to="native", views=translated(url, names, "megatron", {}))
+        assert any(fused_name in name for name in ckpt.open(fused))
+        shutil.copy(f"{url}/config.json", f"{fused}/config.json")
+        convert_checkpoint(fused, back, to="hf", views=translated(fused, names, "huggingface", {}), shard_size=20_000)
+        shutil.copy(f"{url}/config.json", f"{back}/config.json")
+        convert_checkpoint(url, copy, to="hf")
+        models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (url, back, copy)]
+    assert Path(copy, "config.json").read_bytes() == Path(url, "config.json").read_bytes()
+    assert len(list(Path(back).glob("*.safetensors"))) > 2
     ids = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         logits = [m.eval()(ids).logits for m in models]
