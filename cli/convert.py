@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
+
+from ckpt.errors import UsageError
 
 from . import units
 from .output import Output, options
@@ -98,6 +101,7 @@ def command(
             threads=threads,
             overwrite=overwrite,
             verify=verify,
+            part=_part(),
             dry_run=dry_run,
             progress=update,
         )
@@ -119,3 +123,11 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
         output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
     if report.left_out:
         output.talk(f"left out: {units.plural(len(report.left_out), 'tensor')}, such as {report.left_out[0]}")
+
+
+def _part() -> tuple[int, int]:
+    """Number of this process and how many there are, as torchrun says."""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise UsageError(f"RANK={rank} of WORLD_SIZE={world} cannot be", hint="unset both, or start with torchrun")
+    return int(rank), int(world)

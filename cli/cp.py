@@ -56,7 +56,7 @@ def _copy(source: str, target: str, *, threads: int | None, progress: Update, dr
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)
     from ckpt.converters.converting import convert_checkpoint
 
-    made = convert_checkpoint(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run, part=(0, 1))
+    made = convert_checkpoint(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
     return CopyReport(
         source=source,
         target=target,

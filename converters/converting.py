@@ -6,7 +6,6 @@ Invariants: nothing can be opened at the destination before all of it is durable
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def convert_checkpoint(
     threads: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
-    part: tuple[int, int] | None = None,
+    part: tuple[int, int] = (0, 1),
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -91,7 +90,7 @@ def convert_checkpoint(
         memory: bytes for tensors in memory.
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
         verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
-        part: number of this process and how many there are; by default what torchrun says (``RANK``, ``WORLD_SIZE``).
+        part: number of this process, and how many there are that make the same call, at once or one after another.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
@@ -108,7 +107,7 @@ def convert_checkpoint(
     catalog = open_catalog(source)
     chosen = format.choose(catalog, choice)
     run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite)
-    planned = run.look() if dry_run else run.begin(part or _told_part())
+    planned = run.look() if dry_run else run.begin(part)
     missing = run.missing(planned)
     read = 0
     if not dry_run:
@@ -129,7 +128,7 @@ def convert_checkpoint(
         written_bytes=sum(f.size for f in written),
         read_bytes=read,
         left_out=tuple(sorted(n for n in catalog.tensors if n not in taken)),
-        finished=not dry_run and run.finish(planned),
+        finished=not dry_run and run.finish(planned, again=not missing),
         seconds=time.monotonic() - began,
     )
 
@@ -171,11 +170,20 @@ class _Run:
             planned = self._plan("0" * 16)  # what cannot be planned leaves nothing behind
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
-            self._check_empty()
-            self.backend.prepare()
-            self.record = begin(self.backend, self.name, self.digest)
+            self.record = self._begun()
         self._check_previous(self.record)
         return self._plan(self.record.id)
+
+    def _begun(self) -> Record:
+        try:
+            self._check_empty()
+        except ConflictError:
+            found = find(self.backend, self.name, self.digest)  # another process may have begun just now
+            if found is None:
+                raise
+            return found
+        self.backend.prepare()
+        return begin(self.backend, self.name, self.digest)
 
     def _check_previous(self, record: Record) -> None:
         """Raise ConflictError if somebody else has saved here since the conversion was begun."""
@@ -231,11 +239,15 @@ class _Run:
         stream.write(missing, progress)
         return stream.reader.bytes_read
 
-    def finish(self, planned: Planned) -> bool:
-        """Make the checkpoint exist, if all files of all processes are there."""
+    def finish(self, planned: Planned, *, again: bool) -> bool:
+        """Make the checkpoint exist, if all files of all processes are there, and no other process does.
+
+        Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
+        """
         if self.record is None:
             return False
-        if len(self.record.marks()) < len(planned.files):
+        whole = {self.record.mark(i) for i in range(len(planned.files))} <= self.record.marks()
+        if not whole or not (self.record.claim() or (again and self.part[0] == 0)):
             return find(self.backend, self.name, self.digest) is None  # then another process has finished it
         planned.finish(self.backend)
         self.record.remove()
@@ -250,10 +262,3 @@ def _apart(url: str, *, file: bool) -> tuple[str, str | None]:
     if not name or url.endswith("://" + name):
         raise UsageError("this is no file to write to", where=url, hint="name a file")
     return ((head or "/") if slash else "."), name
-
-
-def _told_part() -> tuple[int, int]:
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK={rank} of WORLD_SIZE={world} cannot be", hint="unset both, or start with torchrun")
-    return int(rank), int(world)

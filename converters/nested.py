@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import Grid
+from ckpt.errors import UsageError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.tree import child_path
 from ckpt.view import StoredPerRank, StoredTensor, View
@@ -18,7 +19,8 @@ Leaf = Callable[[Wanted], Any]
 
 
 def nested_state(chosen: Chosen, leaf: Leaf) -> Any:
-    """The state with ``leaf(tensor)`` in place of tensors. A ``PerRank`` value is a mapping from ranks to their values.
+    """The state with ``leaf(tensor)`` in place of tensors. A ``PerRank`` value is a mapping from ranks to their values. Tensors that
+    the state does not name are at its top, by name.
 
     Parameters of an optimizer are named within the module whose key their names begin with, as torch's ``get_optimizer_state_dict`` does.
     """
@@ -29,6 +31,7 @@ class _Builder:
     def __init__(self, chosen: Chosen, leaf: Leaf) -> None:
         self.chosen = chosen
         self.leaf = leaf
+        self.reached: set[str] = set()
         none = Grid(cuts=(), files=np.zeros(1, dtype=np.int32))
         shown = ForeignCatalog(
             backend=chosen.catalog.backend,
@@ -43,10 +46,17 @@ class _Builder:
 
     def built(self) -> Any:
         state = self.value(self.view.state(), "")
-        return _within_modules(state) if isinstance(state, dict) else state
+        rest = {name: self.leaf(wanted) for name, wanted in self.chosen.tensors.items() if name not in self.reached}
+        if not rest:
+            return _within_modules(state) if isinstance(state, dict) else state
+        if (state is not None and not isinstance(state, dict)) or rest.keys() & (state or {}):
+            hint = "leave it out: --exclude"
+            raise UsageError(f"the state has no place for the tensor {min(rest)!r}", where=self.chosen.catalog.url, hint=hint)
+        return _within_modules({**(state or {}), **rest})
 
     def value(self, value: Any, path: str) -> Any:
         if isinstance(value, StoredTensor):
+            self.reached.add(value.name)
             return self.leaf(self.chosen.tensors[value.name])
         if isinstance(value, StoredPerRank):
             ranks = {r: self.view.per_rank(path, r) for r, values in sorted(self.chosen.ranks.items()) if path in values}

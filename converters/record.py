@@ -57,13 +57,17 @@ class Record:
     def path(self) -> str:
         return record_path(self.name)
 
+    @property
+    def _marks(self) -> str:
+        return f"{MARKS if self.name is None else f'{self.name}.{MARKS}'}-{self.id}/"
+
     def mark(self, number: int) -> str:
-        head = MARKS if self.name is None else f"{self.name}.{MARKS}"
-        return f"{head}-{self.id}/{number:05d}"
+        """That of a file that is durable."""
+        return f"{self._marks}{number:05d}"
 
     def marks(self) -> set[str]:
         """Those that are there."""
-        return {e.path for e in self.backend.list(self.mark(0).rpartition("/")[0] + "/")}
+        return {e.path for e in self.backend.list(self._marks)}
 
     def done(self, number: int) -> None:
         """Say that file ``number`` is durable."""
@@ -72,6 +76,14 @@ class Record:
         except ConflictError:
             if self.mark(number) not in self.marks():
                 raise
+
+    def claim(self) -> bool:
+        """Whether it is for this process to finish: of all that ask, the first one."""
+        try:
+            self.backend.publish(f"{self._marks}finish", b"{}\n", replaces=None)
+        except ConflictError:
+            return False
+        return True
 
     def remove(self) -> None:
         """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then."""

@@ -233,7 +233,10 @@ def _useful(*backends: Backend) -> int:
 
 def _buffer(size: int) -> torch.Tensor:
     """Memory that begins at a page, which the system gets back as soon as nobody has it."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _is_coded(catalog: Catalog) -> bool:

@@ -40,8 +40,8 @@ class OutFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: it may be called by
-    several processes, at once and one after another."""
+    """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process at a
+    time, and again if one died while it did."""
 
     files: tuple[OutFile, ...]
     digest: Digest | None

@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.errors import CkptError, ConflictError
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.errors import CkptError
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
-from ckpt.formats.native.paths import data_path
-from ckpt.formats.native.writer import previous_files, read_record, write_index
+from ckpt.formats.native.paths import data_path, index_path
+from ckpt.formats.native.writer import committed_id, previous_files, write_index
 from ckpt.geometry import row_major_strides
 from ckpt.io_backends.protocol import Backend
 
@@ -89,21 +88,15 @@ def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], gri
     rows: list[DataFile] = [made.row(backend.read(made.path, 0, made.header)) for made in plans]
     tensors = tuple(w.entry(grids[w.alias or name]) for name, w in chosen.tensors.items())
     contents = Contents(tensors=tensors, files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
+    if committed_id(backend) == layout.id:
+        return  # by a process that died before it had told
+    for entry in list(backend.list(index_path(layout.id, ""))):
+        backend.delete(entry.path)  # of one that died before it had committed
     gone = previous_files(backend, layout.previous) if layout.previous is not None else ()
-    try:
-        write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous)
-    except ConflictError:
-        if not _committed(backend, layout.id):
-            raise
-        return  # by another process of this conversion
+    write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous)
     for path in gone:
         with suppress(CkptError):  # the checkpoint is committed; what stays is debris
             backend.delete(path)
-
-
-def _committed(backend: Backend, id: str) -> bool:
-    data = read_record(backend)
-    return data is not None and CommitRecord.from_bytes(data, backend.url).id == id
 
 
 TARGET = Target(name="native", choose=choose, plan=plan, replaces=True)

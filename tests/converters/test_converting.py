@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
+from ckpt.dtypes import DTYPES
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.plan import views
@@ -115,6 +117,7 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
     elif to == "torch":
         same(torch.load(made, weights_only=True), expected)
         same(torch.load(made, weights_only=True, mmap=True), expected)
+        assert zipfile.ZipFile(made).testzip() is None
     else:
         same(dcp_load(made, {n: torch.zeros_like(t) for n, t in expected.items()}), expected)
 
@@ -210,6 +213,45 @@ def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.
     ckpt.save(str(tmp_path / "s"), tensors())
     convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
     same(dcp_load(str(tmp_path / "t"), {n: torch.zeros_like(t) for n, t in tensors().items()}), tensors())
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
+def test_storage_that_is_no_file_system(tmp_path: Path, to: str) -> None:
+    url, made = str(tmp_path / "s"), f"memory://convert-{to}/made"
+    ckpt.save(url, tensors())
+    convert_checkpoint(url, made, to=to, verify=True)
+    same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
+
+
+def test_tensors_that_no_state_names(tmp_path: Path) -> None:
+    from tests.cli.checkpoints import write_checkpoint
+
+    url, arrays = str(tmp_path / "s"), {n: t.numpy() for n, t in tensors().items() if n in ("w0", "long", "scalar")}
+    write_checkpoint(url, arrays, state={"step": 3})
+    convert_checkpoint(url, str(tmp_path / "t.pt"), to="torch")
+    loaded = torch.load(tmp_path / "t.pt", weights_only=True)
+    assert loaded.pop("step") == 3
+    same(loaded, {n: torch.from_numpy(a) for n, a in arrays.items()})
+
+
+def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
+    from ckpt.converters.archives import Archive, Stand
+
+    stands = [Stand(0, DTYPES["uint8"], (5 << 30,)), Stand(1, DTYPES["float32"], (3,))]
+    archive = Archive({"large": stands[0], "after": stands[1]}, stands, base=0)
+    with open(tmp_path / "large.pt", "wb") as file:
+        file.truncate(archive.size)
+        for offset, data in archive.ends([7, 8]):
+            file.seek(offset)
+            file.write(data)
+        file.seek(archive.starts[1])
+        file.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
+    sizes = {i.filename: i.file_size for i in zipfile.ZipFile(tmp_path / "large.pt").infolist()}
+    assert (sizes["archive/data/0"], sizes["archive/data/1"]) == (5 << 30, 12)
+    loaded = torch.load(tmp_path / "large.pt", weights_only=True, mmap=True)
+    assert loaded["large"].shape == (5 << 30,) and loaded["after"].tolist() == [1.0, 2.0, 3.0]
+    assert ckpt.open(str(tmp_path / "large.pt"))["after"].read().tolist() == [1.0, 2.0, 3.0]
 
 
 # ----------------------------------------------------------------------------------------------------------- failures
@@ -313,20 +355,60 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
         convert_checkpoint(url, made, to=to, shard_size=20_000)
 
 
+FINISHING = """
+import os, signal, sys
+import ckpt.formats.native.writer as writer
+from ckpt.converters.converting import convert_checkpoint
+
+writer._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+convert_checkpoint(sys.argv[1], sys.argv[2], to="native")
+"""
+
+
+def test_killed_while_finishing(tmp_path: Path) -> None:
+    url, made = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(url, tensors())
+    assert subprocess.run([sys.executable, "-c", FINISHING, url, made], check=False, timeout=100).returncode == -signal.SIGKILL
+    assert list(Path(made).glob("index-*/*")) and list(Path(made).glob("convert-*/finish"))
+    with pytest.raises(NotCommittedError):
+        ckpt.open(made)
+    assert not convert_checkpoint(url, made, to="native", part=(1, 2)).finished
+    report = convert_checkpoint(url, made, to="native")
+    assert (report.finished, report.written_files) == (True, 0)
+    assert verify(made).ok and not list(Path(made).glob("convert*"))
+
+
+def test_a_save_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    url, made = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(url, {f"w{i}": torch.full((4000,), float(i)) for i in range(2)})
+    convert_checkpoint(url, made, to="native", shard_size=20_000, part=(0, 2))
+    ckpt.save(made, {"mine": torch.ones(3)})
+    with pytest.raises(ConflictError, match="by now"):
+        convert_checkpoint(url, made, to="native", shard_size=20_000, part=(1, 2))
+    assert set(ckpt.open(made)) == {"mine"}
+
+
 @pytest.mark.parametrize("to", ["native", "dcp"])
 def test_processes_divide_the_files(tmp_path: Path, to: str) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     held = {f"w{i}": torch.full((4000,), float(i)) for i in range(5)}
     ckpt.save(url, held)
-    code = "import sys; from ckpt.converters.converting import convert_checkpoint as c; r = c(sys.argv[1], sys.argv[2], to=sys.argv[3], "
-    code += "shard_size=20_000); print(r.written_files)"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, url, made, to], env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2"}, stdout=subprocess.PIPE
-        )
-        for r in range(2)
+    command = [
+        sys.executable,
+        "-c",
+        "from ckpt.cli.main import main; main()",
+        "convert",
+        "--json",
+        "--to",
+        to,
+        "--shard-size",
+        "20KB",
+        url,
+        made,
     ]
-    assert [int(p.communicate(timeout=100)[0]) for p in processes] == [3, 2]
+    processes = [subprocess.Popen(command, env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2"}, stdout=subprocess.PIPE) for r in range(2)]
+    said = [json.loads(p.communicate(timeout=100)[0]) for p in processes]
+    assert [s["written_files"] for s in said] == [3, 2] and any(s["finished"] for s in said)
     assert [p.returncode for p in processes] == [0, 0]
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, held)
     assert not list(Path(made).glob("convert*"))
