@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zlib
@@ -34,10 +35,7 @@ class Stand:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size *= n
-        return size
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Record(NamedTuple):

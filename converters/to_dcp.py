@@ -101,9 +101,12 @@ def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[_Stored]:
         if not isinstance(value, torch.Tensor):
             return [_Stored(fqn, None, None, held.getvalue())]
         return [_Stored(fqn, None, Box.whole(value.shape), held.getvalue())]
-    wanted = marked.wanted
-    boxes = list(slabs(Box.whole(wanted.shape), wanted.dtype.itemsize, (), BOX)) or [Box.whole(wanted.shape)]
-    return [_Stored(fqn, wanted, box, b"") for box in boxes]
+    return [_Stored(fqn, marked.wanted, box, b"") for box in _boxes(marked.wanted)]
+
+
+def _boxes(wanted: Wanted) -> list[Box]:
+    """The boxes that a tensor is stored in."""
+    return list(slabs(Box.whole(wanted.shape), wanted.dtype.itemsize, (), BOX)) or [Box.whole(wanted.shape)]
 
 
 def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -115,7 +118,7 @@ def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata |
         boxes = [Box.whole(shape)]
     else:
         shape, dtype = marked.wanted.shape, torch_dtype(marked.wanted.dtype)
-        boxes = list(slabs(Box.whole(shape), marked.wanted.dtype.itemsize, (), BOX)) or [Box.whole(shape)]
+        boxes = _boxes(marked.wanted)
     chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ckpt.errors import UsageError
 from ckpt.geometry import Box
 
@@ -32,11 +30,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     state = nested_state(chosen, leaf)
     archive = Archive(state, list(stands.values()))
     items = [Item(w.name, Box.whole(w.shape), at, w.dtype.itemsize) for w, at in zip(members, archive.starts, strict=True)]
-
-    def ends(digests: Sequence[int]) -> list[tuple[int, bytes]]:
-        return archive.ends(digests)
-
-    file = OutFile(path=layout.name, size=archive.size, items=tuple(items), ends=ends)
+    file = OutFile(path=layout.name, size=archive.size, items=tuple(items), ends=archive.ends)
     return Planned(files=(file,), digest="crc32", finish=lambda backend: None)
 
 

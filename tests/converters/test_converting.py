@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
-from ckpt.dtypes import DTYPES
+from ckpt.dtypes import dtype
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.plan import views
@@ -238,7 +238,7 @@ def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
     from ckpt.converters.archives import Archive, Stand
 
-    stands = [Stand(0, DTYPES["uint8"], (5 << 30,)), Stand(1, DTYPES["float32"], (3,))]
+    stands = [Stand(0, dtype("uint8"), (5 << 30,)), Stand(1, dtype("float32"), (3,))]
     archive = Archive({"large": stands[0], "after": stands[1]}, stands, base=0)
     with open(tmp_path / "large.pt", "wb") as file:
         file.truncate(archive.size)
