@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, footprint, merging, object_store, planning_large, stepping
+from . import async_saves, background, coding, converting, footprint, merging, object_store, planning_large, stepping
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -19,5 +19,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "plan-large": planning_large.run,
     "step": stepping.run,
     "s3": object_store.run,
+    "convert": converting.run,
 }
 """Each gives findings for one place."""

@@ -35,6 +35,7 @@ SCENARIOS = (
     "plan-large",
     "step",
     "s3",
+    "convert",
 )
 ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""

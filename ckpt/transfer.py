@@ -104,9 +104,9 @@ class Transfer:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
-                f"only checkpoints in the format of ckpt can be copied; this is {catalog.format}",
+                f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",
                 where=source,
-                hint="copy it with the tools of the storage",
+                hint="convert it: `ckpt convert --to native`, or copy it with the tools of the storage",
             )
         self.source = catalog.backend
         self.target = open_backend(target)

@@ -9,7 +9,7 @@ import click
 
 from . import units
 from .output import Output, options
-from .progress import progress
+from .progress import Update, progress
 
 if TYPE_CHECKING:
     from ckpt.transfer import CopyReport
@@ -25,7 +25,8 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
     """Copy the checkpoint at SRC to DST, two URLs of any storage. If DST ends in /, it gets the name of SRC below it.
 
     Every byte is compared with its digest on the way, and the checkpoint exists at DST only when all of it is there. If the copy is
-    interrupted, the same command goes on. Another checkpoint at DST is never replaced.
+    interrupted, the same command goes on. Another checkpoint at DST is never replaced. The copy of a virtual
+    checkpoint has files of its own.
 
     \b
     Example:
@@ -33,17 +34,40 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
       ckpt cp gs://bucket/runs/a/step-00001000 /local/disk/step-00001000
     """
     from ckpt.io_backends.registry import join_url
-    from ckpt.transfer import copy_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
     if target.endswith("/"):
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
     with progress("cp", output) as update:
-        report = copy_checkpoint(source, target, threads=threads, progress=update, dry_run=dry_run)
+        report = _copy(source, target, threads=threads, progress=update, dry_run=dry_run)
     if output.json:
         output.document({**asdict(report), "dry_run": dry_run})
     elif not output.quiet:
         output.line(_sentence(report, dry_run=dry_run))
+
+
+def _copy(source: str, target: str, *, threads: int | None, progress: Update, dry_run: bool) -> CopyReport:
+    """A copy of the files; of a virtual checkpoint, one with files of its own."""
+    from ckpt.formats.native.virtual import VirtualCatalog
+    from ckpt.formats.registry import open_catalog
+    from ckpt.transfer import CopyReport, copy_checkpoint
+
+    if not isinstance(open_catalog(source), VirtualCatalog):
+        return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)
+    from ckpt.converters.converting import convert_checkpoint
+
+    made = convert_checkpoint(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
+    return CopyReport(
+        source=source,
+        target=target,
+        id=made.id,
+        files=len(made.files),
+        bytes=made.file_bytes,
+        copied_files=made.written_files,
+        copied_bytes=made.written_bytes,
+        committed=made.finished,
+        seconds=made.seconds,
+    )
 
 
 def _sentence(report: CopyReport, *, dry_run: bool) -> str:

@@ -13,6 +13,7 @@ from ckpt.errors import UsageError
 from . import units
 from .output import Output, options
 from .progress import progress
+from .translating import translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.comparing import DiffReport, TensorDifference, Tolerance
@@ -32,9 +33,7 @@ DIFFERENT = 3
     help="What elements may differ by: ABS + REL times the larger one. Of several rules the first that fits a tensor counts.",
 )
 @click.option("--values/--no-values", default=True, show_default=True, help="Compare also what is no tensor.")
-@click.option("--names", "translation", metavar="NAMES", help="Compare A as it is in B's spelling: the translation to use.")
-@click.option("--spelling", metavar="SPELLING", help="With --names: the spelling that B is in.")
-@click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="With --names: a number of the model that A does not tell.")
+@translating
 @click.option("--threads", type=click.IntRange(min=1), help="How many compare at once. [default: one per core, 2 to 16]")
 @options
 def command(
@@ -65,7 +64,7 @@ def command(
 
     output = Output(json=as_json, quiet=quiet)
     tolerances = [_tolerance(rule) for rule in rules]
-    views = _views(left, translation, spelling, numbers)
+    views = views_of(left, translation, spelling, numbers)
     with progress("diff", output) as update:
         report = compare(
             left, right, views=views, only=only, tolerances=tolerances, values=values and views is None, threads=threads, progress=update
@@ -87,18 +86,6 @@ def _tolerance(rule: str) -> Tolerance:
         return Tolerance(glob=glob if equals else "*", absolute=float(absolute or 0), relative=float(relative or 0))
     except ValueError as err:
         raise UsageError(f"--tolerance {rule!r} is no [GLOB=]ABS[,REL]", hint="--tolerance '*.bias=1e-6' or --tolerance 0,1e-3") from err
-
-
-def _views(url: str, translation: str | None, spelling: str | None, numbers: tuple[str, ...]) -> Any:
-    if (spelling is None) != (translation is None) or (numbers and translation is None):
-        raise UsageError("--names and --spelling belong together, and --set to them", hint="--names llama --spelling megatron")
-    if translation is None or spelling is None:
-        return None
-    from ckpt.converters.spelling import translated
-
-    from .import_ import _numbers
-
-    return translated(url, translation, spelling, _numbers(numbers))
 
 
 def _print(report: DiffReport, output: Output) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "stats": "Show where the time of a save went.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "import": "Point a checkpoint at the files of another, of any format.",
+    "convert": "Write a checkpoint in another format.",
     "cp": "Copy a checkpoint to another storage.",
     "gc": "Remove what a run does not need: old checkpoints, debris.",
 }

@@ -11,7 +11,7 @@ from .output import Output, options
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ckpt.converters.semantic_checks import SemanticReport
+    from ckpt.converters.semantic import SemanticReport
     from ckpt.engine.verify import Problem, VerifyReport
 
 CORRUPT = 20
@@ -53,7 +53,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
 
 
 def _check_semantic(url: str, threads: int | None) -> SemanticReport:
-    from ckpt.converters.semantic_checks import check_semantic
+    from ckpt.converters.semantic import check_semantic
     from ckpt.formats.registry import open_catalog
 
     return check_semantic(open_catalog(url), threads=threads)
@@ -65,14 +65,13 @@ def _print_semantic(report: SemanticReport, output: Output) -> None:
     if not output.quiet:
         good = click.style("fits", fg="green")
         verdict = good if not report.problems else click.style(units.plural(len(report.problems), "misfit"), fg="red")
-        checked = (
-            f"{units.plural(report.masters, 'master')}, {units.plural(report.moments, 'moment')}, {units.plural(report.steps, 'step')}"
-        )
+        counts = {"master": report.masters, "moment": report.moments, "step": report.steps, "replica": report.replicas}
+        checked = ", ".join(units.plural(count, what) for what, count in counts.items())
         output.line(f"{verdict}: {checked}")
 
 
 def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
-    counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps}
+    counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps, "replicas": report.replicas}
     return {"ok": not report.problems, **counts, "problems": [_problem(problem) for problem in report.problems]}
 
 

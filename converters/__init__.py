@@ -1,1 +1,1 @@
-"""Conversions between checkpoint formats. Above ``formats`` and below ``cli``; empty until the first foreign format is read."""
+"""Checkpoints of one format in another: pointed at (``importing``), translated (``translation``), converted (``converting``)."""

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
-from ckpt.errors import ConflictError, CorruptError, CoverageError, NamesError, UsageError
+from ckpt.errors import ConflictError, CorruptError, CoverageError, UsageError
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -27,13 +26,14 @@ from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import Backend, stamp_of
 from ckpt.io_backends.registry import absolute_url, open_backend
 from ckpt.plan.join import join
-from ckpt.plan.views import Piece, View, whole, within
+from ckpt.plan.views import Piece, View, within
+
+from .choosing import Views, wanted_views
 
 MAX_CHUNK = 64 << 20
 """Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
 _BUFFER = 16 << 20
 
-Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
 Progress = Callable[[int, int], None]
 
 
@@ -115,19 +115,10 @@ def import_checkpoint(
 
 def _point(catalog: Catalog, views: Views | None, only: Sequence[str]) -> Contents:
     pointed = _Pointed(catalog)
-    wanted = _wanted(catalog, views, only)
+    wanted = wanted_views(catalog, catalog.tensors, views, only)
     for name, view in wanted.items():
         pointed.add(name, view)
     return pointed.contents(_state(catalog, wanted, same=views is None and not only))
-
-
-def _wanted(catalog: Catalog, views: Views | None, only: Sequence[str]) -> dict[str, View]:
-    shapes = {name: t.shape for name, t in catalog.tensors.items()}
-    found = dict(views(shapes)) if views is not None else {name: whole(name, shape) for name, shape in shapes.items()}
-    idle = [glob for glob in only if not any(fnmatchcase(name, glob) for name in found)]
-    if idle:
-        raise NamesError(f"no tensor fits {', '.join(map(repr, idle))}", where=catalog.url, hint="`ckpt inspect` lists the names")
-    return {name: view for name, view in found.items() if not only or any(fnmatchcase(name, glob) for glob in only)}
 
 
 def _state(catalog: Catalog, wanted: Mapping[str, View], *, same: bool) -> Any:

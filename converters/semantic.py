@@ -1,216 +1,232 @@
-"""Whether the tensors of a training checkpoint agree with each other: what digests cannot tell, since a wrong state has a digest too.
+"""What a training checkpoint must be besides whole: its parts fit each other. Over names, so for every format. No torch.
 
-Four things are looked at, as far as the checkpoint has them: the parameters in full precision (``master``) rounded are the weights; boxes
-that are stored several times are equal; all parameters of an optimizer are at one step; second moments are not all zero after steps.
+* A weight is its master, cast to the weight's dtype (round to nearest even).
+* All parameters of an optimizer made the same number of steps.
+* What the checkpoint has several times is the same each time.
+* Masters and moments are finite, second moments not negative, and after a step not all of a moment is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt import tree
-from ckpt.catalog import Catalog, TensorEntry
-from ckpt.formats.elements import cast_bits, read_box, read_extent
-from ckpt.geometry import Box, flat_to_boxes
+from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.dtypes import DTYPES
+from ckpt.engine.structure import Problem
+from ckpt.formats.elements import read_box, read_extent
+from ckpt.geometry import Box
+from ckpt.plan.pieces import pieces
 
-from .roles import MODEL, STATE, role_of
+from .elements import Elements, Raw, numbers
 
-PIECE = 16 << 20
-"""Bytes of one tensor that are in memory at a time, unless a chunk is larger and has to be read whole."""
-_MASTERS = (".master", ".fp32")
-_SECOND = ".exp_avg_sq"
+KIND = "semantic"
+"""The kind of every problem that is found here."""
+
+MASTERS = ("master", "fp32", "fp32_param")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq")
+_LOW = ("bfloat16", "float16", "float32")
+_WINDOW = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Disagreement:
-    """Something that cannot be right: ``what`` of tensor ``name``, in ``wrong`` of ``elements`` elements that were looked at."""
-
-    name: str
-    what: str
-    wrong: int
-    elements: int
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.what} ({self.wrong:,} of {self.elements:,} elements)"
-
-
-@dataclass(kw_only=True)
 class SemanticReport:
-    """What was found. ``checked`` counts what each check looked at; ``skipped`` names the tensors that a limit left out."""
+    """What was checked, and what does not fit: problems name a tensor, and the first box of it that does not."""
 
-    url: str
-    problems: list[Disagreement] = field(default_factory=list)
-    checked: dict[str, int] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    bytes: int = 0
-    """That were read."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
+    masters: int
+    moments: int
+    steps: int
+    replicas: int
+    problems: tuple[Problem, ...]
 
 
-def semantic_problems(catalog: Catalog, *, max_bytes: int | None = None) -> SemanticReport:
-    """Look for disagreements.
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One tensor of an optimizer's state: ``key`` of parameter ``param``."""
 
-    Args:
-        max_bytes: read no more than about this; what is left out is said.
+    entry: TensorEntry
+    optimizer: str
+    param: str
+    key: str
+
+
+def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticReport:
+    """Check that weights, masters, moments and steps fit each other.
 
     Raises:
-        CorruptError, NotFoundError: files are damaged or missing.
+        CorruptError, NotFoundError, StorageError, FormatError: a tensor cannot be read.
     """
-    return _Check(catalog, max_bytes).run()
+    states = list(_states(catalog))
+    elements = Elements(catalog)
+    masters = [s for s in states if s.key in MASTERS and s.param in catalog.tensors]
+    moments = [s for s in states if s.key in MOMENTS]
+    with ThreadPoolExecutor(threads or min(16, max(2, os.cpu_count() or 2)), thread_name_prefix="ckpt-semantic") as pool:
+        found = [p for p in pool.map(lambda s: _check_master(elements, s), masters) if p is not None]
+        checked = list(pool.map(lambda s: _check_moment(elements, s), moments))
+        replicas = list(getattr(catalog, "replicas", tuple)())
+        found += [p for p in pool.map(lambda r: _check_replica(catalog, *r), replicas) if p is not None]
+    found += [p for p, _ in checked if p is not None]
+    steps = dict(_steps(catalog, elements, states))
+    found += _check_steps(steps)
+    found += _check_zeros(moments, [zero for _, zero in checked], steps)
+    return SemanticReport(masters=len(masters), moments=len(moments), steps=len(steps), replicas=len(replicas), problems=tuple(found))
 
 
-class _Check:
-    def __init__(self, catalog: Catalog, limit: int | None) -> None:
-        self.catalog = catalog
-        self.limit = limit
-        self.report = SemanticReport(url=catalog.url)
+def _states(catalog: Catalog) -> Iterator[_State]:
+    """Tensors of optimizers, whose names are ``<optimizer>.state.<parameter>.<key>``."""
+    for name, entry in catalog.tensors.items():
+        optimizer, state, rest = name.partition(".state.")
+        param, _, key = rest.rpartition(".")
+        if state and param and entry.rank is None:
+            yield _State(entry, optimizer, param, key)
 
-    def run(self) -> SemanticReport:
-        for name, entry in sorted(self.catalog.tensors.items()):
-            role = role_of(name)
-            if role is None or not name.startswith(STATE) or entry.rank is not None:
-                continue
-            weight = self.catalog.tensors.get(f"{MODEL}{role[1]}")
-            if role[0].tail in _MASTERS and weight is not None and entry.dtype.name == "float32":
-                self._master(entry, weight)
-            elif role[0].tail == _SECOND:
-                self._moment(entry)
-        self._replicas()
-        self._steps()
-        return self.report
 
-    # ---- the four checks
+def _problem(state: _State, message: str, box: Box | None = None) -> Problem:
+    return Problem(kind=KIND, tensor=state.entry.name, box=box, message=message)
 
-    def _master(self, master: TensorEntry, weight: TensorEntry) -> None:
-        if cast_bits(np.zeros(0, np.float32), weight.dtype.name) is None or not self._has_room(master, weight):
-            return
-        self._count("masters")
-        if master.shape != weight.shape:
-            self._disagree(
-                master.name, f"has the shape {list(master.shape)}, and the weight {list(weight.shape)}", master.numel, master.numel
+
+# ---------------------------------------------------------------------------------------------------------------- masters
+
+
+def _check_master(elements: Elements, state: _State) -> Problem | None:
+    weight = elements.catalog.tensors[state.param]
+    if (
+        weight.dtype.name not in _LOW
+        or state.entry.dtype.name not in _LOW
+        or (state.entry.alias or state.entry.name) == (weight.alias or weight.name)
+    ):
+        return None
+    shapes = [e.logical or e.shape for e in (weight, state.entry)]
+    if shapes[0] != shapes[1]:
+        return _problem(state, f"the weight {weight.name} has shape {list(shapes[0])}, the master {list(shapes[1])}")
+    wrong, first = 0, None
+    for box in _windows(state.entry):
+        master = rounded(elements.of_tensor(state.entry, box), state.entry.dtype.name, weight.dtype.name)
+        low = numbers(elements.of_tensor(weight, box), weight.dtype)
+        differ = ~((master == low) | ((master != master) & (low != low)))
+        wrong += int(differ.sum())
+        if first is None and differ.any():
+            first = _element(differ, box)
+    if not wrong:
+        return None
+    many = f"{wrong:,} of {weight.numel:,} elements"
+    return _problem(state, f"the weight {weight.name} is not its master, cast to {weight.dtype.name}, in {many}", first)
+
+
+def rounded(raw: Raw, kind: str, to: str) -> npt.NDArray[Any]:
+    """Elements of one float dtype as those of another would be, as numbers of 64 bits."""
+    values = numbers(raw, DTYPES[kind])
+    with np.errstate(all="ignore"):
+        if to == "bfloat16":
+            bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+            high = ((bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
+            return np.where(np.isnan(values), np.nan, numbers(high, DTYPES["bfloat16"]))
+        return values.astype({"float16": np.float16, "float32": np.float32}[to]).astype(np.float64)
+
+
+# --------------------------------------------------------------------------------------------------------------- replicas
+
+
+def _check_replica(catalog: Catalog, name: str, box: Box, extent: Extent) -> Problem | None:
+    """A further copy of a box of a tensor, in ``extent``."""
+    entry = catalog.tensors[name]
+    own = read_box(catalog, entry, box)
+    differ = own != read_extent(catalog.backend, entry.dtype.name, extent, box.shape)
+    if not differ.any():
+        return None
+    message = f"{int(differ.sum()):,} of {box.numel:,} elements differ from the copy in {extent.path}"
+    return Problem(kind=KIND, tensor=name, box=_element(differ, box), message=message)
+
+
+# ---------------------------------------------------------------------------------------------------------------- moments
+
+
+def _check_moment(elements: Elements, state: _State) -> tuple[Problem | None, bool]:
+    """What is wrong with a moment, and whether it is zero all over."""
+    odd, negative, zero = 0, 0, True
+    first: Box | None = None
+    for box in _windows(state.entry):
+        values = numbers(elements.of_tensor(state.entry, box), state.entry.dtype)
+        not_finite = ~np.isfinite(values)
+        below = values < 0 if state.key in NOT_NEGATIVE else np.zeros_like(not_finite)
+        odd, negative = odd + int(not_finite.sum()), negative + int(below.sum())
+        zero = zero and not values.any()
+        if first is None and (wrong := not_finite | below).any():
+            first = _element(wrong, box)
+    if odd:
+        return _problem(state, f"{odd:,} elements are not finite", first), zero
+    if negative:
+        return _problem(state, f"{negative:,} elements of a mean of squares are negative", first), zero
+    return None, zero
+
+
+def _check_zeros(moments: Sequence[_State], zeros: Sequence[bool], steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
+    """A moment that is zero for all parameters that made a step was never kept. Of single parameters it may be: some get no gradient."""
+    stepped: dict[tuple[str, str], list[bool]] = {}
+    for state, zero in zip(moments, zeros, strict=True):
+        if steps.get((state.optimizer, state.param), 0) > 0 and state.entry.numel:
+            stepped.setdefault((state.optimizer, state.key), []).append(zero)
+    for (optimizer, key), all_of in stepped.items():
+        if all(all_of):
+            yield Problem(
+                kind=KIND, tensor=f"{optimizer}.state.*.{key}", message=f"zero for all {len(all_of):,} parameters, after steps were made"
             )
-            return
-        wrong = sum(self._differing(master, weight, box) for box in _pieces(_logical(master), master.dtype.itemsize))
-        if wrong:
-            self._disagree(master.name, f"rounded to {weight.dtype.name} is not the weight", wrong, _logical_numel(master))
-
-    def _differing(self, master: TensorEntry, weight: TensorEntry, box: Box) -> int:
-        rounded = cast_bits(self._read(master, box).view(np.float32), weight.dtype.name)
-        assert rounded is not None
-        return int(np.count_nonzero(rounded != self._read(weight, box)))
-
-    def _moment(self, entry: TensorEntry) -> None:
-        """Reading ends at the first number that is not zero."""
-        if not entry.numel or not self._steps_of(entry.name) or not self._has_room(entry):
-            return
-        self._count("moments")
-        if not any(self._read(entry, box).any() for box in _pieces(entry.shape, entry.dtype.itemsize)):
-            self._disagree(entry.name, "all zero after training steps", entry.numel, entry.numel)
-
-    def _replicas(self) -> None:
-        replicas = getattr(self.catalog, "replicas", None)
-        for replica in () if replicas is None else replicas():
-            entry: TensorEntry = self.catalog.tensors[replica.name]
-            if not self._has_room(entry):
-                continue
-            self._count("replicas")
-            own = self._read(entry, replica.box)
-            other = read_extent(self.catalog.backend, entry.dtype.name, replica.extent, replica.box.shape)
-            self.report.bytes += replica.extent.length
-            wrong = int(np.count_nonzero(own != other))
-            if wrong:
-                self._disagree(entry.name, f"{replica.box} differs from the copy in {replica.extent.path}", wrong, replica.box.numel)
-
-    def _steps(self) -> None:
-        by_step: dict[float, list[str]] = {}
-        for name, step in self._known_steps.items():
-            by_step.setdefault(step, []).append(name)
-        if by_step:
-            self._count("steps", sum(map(len, by_step.values())))
-        usual = max(by_step, key=lambda s: len(by_step[s]), default=0.0)
-        for step, names in sorted(by_step.items()):
-            if step != usual:
-                for name in names:
-                    self._disagree(name, f"is at step {step:g}, and most others at {usual:g}", 1, 1)
-
-    # ---- steps of parameters
-
-    def _steps_of(self, name: str) -> float:
-        role = role_of(name)
-        return 0.0 if role is None else self._known_steps.get(f"{MODEL}{role[1]}", 0.0)
-
-    @cached_property
-    def _known_steps(self) -> Mapping[str, float]:
-        return {**_said_steps(self.catalog.state), **dict(self._stored_steps())}
-
-    def _stored_steps(self) -> Iterator[tuple[str, float]]:
-        for name, entry in self.catalog.tensors.items():
-            role = role_of(name)
-            if role is not None and role[0].tail == ".step" and entry.numel == 1 and entry.dtype.numpy is not None:
-                value = self._read(entry, Box.whole(entry.shape)).view(entry.dtype.numpy).reshape(-1)
-                yield f"{MODEL}{role[1]}", float(value[0])
-
-    # ---- reading
-
-    def _read(self, entry: TensorEntry, box: Box) -> npt.NDArray[Any]:
-        self.report.bytes += box.numel * entry.dtype.itemsize
-        return read_box(self.catalog, entry, box)
-
-    def _has_room(self, *entries: TensorEntry) -> bool:
-        if self.limit is None or self.report.bytes + sum(e.nbytes for e in entries) <= self.limit:
-            return True
-        self.report.skipped.append(entries[0].name)
-        return False
-
-    def _count(self, check: str, times: int = 1) -> None:
-        self.report.checked[check] = self.report.checked.get(check, 0) + times
-
-    def _disagree(self, name: str, what: str, wrong: int, elements: int) -> None:
-        self.report.problems.append(Disagreement(name=name, what=what, wrong=wrong, elements=elements))
 
 
-def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Boxes that make up a tensor, of few bytes each, in order."""
-    total, step = int(np.prod(shape, dtype=np.int64)), max(1, PIECE // itemsize)
-    for start in range(0, total, step):
-        yield from flat_to_boxes(shape, start, min(start + step, total))
+# ------------------------------------------------------------------------------------------------------------------ steps
 
 
-def _logical(entry: TensorEntry) -> tuple[int, ...]:
-    """What is not padding: the padding of master and weight may differ."""
-    return entry.logical or entry.shape
-
-
-def _logical_numel(entry: TensorEntry) -> int:
-    return int(np.prod(_logical(entry), dtype=np.int64))
-
-
-def _said_steps(state: Any) -> dict[str, float]:
-    """Steps that are values of the state: those of parameters, by name."""
-    found = {}
-    node = tree.find(state, ("optimizer", "state"))
-    for name, values in () if node is tree.MISSING else tree.pairs_of(node) or ():
-        step = next((v for k, v in tree.pairs_of(values) or () if k == "step"), None)
-        number = _number(step)
-        if isinstance(name, str) and number is not None:
-            found[name] = number
-    return found
+def _steps(catalog: Catalog, elements: Elements, states: Sequence[_State]) -> Iterator[tuple[tuple[str, str], float]]:
+    """The step of each parameter, by optimizer and parameter: a tensor of one element, or a value."""
+    for state in states:
+        if state.key == "step" and state.entry.numel == 1:
+            raw = elements.of_tensor(state.entry, Box.whole(state.entry.shape))
+            yield (state.optimizer, state.param), float(numbers(raw, state.entry.dtype).reshape(-1)[0])
+    for path, node in tree.leaves(catalog.state) if catalog.state is not None else ():
+        optimizer, found, rest = path.partition(".state.")
+        param, _, key = rest.rpartition(".")
+        if found and param and key == "step" and (value := _number(node)) is not None:
+            yield (optimizer, param), value
 
 
 def _number(node: Any) -> float | None:
-    if isinstance(node, (int, float)) and not isinstance(node, bool):
+    if type(node) in (int, float):
         return float(node)
-    if tree.tag_of(node) == "$inline":
-        kind, shape, data = node["$inline"]
-        value = tree.decode({"$array": [kind, shape, data]}, lambda *_: None)
-        return float(np.asarray(value).reshape(-1)[0])
-    return None
+    if tree.tag_of(node) != "$inline":
+        return None
+    from base64 import b64decode
+
+    name, _, data = node["$inline"]
+    raw = np.frombuffer(b64decode(data), f"<u{DTYPES[name].itemsize}")
+    return float(numbers(raw, DTYPES[name])[0]) if raw.size == 1 else None
+
+
+def _check_steps(steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
+    for optimizer in sorted({o for o, _ in steps}):
+        counts = Counter(step for (o, _), step in steps.items() if o == optimizer)
+        if len(counts) > 1:
+            usual = counts.most_common(1)[0][0]
+            other = next(p for (o, p), step in steps.items() if o == optimizer and step != usual)
+            told = ", ".join(f"{count:,} at {step:g}" for step, count in counts.most_common(4))
+            yield Problem(
+                kind=KIND, tensor=f"{optimizer}.state.{other}.step", message=f"the parameters made different numbers of steps: {told}"
+            )
+
+
+def _windows(entry: TensorEntry) -> Iterator[Box]:
+    box = Box.whole(entry.logical or entry.shape)
+    return (p.box for p in pieces(box, box, _WINDOW // entry.dtype.itemsize))
+
+
+def _element(wrong: npt.NDArray[np.bool_], box: Box) -> Box:
+    index = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.ndim else ()
+    return Box(tuple(o + int(i) for o, i in zip(box.offset, index, strict=True)), (1,) * len(box.shape))

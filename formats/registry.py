@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt.errors import FormatError, NotFoundError
+from ckpt.errors import FormatError, NotCommittedError, NotFoundError
 
 from .protocol import Format
 
@@ -27,6 +27,9 @@ _BUILTIN = (
     "ckpt.formats.torchzip.catalog:FORMAT",
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
+
+CONVERTING = "convert.json"
+"""What lies in a directory while ``ckpt convert`` fills it."""
 
 _SHOWN = 8
 
@@ -63,6 +66,9 @@ def open_catalog(url: str) -> Catalog:
     backend, names = _look(url)
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
+    if CONVERTING in names:
+        told = f"a conversion into this directory did not finish: {CONVERTING} is there"
+        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
@@ -81,7 +87,9 @@ def find_format(url: str) -> str | None:
     Nothing is opened, so the checkpoint may be damaged.
     """
     backend, names = _look(url)
-    return next((f.name for f in formats() if f.recognises(backend, names)), None) if names else None
+    if not names or CONVERTING in names:
+        return None
+    return next((f.name for f in formats() if f.recognises(backend, names)), None)
 
 
 def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:

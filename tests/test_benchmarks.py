@@ -112,7 +112,7 @@ def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]
     done, document = run
     found = [(f["scenario"], len(f["rows"])) for f in document["findings"]]
     saves = [("async", 4), ("async", 3), ("background", 2), ("merge", 3), ("codecs", found[4][1]), ("memory", 4)]
-    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1])]
+    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1]), ("convert", 8)]
     assert found[8][1] in (0, 5)  # without Ceph's gateway there is nothing to measure
     merge, large = document["findings"][3]["figures"]["medians"], document["findings"][6]["figures"]
     assert merge["boxes"]["sent"] == 0 < merge["merge"]["sent"] < merge["gather"]["sent"]
@@ -137,6 +137,7 @@ def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]
         "speed beside a save, of idle speed",
         "memory of a load beside the state",
         "plan of the next save",
+        "CPU of an export",
     ):
         assert text in names
 

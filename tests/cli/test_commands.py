@@ -78,6 +78,7 @@ def test_ls_json(run_root: Path) -> None:
         "metrics",
         "tags",
         "id",
+        "sources",
     }
 
 
@@ -201,9 +202,14 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
+MORE = {"convert": ("--to", "native")}
+"""What a command needs besides URLs."""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    result = ckpt(command, "--json", tmp_path / "nothing", *([tmp_path / "copy"] if command in ("cp", "diff", "import") else []))
+    targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import") else []
+    result = ckpt(command, "--json", tmp_path / "nothing", *MORE.get(command, ()), *targets)
     error = document(result)["error"]
     assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
     assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"

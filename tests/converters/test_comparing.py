@@ -234,12 +234,12 @@ def test_infinite_differences_are_json(tmp_path: Path) -> None:
     assert json.loads(run("diff", "--json", one, two).stdout)["differences"][0]["max_abs"] == "inf"
 
 
-def test_neither_diff_nor_semantic_checks_load_torch() -> None:
+def test_neither_diff_nor_semantic_load_torch() -> None:
     path = str(FIXTURES / "deepspeed/zero1")
     code = f"""
 import sys
 from ckpt.converters.comparing import compare
-from ckpt.converters.semantic_checks import check_semantic
+from ckpt.converters.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
 assert "torch" not in sys.modules

@@ -1,88 +1,125 @@
-"""Checks of meaning: what is wrong is found and named, what is right is not."""
+"""``ckpt verify --semantic``: what real checkpoints are, and what was broken on purpose."""
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.converters.semantic import SemanticReport, semantic_problems
-from ckpt.formats.elements import cast_bits
+from ckpt.cli.main import cli
+from ckpt.converters.semantic import SemanticReport, check_semantic, rounded
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, load, unpacked
+from tests.formats.reading import FIXTURES
+
+PREFIX = "optimizer.state.model."
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
-def checked(url: object, max_bytes: int | None = None) -> SemanticReport:
-    return semantic_problems(open_catalog(str(url)), max_bytes=max_bytes)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "pipeline", "experts", "round_robin", "zero1/global_step3_universal"])
+def test_checkpoints_of_deepspeed_fit(name: str) -> None:
+    report = check_semantic(open_catalog(str(FIXTURES / "deepspeed" / name)))
+    assert report.problems == ()
+    assert report.masters >= 7 and report.moments == 2 * report.masters and report.steps == report.masters
 
 
-def test_nothing_is_wrong(files):
-    for name in ("dp2/legacy", "tp2pp2vpp2/dp_reshardable", "tp2ep2/legacy", "model_space_tp2/fully_sharded_model_space"):
-        report = checked(files / name)
-        assert report.ok, [str(p) for p in report.problems]
-        assert report.checked["masters"] == report.checked["moments"] == report.checked["steps"] >= 27
-    assert checked(files / "tp2ep2" / "legacy").checked["replicas"] > 20
+def checked(tmp_path: Path, change: Any) -> SemanticReport:
+    """A checkpoint of ours with what DeepSpeed's ZeRO-1 has, after ``change``."""
+    view = ckpt.open(str(FIXTURES / "deepspeed/zero1"))
+    state = {name: view[name].read() for name in view}
+    change(state)
+    ckpt.save(str(tmp_path / "c"), state)
+    return check_semantic(open_catalog(str(tmp_path / "c")))
 
 
-def test_the_defect_of_megatron_is_found(files):
-    report = checked(files / "dp2" / "fully_reshardable")
-    wrong = {p.name for p in report.problems}
-    assert len(wrong) == 18
-    assert f"{STATE}embedding.word_embeddings.weight.master" in wrong
-    assert "rounded to bfloat16 is not the weight" in str(report.problems[0])
+def test_a_weight_that_is_not_its_master(tmp_path: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[f"{PREFIX}fc1.weight.master"][20:] = state[f"{PREFIX}fc1.weight.master"][20:].roll(1)
+        state["model.emb.weight"][32, 15] += 1
+
+    report = checked(tmp_path, change)
+    first, second = report.problems
+    assert (first.tensor, str(first.box)) == (f"{PREFIX}emb.weight.master", "[32:33,15:16]")
+    assert first.message == "the weight model.emb.weight is not its master, cast to bfloat16, in 1 of 528 elements"
+    assert second.tensor == f"{PREFIX}fc1.weight.master" and second.box.offset == (20, 0)
 
 
-def test_a_limit_is_said(files):
-    whole = checked(files / "dp2" / "legacy")
-    some = checked(files / "dp2" / "legacy", max_bytes=whole.bytes // 3)
-    assert some.ok and some.skipped
-    assert some.bytes <= whole.bytes // 3
-    assert some.checked["masters"] < whole.checked["masters"]
+def test_steps_that_differ(tmp_path: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[f"{PREFIX}norm.bias.step"] = torch.tensor(2.0)
+
+    (problem,) = checked(tmp_path, change).problems
+    assert problem.tensor == f"{PREFIX}norm.bias.step" and problem.message.endswith("steps: 6 at 3, 1 at 2")
 
 
-def test_replicas_that_differ(files, tmp_path):
-    copy = Path(shutil.copytree(files / "tp2pp2vpp2" / "legacy", tmp_path / "copy"))
-    path = copy / "iter_0000003" / "mp_rank_01_000" / "model_optim_rng.pt"
-    state = load(path)
-    model = dict(state["model1"])
-    model["decoder.layers.0.input_layernorm.weight"] = model["decoder.layers.0.input_layernorm.weight"] + torch.arange(24).bfloat16()
-    torch.save({**state, "model1": model}, path)
-    (problem,) = checked(copy).problems
-    assert problem.name == "model.decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
-    assert (problem.wrong, problem.elements) == (23, 24)
+def test_moments_that_were_never_kept(tmp_path: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in state if n.endswith(".exp_avg")]:
+            state[name].zero_()
+        state[f"{PREFIX}norm.bias.exp_avg_sq"].zero_()  # one alone may be
+
+    (problem,) = checked(tmp_path, change).problems
+    assert (problem.tensor, problem.message) == ("optimizer.state.*.exp_avg", "zero for all 7 parameters, after steps were made")
 
 
-def test_steps_and_moments_of_a_checkpoint_of_our_own(tmp_path):
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    ckpt.save(str(tmp_path / "good"), {"model": module, "optimizer": optimizer})
-    assert checked(tmp_path / "good").ok
-    optimizer.state[module[1].weight]["exp_avg_sq"].zero_()
-    optimizer.state[module[0].bias]["step"] += 1
-    ckpt.save(str(tmp_path / "bad"), {"model": module, "optimizer": optimizer})
-    told = {p.name: p.what for p in checked(tmp_path / "bad").problems}
-    assert told == {
-        f"{STATE}1.weight.exp_avg_sq": "all zero after training steps",
-        "model.0.bias": "is at step 2, and most others at 1",
+def test_zero_moments_before_any_step(tmp_path: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in state if n.endswith((".exp_avg", ".exp_avg_sq", ".step"))]:
+            state[name].zero_()
+
+    assert checked(tmp_path, change).problems == ()
+
+
+def test_moments_that_cannot_be(tmp_path: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[f"{PREFIX}fc1.bias.exp_avg"][[4, 9]] = torch.inf
+        state[f"{PREFIX}fc2.weight.exp_avg_sq"][3, 2] = -1e-9
+
+    found = {p.tensor: (p.message, p.box.offset) for p in checked(tmp_path, change).problems}
+    assert found == {
+        f"{PREFIX}fc1.bias.exp_avg": ("2 elements are not finite", (4,)),
+        f"{PREFIX}fc2.weight.exp_avg_sq": ("1 elements of a mean of squares are negative", (3, 2)),
     }
 
 
-def test_rounding_is_that_of_torch():
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
-    values = torch.cat([*(torch.randn(10_000) * 10.0**e for e in range(-40, 39, 4)), special])
-    for kind in (torch.bfloat16, torch.float16):
-        found = cast_bits(values.numpy(), str(kind).removeprefix("torch."))
-        expected = values.to(kind).view(torch.int16).numpy().view(np.uint16)
-        same = (found == expected) | (torch.isnan(values).numpy())
-        assert same.all()
+def test_an_optimizer_of_torch(tmp_path: Path) -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    ckpt.save(str(tmp_path), {"model": model, "optimizer": optimizer})
+    report = check_semantic(open_catalog(str(tmp_path)))
+    assert (report.masters, report.moments, report.steps, report.problems) == (0, 4, 2, ())
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_rounding_is_that_of_torch(name: str) -> None:
+    raw = np.random.default_rng(3).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    halves = np.concatenate([np.arange(0x3F80_0000, 0x3F84_0000, 0x4000, dtype=np.uint32), raw, np.array([0x7F7F_FFFF, 1], np.uint32)])
+    tensor = torch.from_numpy(halves.view(np.float32).copy())
+    expected = tensor.to(getattr(torch, name)).double().numpy()
+    np.testing.assert_array_equal(rounded(halves, "float32", name), expected)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    fits = run("verify", "--semantic", FIXTURES / "deepspeed/zero1")
+    assert fits.exit_code == 0 and "fits: 7 masters, 14 moments, 7 steps" in fits.stdout
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state["model.fc1.bias"][1] += 1
+
+    checked(tmp_path, change)
+    assert run("verify", tmp_path / "c").exit_code == 0
+    result = run("verify", "--semantic", tmp_path / "c")
+    assert result.exit_code == 22 and "semantic: the weight model.fc1.bias" in result.stdout and "1 misfit" in result.stdout
+    document = json.loads(run("verify", "--semantic", "--json", tmp_path / "c").stdout)
+    assert (document["ok"], document["semantic"]["ok"], document["semantic"]["problems"][0]["kind"]) == (True, False, "semantic")
+    assert json.loads(run("verify", "--json", tmp_path / "c").stdout)["semantic"] is None

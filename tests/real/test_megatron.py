@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.converters.semantic import semantic_problems
+from ckpt.converters.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import assert_same, dense_norms, read_all, whole_model
 
@@ -47,8 +47,8 @@ def test_forms_of_one_state(tmp_path, ranks, options):
     arrays = {form: read_all(folder / form) for form in forms}
     for form in forms:
         assert_same(arrays[form], arrays["legacy"])
-        report = semantic_problems(open_catalog(str(folder / form)))
-        assert report.ok, (form, [str(p) for p in report.problems])
+        report = check_semantic(open_catalog(str(folder / form)))
+        assert not report.problems, (form, [str(p) for p in report.problems])
 
 
 def test_weights_are_those_of_the_files(tmp_path):

@@ -1,0 +1,133 @@
+"""``ckpt convert``: a checkpoint of any format in another format."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.errors import UsageError
+
+from . import units
+from .output import Output, options
+from .progress import progress
+from .translating import translating, views_of
+
+if TYPE_CHECKING:
+    from ckpt.converters.converting import ConvertReport
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def _size(text: str) -> int:
+    """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT]?I?)B?", text.strip().upper())
+    if found is None or found[2] not in _UNITS or not float(found[1]):
+        raise click.BadParameter(f"{text!r} is no size such as 5GB or 512MiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@click.command("convert", short_help="Write a checkpoint in another format.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch or dcp.")
+@translating
+@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
+@click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
+@click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
+@click.option("--root", metavar="KEY", help="For hf: the key of the state that has the model. [default: the only one]")
+@click.option("--shard-size", type=_size, help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
+@click.option("--memory", type=_size, default="1GiB", show_default=True, help="Memory for tensors.")
+@click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
+@click.option("--verify", is_flag=True, help="Read every file again, and compare it with what was written.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST; for native.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be written.")
+@options
+def command(
+    source: str,
+    target: str,
+    *,
+    to: str,
+    translation: str | None,
+    spelling: str | None,
+    numbers: tuple[str, ...],
+    only: tuple[str, ...],
+    exclude: tuple[str, ...],
+    optimizer: bool,
+    dtype: str | None,
+    root: str | None,
+    shard_size: int | None,
+    memory: int,
+    threads: int | None,
+    verify: bool,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write the checkpoint at SRC, of any format that ckpt reads, at DST in another one. Memory stays below a budget, whatever the size.
+
+    If it is interrupted, the same command goes on. Under torchrun the processes divide the files among them. Nothing can be opened at DST
+    before all of it is there. DST is a directory; for torch a file, and for hf a file if it ends in .safetensors.
+
+    \b
+    Example:
+      ckpt convert --to hf runs/a/step-00001000 export/
+      ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
+      ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
+      torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
+    """
+    from ckpt.converters.converting import convert_checkpoint
+
+    output = Output(json=as_json, quiet=quiet)
+    views = views_of(source, translation, spelling, numbers)
+    with progress("convert", output) as update:
+        report = convert_checkpoint(
+            source,
+            target,
+            to=to,
+            views=views,
+            only=only,
+            exclude=exclude,
+            optimizer=optimizer,
+            dtype=dtype,
+            root=root,
+            shard_size=shard_size,
+            memory=memory,
+            threads=threads,
+            overwrite=overwrite,
+            verify=verify,
+            part=_part(),
+            dry_run=dry_run,
+            progress=update,
+        )
+    if output.json:
+        output.document({**asdict(report), "dry_run": dry_run})
+    elif not output.quiet:
+        _tell(report, output, dry_run=dry_run)
+
+
+def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
+    held = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
+    if dry_run:
+        output.line(f"would convert {held} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
+        for path in report.files:
+            output.line(f"  {path}")
+    else:
+        written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
+        verdict = click.style("ok", fg="green") if report.finished else "other processes are not ready yet"
+        output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
+    if report.left_out:
+        output.talk(f"left out: {units.plural(len(report.left_out), 'tensor')}, such as {report.left_out[0]}")
+
+
+def _part() -> tuple[int, int]:
+    """Number of this process and how many there are, as torchrun says."""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise UsageError(f"RANK={rank} of WORLD_SIZE={world} cannot be", hint="unset both, or start with torchrun")
+    return int(rank), int(world)

@@ -1,0 +1,55 @@
+"""Options of commands that can give tensors other names: which translation, and into which spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt.plan.views import View
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def translating(command: Command) -> Command:
+    """``--names``, ``--spelling`` and ``--set``; the command takes them as ``translation``, ``spelling`` and ``numbers``."""
+    command = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")(
+        command
+    )
+    command = click.option("--spelling", metavar="SPELLING", help="Into whose names: huggingface, transformers, megatron, plain.")(command)
+    return click.option(
+        "--names", "translation", metavar="NAMES", help="Translate names and layouts: a translation that comes with ckpt, or a .toml file."
+    )(command)
+
+
+def views_of(
+    source: str, translation: str | None, spelling: str | None, numbers: Sequence[str]
+) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]] | None:
+    """What the options ask for; None if they ask for nothing.
+
+    Raises:
+        UsageError: one of them is missing or wrong.
+    """
+    if (spelling is None) != (translation is None):
+        raise UsageError("--names and --spelling belong together", hint="--names llama --spelling megatron")
+    if spelling is None or translation is None:
+        if numbers:
+            raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
+        return None
+    from ckpt.converters.spelling import translated
+
+    return translated(source, translation, spelling, _numbers(numbers))
+
+
+def _numbers(said: Sequence[str]) -> dict[str, int]:
+    found = {}
+    for text in said:
+        name, _, value = text.partition("=")
+        if not name or not value.isdecimal():
+            raise UsageError(f"--set {text!r} is no NAME=N", hint="--set query_groups=8")
+        found[name] = int(value)
+    return found

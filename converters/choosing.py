@@ -1,0 +1,319 @@
+"""What of a checkpoint is converted: its tensors, under which names, in which dtype, and the values beside them. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt import tree
+from ckpt.catalog import Catalog, Grid, TensorEntry
+from ckpt.dtypes import DTYPES, DType
+from ckpt.errors import NamesError, UsageError
+from ckpt.geometry import Box
+from ckpt.plan.views import Piece, View, part, whole
+
+Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
+"""From the shapes of stored tensors to what shall be made of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """One tensor that is to be written: ``view`` says of what it is made, ``dtype`` as what it is written.
+
+    ``logical``, ``alias`` and ``rank`` are as in ``catalog.TensorEntry``; the alias is of another wanted tensor.
+    """
+
+    name: str
+    view: View
+    dtype: DType
+    logical: tuple[int, ...] | None = None
+    alias: str | None = None
+    rank: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    def entry(self, grid: Grid) -> TensorEntry:
+        """The row of an index."""
+        return TensorEntry(
+            name=self.name, dtype=self.dtype, shape=self.shape, grid=grid, logical=self.logical, alias=self.alias, rank=self.rank
+        )
+
+    def without_padding(self) -> Wanted:
+        """The part of it that is not padding."""
+        if self.logical is None:
+            return self
+        return replace(self, view=part(self.view, Box.whole(self.logical)), logical=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What a conversion takes of ``catalog``: tensors by name, the node of the state, and the values of ranks."""
+
+    catalog: Catalog
+    tensors: Mapping[str, Wanted]
+    state: Any
+    ranks: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def stored(self) -> list[Wanted]:
+        """The tensors that have bytes of their own, by name."""
+        return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """``only`` and ``exclude`` are globs of the new names; without ``optimizer`` its tensors and options are left out; ``dtype`` is that of
+    floating-point tensors that are no optimizer's, or None: as they are. ``root``: see ``chosen_below``."""
+
+    views: Views | None = None
+    only: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: bool = True
+    dtype: str | None = None
+    root: str | None = None
+
+
+def choose(catalog: Catalog, choice: Choice) -> Chosen:
+    """All that a conversion into a training checkpoint takes.
+
+    Raises:
+        NamesError: a glob fits nothing, or views do not fit the names.
+        UsageError: there is no such dtype to convert to, or views do not fit.
+    """
+    of_optimizers = optimizer_tensors(catalog)
+    entries = {n: e for n, e in catalog.tensors.items() if choice.optimizer or n not in of_optimizers}
+    return _chosen(catalog, entries, choice, of_optimizers, "")
+
+
+def choose_weights(catalog: Catalog, choice: Choice) -> Chosen:
+    """The tensors of one model alone, under the names that they have in the model: without the key that it has in the state.
+
+    ``choice.root`` is that key; by default the only one with tensors, optimizers and values of single ranks left out.
+
+    Raises:
+        UsageError: several keys of the state have tensors, or the given one has none; the others as :func:`choose`.
+    """
+    of_optimizers = optimizer_tensors(catalog)
+    names = [n for n, e in catalog.tensors.items() if e.rank is None and n not in of_optimizers]
+    root = _root(catalog, names) if choice.root is None else choice.root
+    head = f"{root}." if root else ""
+    entries = {n: catalog.tensors[n] for n in names if n.startswith(head)}
+    if not entries:
+        raise UsageError(f"no tensor of a model lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
+    return _chosen(catalog, entries, choice, of_optimizers, head)
+
+
+def wanted_views(catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str]) -> dict[str, View]:
+    """The tensors that are to be made of ``entries``, those that fit a glob of ``only``.
+
+    Raises:
+        NamesError: a glob fits nothing.
+    """
+    shapes = {name: t.shape for name, t in entries.items()}
+    found = dict(views(shapes)) if views is not None else {name: whole(name, shape) for name, shape in shapes.items()}
+    check_globs(only, found, catalog.url)
+    return {name: view for name, view in found.items() if not only or _fits(name, only)}
+
+
+def check_globs(globs: Sequence[str], names: Iterable[str], url: str) -> None:
+    """Raise NamesError if one of the globs fits no name."""
+    listed = list(names)
+    idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in listed)]
+    if idle:
+        raise NamesError(f"no tensor fits {', '.join(map(repr, idle))}", where=url, hint="`ckpt inspect` lists the names")
+
+
+def _fits(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice, of_optimizers: frozenset[str], head: str) -> Chosen:
+    """``head`` is what the names of all entries begin with, and the new names do not."""
+    here = {n[len(head) :]: e for n, e in entries.items() if choice.views is None or e.rank is None}
+    found = wanted_views(catalog, here, choice.views, choice.only)
+    check_globs(choice.exclude, found, catalog.url)
+    found = {n: _back(v, head) for n, v in found.items() if not choice.exclude or not _fits(n, choice.exclude)}
+    wide = _dtype(choice.dtype)
+    tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in found.items()}
+    tensors = {name: _settled(w, tensors) for name, w in tensors.items()}
+    kept = sorted(tensors)
+    if choice.views is None and not head:
+        state = pruned(catalog.state, kept, optimizers=choice.optimizer)
+        ranks = {r: _values(values, kept) for r, values in catalog.ranks.items()}
+    else:
+        values = pruned(catalog.state, [], optimizers=False)
+        same = values if isinstance(values, dict) and tree.tag_of(values) is None else {}
+        state, ranks = {**same, **{name: {"$tensor": name} for name in kept}}, {}
+    return Chosen(catalog=catalog, tensors=tensors, state=state, ranks=ranks)
+
+
+def seams_of(catalog: Catalog, view: View) -> list[int]:
+    """Places along the first axis of a view where stored chunks end: reading up to there reads no chunk twice."""
+    if not view.shape:
+        return []
+    found: set[int] = set()
+    for piece in view.pieces:
+        found.add(piece.box.offset[0])
+        axis = piece.axes[0]
+        cuts = catalog.tensors[piece.source].grid.cuts
+        if axis is not None and cuts is not None:
+            start, stop = piece.part.offset[axis], piece.part.end[axis]
+            found.update(cut - start + piece.box.offset[0] for cut in cuts[axis] if start < cut < stop)
+    return sorted(found)
+
+
+def _back(view: View, head: str) -> View:
+    if not head:
+        return view
+    return View(shape=view.shape, pieces=tuple(Piece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
+
+
+def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> Wanted:
+    sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
+    kinds = {e.dtype.name: e.dtype for e in sources}
+    castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
+    if wide is not None and castable:
+        dtype = wide
+    elif len(kinds) == 1:
+        dtype = sources[0].dtype
+    elif not kinds and wide is not None:
+        dtype = wide
+    else:
+        told = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
+        raise UsageError(told, where=catalog.url, hint="give one: --dtype")
+    if not view.is_whole or sources[0].name != head + name:
+        return Wanted(name=name, view=view, dtype=dtype)
+    entry = sources[0]
+    alias = None if entry.alias is None else entry.alias[len(head) :]
+    return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
+
+
+def _settled(wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
+    """An alias of a tensor that is not converted stands for itself."""
+    target = tensors.get(wanted.alias) if wanted.alias is not None else None
+    same = target is not None and target.alias is None and (target.dtype, target.shape) == (wanted.dtype, wanted.shape)
+    return wanted if wanted.alias is None or same else replace(wanted, alias=None)
+
+
+def _floating(dtype: DType) -> bool:
+    return dtype.name in ("float16", "bfloat16", "float32", "float64")
+
+
+def _dtype(name: str | None) -> DType | None:
+    if name is None:
+        return None
+    found = DTYPES.get(name)
+    if found is None or not _floating(found):
+        raise UsageError(f"{name!r} is no dtype to convert to", hint="float16, bfloat16, float32 or float64")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+def optimizer_tensors(catalog: Catalog) -> frozenset[str]:
+    """Names of tensors of optimizers: what lies in a mapping that has ``state`` and ``param_groups``, as all optimizers of torch give."""
+    names = sorted(catalog.tensors)
+    found: set[str] = set()
+    for node in _optimizers(catalog.state):
+        for name, prefix in _references(node):
+            found.update(_below(names, name) if prefix else [name])
+    return frozenset(found)
+
+
+def _optimizers(node: Any) -> Iterable[Any]:
+    if _is_optimizer(node):
+        yield node
+        return
+    for child in _children(node):
+        yield from _optimizers(child)
+
+
+def _is_optimizer(node: Any) -> bool:
+    return isinstance(node, dict) and tree.tag_of(node) is None and {"state", "param_groups"} <= node.keys()
+
+
+def _children(node: Any) -> list[Any]:
+    items = tree.items_of(node)
+    return list(items) if items is not None else [child for _, child in tree.pairs_of(node) or ()]
+
+
+def _references(node: Any) -> Iterable[tuple[str, bool]]:
+    """Names of tensors in a node, and whether it is the beginning of names."""
+    tag = tree.tag_of(node)
+    if tag in ("$tensor", "$tensors"):
+        yield node[tag], tag == "$tensors"
+        return
+    for child in _children(node):
+        yield from _references(child)
+
+
+def _below(names: Sequence[str], prefix: str) -> Sequence[str]:
+    """Those of the sorted names that begin with ``prefix`` and a dot."""
+    first = bisect_left(names, f"{prefix}.")
+    return names[first : bisect_left(names, f"{prefix}/", first)]  # "/" comes after "."
+
+
+def _root(catalog: Catalog, names: Sequence[str]) -> str:
+    """The key of the state that has the model's tensors; empty if these are at the top."""
+    node = catalog.state
+    pairs = [] if tree.tag_of(node) is not None else tree.pairs_of(node) or []
+    if any(tree.tag_of(child) == "$tensor" for _, child in pairs):
+        return ""
+    wanted = sorted(names)
+    roots = [
+        key
+        for key, child in pairs
+        if not _is_optimizer(child) and any(bool(_below(wanted, n)) if many else n in catalog.tensors for n, many in _references(child))
+    ]
+    if len(roots) > 1 or (roots and not isinstance(roots[0], str)):
+        raise UsageError(
+            f"several parts of the state have tensors: {', '.join(map(str, roots))}", where=catalog.url, hint="name the model's: --root"
+        )
+    return str(roots[0]) if roots else ""
+
+
+def pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
+    """The node without what refers to other tensors than those ``kept``, names in their order; without ``optimizers`` if told so.
+
+    Containers that have nothing left go too; in a list, None stands for what is gone.
+    """
+    found = _pruned(node, kept, optimizers=optimizers)
+    return {} if found is tree.MISSING else found
+
+
+def _pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
+    tag = tree.tag_of(node)
+    if tag == "$tensor":
+        at = bisect_left(kept, node[tag])
+        return node if kept[at : at + 1] == [node[tag]] else tree.MISSING
+    if tag == "$tensors":
+        return node if _below(kept, node[tag]) or not node[tag] else tree.MISSING
+    if not optimizers and _is_optimizer(node):
+        return tree.MISSING
+    items, pairs = tree.items_of(node), tree.pairs_of(node)
+    if items is not None:
+        left = [_pruned(child, kept, optimizers=optimizers) for child in items]
+        if left and all(child is tree.MISSING for child in left):
+            return tree.MISSING
+        left = [None if child is tree.MISSING else child for child in left]
+        return left if tag is None else {tag: left}
+    if pairs is None or (tag is not None and tag != "$map"):
+        return node
+    rest = [(k, found) for k, child in pairs if (found := _pruned(child, kept, optimizers=optimizers)) is not tree.MISSING]
+    return tree.mapping_node(rest) if rest or not pairs else tree.MISSING
+
+
+def _values(values: Mapping[str, Any], kept: Sequence[str]) -> dict[str, Any]:
+    """The values of one rank that do not refer to a tensor that is left out."""
+    found = {path: _pruned(node, kept, optimizers=True) for path, node in values.items()}
+    return {path: node for path, node in found.items() if node is not tree.MISSING}

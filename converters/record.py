@@ -1,0 +1,140 @@
+"""What a conversion leaves at its destination while it goes on, so that it can be gone on with, also by several processes at once.
+
+``convert.json`` says what is converted, by a digest of everything that the result depends on. A mark for each file says that the file is
+durable: one that was only begun has none. Both go when all is done. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import xxhash
+
+from ckpt._version import __version__
+from ckpt.catalog import Catalog
+from ckpt.errors import ConflictError, NotFoundError
+from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.commit import new_id
+from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.formats.registry import CONVERTING
+from ckpt.io_backends.protocol import Backend, stamp_of
+
+from .choosing import Chosen
+
+MARKS = "convert"
+
+
+def digest_of(chosen: Chosen, *said: object) -> str:
+    """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``said``."""
+    digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), said)).encode())
+    for name in sorted(chosen.tensors):
+        wanted = chosen.tensors[name]
+        digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
+    digest.update(json.dumps([chosen.state, {str(r): v for r, v in chosen.ranks.items()}], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _identity(catalog: Catalog) -> object:
+    if isinstance(catalog, NativeCatalog | VirtualCatalog):
+        return catalog.record.id, sorted(f.digest for f in catalog.record.index.values())
+    backend = catalog.backend
+    files = catalog.files if isinstance(catalog, ForeignCatalog) else ()
+    return catalog.format, [(f.path, f.size, stamp_of(backend, f.path)) for f in files]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files."""
+
+    backend: Backend
+    name: str | None
+    id: str
+    digest: str
+
+    @property
+    def path(self) -> str:
+        return record_path(self.name)
+
+    @property
+    def _marks(self) -> str:
+        return f"{MARKS if self.name is None else f'{self.name}.{MARKS}'}-{self.id}/"
+
+    def mark(self, number: int) -> str:
+        """That of a file that is durable."""
+        return f"{self._marks}{number:05d}"
+
+    def marks(self) -> set[str]:
+        """Those that are there."""
+        return {e.path for e in self.backend.list(self._marks)}
+
+    def done(self, number: int) -> None:
+        """Say that file ``number`` is durable."""
+        try:
+            self.backend.publish(self.mark(number), b"{}\n", replaces=None)
+        except ConflictError:
+            if self.mark(number) not in self.marks():
+                raise
+
+    def claim(self) -> bool:
+        """Whether it is for this process to finish: of all that ask, the first one."""
+        try:
+            self.backend.publish(f"{self._marks}finish", b"{}\n", replaces=None)
+        except ConflictError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then."""
+        self.backend.delete(self.path)
+        for path in sorted(self.marks()):
+            self.backend.delete(path)
+
+
+def record_path(name: str | None) -> str:
+    """Where the record is; ``name`` is that of the only file, if the destination is one."""
+    return CONVERTING if name is None else f"{name}.{CONVERTING}"
+
+
+def find(backend: Backend, name: str | None, digest: str) -> Record | None:
+    """The conversion that was begun here; None if there is none.
+
+    Raises:
+        ConflictError: it is another one.
+    """
+    try:
+        data = backend.read(record_path(name))
+    except NotFoundError:
+        return None
+    try:
+        said = json.loads(data)
+        found = Record(backend, name, str(said["id"]), str(said["digest"]))
+    except (ValueError, KeyError, TypeError):
+        found = Record(backend, name, "", "")
+    if found.digest != digest:
+        raise ConflictError(
+            f"another conversion was begun here and did not finish ({record_path(name)}): of another source, with other options, "
+            "or by another version",
+            where=backend.url,
+            hint="convert to another URL, or remove what is there",
+        )
+    return found
+
+
+def begin(backend: Backend, name: str | None, digest: str) -> Record:
+    """Begin a conversion, or join the same one that another process has begun meanwhile.
+
+    Raises:
+        ConflictError: another one was begun.
+    """
+    record = Record(backend, name, new_id(), digest)
+    said = {"format": "ckpt-convert", "version": 1, "id": record.id, "digest": digest}
+    try:
+        backend.publish(record.path, json.dumps(said).encode() + b"\n", replaces=None)
+    except ConflictError:
+        found = find(backend, name, digest)
+        if found is None:
+            raise
+        return found
+    return record

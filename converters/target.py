@@ -1,0 +1,112 @@
+"""What a format that can be converted to has to say, and which there are. No torch.
+
+A target plans before anything is read: which files there will be, how long they are, and where in them every tensor's bytes lie. What
+else is in a file (headers, directories) it gives when the digests of the tensors are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+from ckpt.errors import UsageError
+
+from .choosing import Choice, Chosen
+from .windows import Item
+
+if TYPE_CHECKING:
+    from ckpt.catalog import Catalog
+    from ckpt.io_backends.protocol import Backend
+
+Digest = Literal["xxh3", "crc32"]
+Ends = Callable[[Sequence[int]], list[tuple[int, bytes]]]
+"""From the digests of the items, in their order, to what else is in the file: bytes and where they begin."""
+
+ENTRY_POINTS = "ckpt.converters"
+"""Group of entry points that are ``Target`` values of other distributions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutFile:
+    """A file to be written: ``path`` below the root of the destination, ``size`` in bytes, ``items`` in the order of the file."""
+
+    path: str
+    size: int
+    items: tuple[Item, ...]
+    ends: Ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process at a
+    time, and again if one died while it did."""
+
+    files: tuple[OutFile, ...]
+    digest: Digest | None
+    finish: Callable[[Backend], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``shard_size`` in bytes,
+    or None for what the target thinks best; ``name`` of the only file, where the destination is one; ``previous`` is the commit record
+    that is replaced, if any."""
+
+    id: str
+    shard_size: int | None
+    name: str | None
+    previous: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A format to convert to. ``one_file`` says of a destination whether it is one file rather than a directory."""
+
+    name: str
+    choose: Callable[[Catalog, Choice], Chosen]
+    plan: Callable[[Chosen, Layout], Planned]
+    one_file: Callable[[str], bool] = lambda url: False
+    replaces: bool = False
+    """Whether a checkpoint at the destination can be replaced atomically."""
+
+
+_BUILTIN = {
+    "native": "ckpt.converters.to_native:TARGET",
+    "hf": "ckpt.converters.to_hf:TARGET",
+    "torch": "ckpt.converters.to_torch:TARGET",
+    "dcp": "ckpt.converters.to_dcp:TARGET",
+}
+
+
+def target(name: str) -> Target:
+    """The target of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    reference = _BUILTIN.get(name)
+    if reference is not None:
+        module, _, attribute = reference.partition(":")
+        found: Target = getattr(import_module(module), attribute)
+        return found
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            given: Target = point.load()
+            return given
+    raise UsageError(f"{name!r} is no format to convert to", hint=f"one of {', '.join(_BUILTIN)}")
+
+
+def in_groups(sizes: Sequence[int], most: int) -> list[range]:
+    """Neighbours together, up to ``most`` bytes each; a longer one is alone."""
+    groups: list[range] = []
+    start = held = 0
+    for i, size in enumerate(sizes):
+        if i > start and held + size > most:
+            groups.append(range(start, i))
+            start, held = i, 0
+        held += size
+    return [*groups, range(start, len(sizes))] if sizes else []

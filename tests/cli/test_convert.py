@@ -1,0 +1,86 @@
+"""``ckpt convert`` as a command, and ``ckpt cp`` of a virtual checkpoint: what they say, and how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from ckpt.cli.main import cli
+from ckpt.converters.importing import import_checkpoint
+from ckpt.engine.verify import verify
+from tests.cli.checkpoints import write_checkpoint
+
+HF = Path(__file__).parents[1] / "fixtures" / "hf"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> str:
+    arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}
+    write_checkpoint(str(tmp_path / "step"), arrays, state={"w": {"$tensor": "w"}, "b": {"$tensor": "b"}, "step": 3})
+    return str(tmp_path / "step")
+
+
+def test_what_it_says(tmp_path: Path, step: str) -> None:
+    made = str(tmp_path / "made")
+    found = run("convert", "--to", "hf", "--dry-run", step, made)
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith("would convert 2 tensors, 88 B in 1 file (ckpt 1 to hf)") and "model.safetensors" in found.stdout
+    assert not Path(made).exists()
+    found = run("convert", "--to", "hf", step, made, "--json", "--memory", "64MiB")
+    said = json.loads(found.stdout)
+    assert (said["tensors"], said["tensor_bytes"], said["files"], said["finished"]) == (2, 88, ["model.safetensors"], True)
+    assert (said["source"], said["target"], said["to"], said["dry_run"], said["read_bytes"]) == (step, made, "hf", False, 88)
+    assert load_file(f"{made}/model.safetensors")["w"].tolist() == np.arange(12.0).reshape(4, 3).tolist()
+    assert run("convert", "-q", "--to", "native", "--only", "w", step, str(tmp_path / "n")).stdout == ""
+    assert verify(str(tmp_path / "n")).ok
+
+
+def test_a_translation(tmp_path: Path) -> None:
+    made = str(tmp_path / "made")
+    found = run("convert", "--to", "native", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), made, "--json")
+    assert found.exit_code == 0, found.output
+    names = {t["name"] for t in json.loads(run("inspect", "--json", made).stdout)["tensors"]}
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in names
+    found = run("import", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), str(tmp_path / "virtual"))
+    assert found.exit_code == 0, found.output
+    assert {t["name"] for t in json.loads(run("inspect", "--json", str(tmp_path / "virtual")).stdout)["tensors"]} == names
+
+
+def test_exit_codes(tmp_path: Path, step: str) -> None:
+    made = str(tmp_path / "made")
+    for code, arguments in (
+        (2, ["--to", "gguf"]),
+        (2, ["--to", "hf", "--names", "llama"]),
+        (2, ["--to", "hf", "--set", "layers=3"]),
+        (2, ["--to", "hf", "--memory", "much"]),
+        (21, ["--to", "native", "--only", "z"]),
+    ):
+        assert run("convert", *arguments, step, made).exit_code == code, arguments
+    assert run("convert", "--to", "hf", str(tmp_path / "absent"), made).exit_code == 10
+    assert run("convert", "--to", "native", step, step).exit_code == 30
+    assert not Path(made).exists()
+
+
+def test_a_copy_of_a_virtual_checkpoint_is_self_contained(tmp_path: Path, step: str) -> None:
+    virtual, copy = str(tmp_path / "virtual"), f"{tmp_path}/copies/"
+    import_checkpoint(step, virtual)
+    assert run("cp", "--dry-run", virtual, copy).stdout.startswith("would copy 1 file")
+    said = json.loads(run("cp", "--json", virtual, copy).stdout)
+    assert (said["committed"], said["files"], said["copied_files"]) == (True, 1, 1)
+    for file in (Path(step) / "data").iterdir():
+        file.unlink()
+    assert not verify(virtual).ok
+    assert verify(said["target"]).ok and verify(said["target"]).undigested == 0
+    record = json.loads((tmp_path / "copies" / "virtual" / "checkpoint.json").read_text())
+    assert record["id"] == said["id"] and record["features"] == []
+    assert run("cp", virtual, copy).exit_code != 0

@@ -1,0 +1,62 @@
+"""Checks of meaning on Megatron checkpoints: the known defect and copies that differ are found, what is right is not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt.converters.semantic import SemanticReport, check_semantic
+from ckpt.formats.elements import cast_bits
+from ckpt.formats.registry import open_catalog
+from tests.formats.megatron_files import STATE, load, unpacked
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(tmp_path_factory.mktemp("megatron"))
+
+
+def checked(url: object) -> SemanticReport:
+    return check_semantic(open_catalog(str(url)))
+
+
+def test_nothing_is_wrong(files):
+    for name in ("dp2/legacy", "tp2pp2vpp2/dp_reshardable", "tp2ep2/legacy", "model_space_tp2/fully_sharded_model_space"):
+        report = checked(files / name)
+        assert not report.problems, [str(p) for p in report.problems]
+        assert 2 * report.masters == report.moments == 2 * report.steps >= 54
+    assert checked(files / "tp2ep2" / "legacy").replicas > 20
+
+
+def test_the_defect_of_megatron_is_found(files):
+    report = checked(files / "dp2" / "fully_reshardable")
+    wrong = {p.tensor for p in report.problems}
+    assert len(wrong) >= 12
+    assert f"{STATE}embedding.word_embeddings.weight.master" in wrong
+    assert "is not its master, cast to bfloat16" in str(report.problems[0])
+
+
+def test_replicas_that_differ(files, tmp_path):
+    copy = Path(shutil.copytree(files / "tp2pp2vpp2" / "legacy", tmp_path / "copy"))
+    path = copy / "iter_0000003" / "mp_rank_01_000" / "model_optim_rng.pt"
+    state = load(path)
+    model = dict(state["model1"])
+    model["decoder.layers.0.input_layernorm.weight"] = model["decoder.layers.0.input_layernorm.weight"] + torch.arange(24).bfloat16()
+    torch.save({**state, "model1": model}, path)
+    (problem,) = checked(copy).problems
+    assert problem.tensor == "model.decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
+    assert "23 of 24 elements differ" in problem.message
+
+
+def test_rounding_is_that_of_torch():
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    values = torch.cat([*(torch.randn(10_000) * 10.0**e for e in range(-40, 39, 4)), special])
+    for kind in (torch.bfloat16, torch.float16):
+        found = cast_bits(values.numpy(), str(kind).removeprefix("torch."))
+        expected = values.to(kind).view(torch.int16).numpy().view(np.uint16)
+        same = (found == expected) | (torch.isnan(values).numpy())
+        assert same.all()

@@ -1,0 +1,112 @@
+"""Windows of files, and boxes of views read into memory, against numpy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.converters.choosing import seams_of
+from ckpt.converters.reading import Part, read_views
+from ckpt.converters.windows import Item, slabs, windows
+from ckpt.engine.reader import Reader
+from ckpt.formats.registry import open_catalog
+from ckpt.geometry import Box
+from ckpt.plan import views
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4)
+
+
+@st.composite
+def boxes(draw: Any) -> Box:
+    shape = draw(SHAPES)
+    return Box(tuple(draw(st.integers(0, 9)) for _ in shape), tuple(shape))
+
+
+@given(boxes(), st.sampled_from([1, 2, 8]), st.lists(st.integers(0, 15), unique=True).map(sorted), st.integers(1, 200))
+def test_slabs_are_the_box_row_by_row(box: Box, itemsize: int, seams: list[int], most: int) -> None:
+    found = list(slabs(box, itemsize, seams, most))
+    numbers = np.arange(box.numel).reshape(box.shape)
+    back = tuple(-o for o in box.offset)
+    flat = [numbers[b.shifted(back).slices].ravel() for b in found if b.shifted(back)]
+    assert (np.concatenate(flat) if flat else np.zeros(0)).tolist() == list(range(box.numel))
+    assert all(b.numel * itemsize <= max(most, itemsize) for b in found)
+    if box.shape and box.shape[0] > 1 and all(box.numel // box.shape[0] * itemsize <= most for _ in "1") and box.numel * itemsize > most:
+        ends = [b.offset[0] + b.shape[0] for b in found[:-1]]
+        rows = max(1, most // (box.numel // box.shape[0] * itemsize))
+        starts = [b.offset[0] for b in found]
+        for start, end in zip(starts, ends, strict=False):
+            inside = [s for s in seams if start < s <= start + rows]
+            assert end == (inside[-1] if inside else start + rows)
+
+
+@given(st.lists(st.tuples(boxes(), st.sampled_from([1, 4]), st.integers(0, 30)), max_size=6), st.integers(8, 300))
+def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int) -> None:
+    items, at = [], 0
+    for i, (box, size, gap) in enumerate(rows):
+        items.append(Item(f"t{i}", box, at + gap, size))
+        at += gap + items[-1].length
+    found = list(windows(items, [[]] * len(items), most))
+    covered = [b for w in found for s in w.segments for b in range(s.start, s.start + s.length)]
+    assert covered == [b for i in items for b in range(i.offset, i.offset + i.length)]
+    for window in found:
+        assert window.start == window.segments[0].start and window.stop == window.segments[-1].start + window.segments[-1].length
+        assert sum(s.length for s in window.segments) <= window.stop - window.start
+        assert len(window.segments) == 1 or window.segments[-1].start - window.start <= most
+        assert all(s.length == s.box.numel * items[s.item].itemsize for s in window.segments)
+
+
+def transformed(shapes: dict[str, tuple[int, ...]]) -> dict[str, views.View]:
+    a, b = (views.whole(n, shapes[n]) for n in "ab")
+    return {
+        "fused": views.interleave([a, b], 0, 2),
+        "stacked": views.stack([views.transpose(a, [1, 0, 2])] * 2, 1),
+        "padded": views.padded(views.split(b, 1, [1, 3])[1], 1, 5),
+        "one": views.unstack(a, 1)[2],
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) -> None:
+    url = str(tmp_path_factory.getbasetemp() / "read-views")
+    a, b = torch.arange(4 * 4 * 3.0).reshape(4, 4, 3), -torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
+    if not Path(url).exists():
+        ckpt.save(url, {"a": a, "b": b})
+    expected = {
+        "fused": torch.cat([a[:2], b[:1], a[2:], b[1:]]),
+        "stacked": torch.stack([a.permute(1, 0, 2)] * 2, 1),
+        "padded": torch.cat([b[:, 1:], torch.zeros(2, 2, 3)], 1),
+        "one": a[:, 2],
+    }
+    catalog = open_catalog(url)
+    made = transformed({n: t.shape for n, t in catalog.tensors.items()})
+    parts, wanted = [], []
+    for name in data.draw(st.lists(st.sampled_from(sorted(expected)), min_size=1, max_size=3)):
+        shape = tuple(expected[name].shape)
+        low = [data.draw(st.integers(0, n - 1)) for n in shape]
+        box = Box(tuple(low), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
+        kind = data.draw(st.sampled_from([torch.float32, torch.float64]))
+        parts.append(Part(made[name], box, torch.full(box.shape, math.nan, dtype=kind)))
+        wanted.append(expected[name][box.slices].to(kind))
+    read_views(Reader(catalog=catalog, verify="full", threads=2, beat=lambda: None), parts)
+    assert all(torch.equal(p.memory, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ckpt.converters.to_native.CHUNK", 24)
+    from ckpt.converters.converting import convert_checkpoint
+
+    ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})
+    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "n"), to="native")
+    catalog = open_catalog(str(tmp_path / "n"))
+    a = views.whole("a", (7, 3))
+    assert seams_of(catalog, a) == [0, 2, 4, 6]
+    assert seams_of(catalog, views.concat([views.part(a, Box((3, 0), (4, 3))), a], 0)) == [0, 1, 3, 4, 6, 8, 10]
+    assert seams_of(catalog, views.transpose(a, [1, 0])) == [0]
