@@ -58,6 +58,10 @@ def command(
         output.document(asdict(report))
     elif not output.quiet:
         output.line(_sentence(report))
+        if not report.values:
+            output.talk(
+                "tensors only: what is not a tensor (steps, options of optimizers) is left out where names change or --only is given"
+            )
 
 
 def _sentence(report: ImportReport) -> str:

@@ -50,6 +50,8 @@ class ImportReport:
     chunks: int
     sources: int
     digested: bool
+    values: bool
+    """Whether what is not a tensor is there too: not if tensors were left out or have other names."""
     seconds: float
 
 
@@ -109,6 +111,7 @@ def import_checkpoint(
         chunks=sum(map(len, contents.extents.values())),
         sources=len(contents.sources),
         digested=digest,
+        values=views is None and not only,
         seconds=time.monotonic() - began,
     )
 
