@@ -282,7 +282,7 @@ class _Load:
         worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
         sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
         near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
-        return Carrier(sharing, self.reader.fetch, near, options.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
+        return Carrier(sharing, self.reader.fetch, near, self.reader.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
     def apply(self) -> Row:
         """Set the values, now that all bytes are there."""

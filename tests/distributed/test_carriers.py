@@ -1,0 +1,85 @@
+"""What moves parcels in situations that are rare on one machine: many threads, many receivers, loads that fail before anything moves."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_exchange import apart, in_small_pieces
+
+SHAPE = (96, 64)
+TENSORS = 16
+
+
+def state(dim: int, start: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
+    return {f"w{i}": distribute_tensor(full * start + i, mesh, [Shard(dim)]) for i in range(TENSORS)}
+
+
+def save_rows(url: str) -> None:
+    ckpt.save(url, state(0, 1.0))
+
+
+def load_columns(url: str, **options: Any) -> ckpt.LoadReport:
+    """Load, and compare what this rank got."""
+    found = state(1, 0.0)
+    report = ckpt.load(url, found, exchange=True, timeout=8, **options)
+    for name, wanted in state(1, 1.0).items():
+        assert torch.equal(found[name].to_local(), wanted.to_local()), name
+    return report
+
+
+def load_on_many_threads(url: str) -> int:
+    """As from storage that asks for more calls at once than there are threads; all slots are filled before any piece is packed."""
+    from ckpt.engine.fetch import Fetch
+    from ckpt.io_backends.posix import PosixBackend
+    from ckpt.io_backends.protocol import Grain
+
+    apart()
+    in_small_pieces()
+    fill = Fetch.fill
+
+    def slowly(self: Fetch, *args: Any) -> None:
+        time.sleep(0.02)
+        fill(self, *args)
+
+    Fetch.fill = slowly  # type: ignore[method-assign]
+    PosixBackend.grain = property(lambda self: Grain(calls=16))  # type: ignore[assignment,method-assign]
+    return load_columns(url, threads=2).bytes_received
+
+
+def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_rows, url)
+    assert min(ranks.run(2, load_on_many_threads, url)) > 0
+
+
+def load_damaged(url: str) -> tuple[list[str], int]:
+    errors = []
+    for _ in range(2):
+        try:
+            load_columns(url)
+        except ckpt.errors.CkptError as err:
+            errors.append(str(err))
+    open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    return errors, sum("ckpt-ring" in name for name in open_files)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_a_load_that_fails_early_keeps_no_memory(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_rows, url)
+    os.truncate(sorted((tmp_path / "a" / "data").iterdir())[-1], 100)
+    for errors, rings in ranks.run(2, load_damaged, url):
+        assert len(errors) == 2 and rings == 0
