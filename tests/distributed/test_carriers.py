@@ -65,6 +65,21 @@ def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
     assert min(ranks.run(2, load_on_many_threads, url)) > 0
 
 
+def load_with_few_connections(url: str) -> int:
+    import ckpt.exchange
+
+    apart()
+    in_small_pieces()
+    ckpt.exchange.CONNECTIONS = 1
+    return load_columns(url).bytes_received
+
+
+def test_more_receivers_than_connections_of_an_exchange(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(3, save_rows, url)
+    assert min(ranks.run(3, load_with_few_connections, url)) > 0
+
+
 def load_damaged(url: str) -> tuple[list[str], int]:
     errors = []
     for _ in range(2):
