@@ -278,6 +278,8 @@ class _Load:
         """Every rank: find what it reads for others, and they for it."""
         assert self.reader is not None
         group, options = self.call.group, self.options
+        for entry in sharing.entries():
+            self.reader.check_tiling(entry)
         machines = dict(zip(group.ranks, names["machines"], strict=True))
         worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
         sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)

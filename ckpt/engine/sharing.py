@@ -7,7 +7,7 @@ that they load; only where it is the same they share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -147,6 +147,10 @@ class Sharing:
     def said(self) -> dict[str, tuple[int, str]]:
         """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
         return {key: (size, _digest(kinds)) for key, (size, kinds) in self.circles.items()}
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Stored tensors that may be shared."""
+        return (jobs[0].entry for _, kinds in self.circles.values() for jobs in kinds.values())
 
     def divide(self, refused: Collection[str], near: Mapping[int, int] | None, worth: Callable[[Shared, int], bool]) -> None:
         """Find the parcels. ``refused``: circles that do not share; ``near``: machines of ranks, if only those of one do; ``worth``:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -78,6 +80,31 @@ def test_more_receivers_than_connections_of_an_exchange(ranks: Ranks, tmp_path: 
     url = str(tmp_path / "a")
     ranks.run(3, save_rows, url)
     assert min(ranks.run(3, load_with_few_connections, url)) > 0
+
+
+def save_rows_by_dcp(path: str) -> None:
+    dcp.save(state(0, 1.0), checkpoint_id=path)
+
+
+def load_with_a_hole(url: str, exchange: bool) -> tuple[str, str]:
+    found = state(1, 0.0)
+    try:
+        ckpt.load(url, found, exchange=exchange)
+    except ckpt.errors.CkptError as err:
+        return type(err).__name__, str(err)
+    return "", ""
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_hole_between_chunks_is_found(ranks: Ranks, tmp_path: Path, exchange: bool) -> None:
+    """Whoever reads them: memory is never left as it was."""
+    ranks.run(2, save_rows_by_dcp, str(tmp_path))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    first, second = metadata.state_dict_metadata["w3"].chunks
+    metadata.state_dict_metadata["w3"].chunks[1] = type(second)(offsets=first.offsets, sizes=second.sizes)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for kind, text in ranks.run(2, load_with_a_hole, str(tmp_path), exchange):
+        assert kind == "CorruptError" and "tensor w3, not one" in text
 
 
 def load_damaged(url: str) -> tuple[list[str], int]:
