@@ -27,7 +27,7 @@ from ckpt.ring import PAUSE, Ring
 from ckpt.workers import Pending, run_tasks
 
 from .exact import SLICE
-from .fetch import PIECE, Check, Chunk, Fetch
+from .fetch import Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
 from .taking import Taker, pack, place, straight
 
@@ -119,7 +119,7 @@ class Carrier:
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
-        self._ring = Ring(self._threads + 2, PIECE, MOST, shared=bool(near), timeout=self._call.timeout)
+        self._ring = Ring(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
             self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)
 

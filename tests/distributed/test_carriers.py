@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from ckpt.io_backends.protocol import Grain
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exchange import apart, in_small_pieces
 
@@ -42,11 +43,16 @@ def load_columns(url: str, **options: Any) -> ckpt.LoadReport:
     return report
 
 
+def as_from(grain: Grain) -> None:
+    """From now on files are read as storage of this grain is."""
+    from ckpt.io_backends.posix import PosixBackend
+
+    PosixBackend.grain = property(lambda self: grain)  # type: ignore[assignment,method-assign]
+
+
 def load_on_many_threads(url: str) -> int:
     """As from storage that asks for more calls at once than there are threads; all slots are filled before any piece is packed."""
     from ckpt.engine.fetch import Fetch
-    from ckpt.io_backends.posix import PosixBackend
-    from ckpt.io_backends.protocol import Grain
 
     apart()
     in_small_pieces()
@@ -57,7 +63,7 @@ def load_on_many_threads(url: str) -> int:
         fill(self, *args)
 
     Fetch.fill = slowly  # type: ignore[method-assign]
-    PosixBackend.grain = property(lambda self: Grain(calls=16))  # type: ignore[assignment,method-assign]
+    as_from(Grain(calls=16))
     return load_columns(url, threads=2).bytes_received
 
 
@@ -65,6 +71,42 @@ def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
     url = str(tmp_path / "a")
     ranks.run(2, save_rows, url)
     assert min(ranks.run(2, load_on_many_threads, url)) > 0
+
+
+def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
+    """How many bytes each read of data had, where storage has so many best at once."""
+    from ckpt.engine.fetch import Fetch
+
+    if where == "apart":
+        apart()
+    in_small_pieces()
+    fill, lengths = Fetch.fill, []
+
+    def counted(self: Fetch, path: str, offset: int, memory: memoryview) -> None:
+        lengths.append(len(memory))
+        fill(self, path, offset, memory)
+
+    Fetch.fill = counted  # type: ignore[method-assign]
+    as_from(Grain(piece=pieces[dist.get_rank()]))
+    assert (load_columns(url).bytes_received > 0) == (pieces[0] == pieces[1])
+    return lengths
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_pieces_are_as_long_as_storage_has_them_best(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_rows, url)
+    whole = 4 * SHAPE[0] * SHAPE[1] // 2
+    for piece in (0, 4096, 1 << 20):
+        lengths = [n for found in ranks.run(2, load_in_calls, url, [piece] * 2, where) for n in found]
+        assert sum(lengths) == 2 * TENSORS * whole
+        assert max(lengths) == min(whole, max(piece, 1024))
+
+
+def test_ranks_that_cut_otherwise_do_not_share(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_rows, url)
+    ranks.run(2, load_in_calls, url, [0, 4096], "apart")
 
 
 def load_with_few_connections(url: str) -> int:

@@ -41,9 +41,9 @@ def apart() -> None:
 
 
 def in_small_pieces() -> None:
-    from ckpt.engine import parcels, sharing
+    from ckpt.engine import sharing
 
-    sharing.PIECE = parcels.PIECE = 1 << 10
+    sharing.PIECE = 1 << 10
     sharing.SMALL = 100
 
 
