@@ -20,7 +20,8 @@ from .relay import Feed
 from .streams import HELLO, MAGIC, READY, REFUSED, Greeting, Incoming, Outgoing, Receiving, Refused, Sending, Views
 
 CONNECTIONS = 64
-"""Ranks that one rank sends to at the same time: each takes a file descriptor."""
+"""Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,
+so all of them have to be connected."""
 CONNECT_SECONDS = 5.0
 """After this long the next address of a rank is tried."""
 TURN = 0.2
@@ -65,6 +66,7 @@ class Exchange:
         self.outgoing = {r: views for r, views in outgoing.items() if views.size}
         self.incoming = {r: views for r, views in incoming.items() if views.size}
         self.queue = deque(sorted((r for r in self.outgoing if r != self.me), key=lambda r: (r - self.me) % (max(self.outgoing) + 1)))
+        self.most = len(self.outgoing) if any(isinstance(views, Feed) for views in self.outgoing.values()) else CONNECTIONS
         self.hosts: dict[int, deque[tuple[str, int]]] = {}
         self.secrets: dict[int, bytes] = {}
         self.looked = self.checked = 0.0
@@ -139,7 +141,7 @@ class Exchange:
     # ---- connections
 
     def _full(self) -> bool:
-        return len(self.outgoing) - len(self.queue) >= CONNECTIONS
+        return len(self.outgoing) - len(self.queue) >= self.most
 
     def _connect_more(self) -> None:
         """Begin what there is room for. The store is asked ever more rarely for ranks that have not come to this call."""

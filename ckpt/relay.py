@@ -77,6 +77,7 @@ class Feed:
 
     def send(self, sock: socket.socket) -> bool:
         """Send what fits of what is there; whether all there will ever be is sent."""
+        closed = self._closed  # before the queue: what another thread puts in and then closes is not lost
         while self._queue:
             views, sent = self._queue[0]
             if not views.send(sock):
@@ -84,7 +85,7 @@ class Feed:
             with self._lock:
                 self._queue.popleft()
             sent()
-        return self._closed
+        return closed
 
 
 class Taker(Protocol):

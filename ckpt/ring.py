@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -133,8 +134,9 @@ class Borrowed:
 
 
 def machine() -> str:
-    """Processes for which this is equal can open each other's rings: one kernel, one namespace of processes, one user with the same
-    capabilities, nobody protected from inspection. Where that cannot be told, it is equal for none."""
+    """Processes for which this is equal can open each other's rings: one kernel, one namespace of processes and one of users, one user
+    with the same capabilities, confined alike by a security module, nobody protected from inspection (proc_pid_fd(5), ptrace(2)). Where
+    that cannot be told, it is equal for none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -143,9 +145,17 @@ def machine() -> str:
         user = os.geteuid()
         if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:
             raise OSError("no anonymous files, or a protected process")
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{user}/{capabilities}"
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "user") if os.path.exists(f"/proc/self/ns/{kind}")]
+        return f"{boot}/{spaces}/{user}/{capabilities}/{_label()}"
     except (OSError, StopIteration):
         return f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
+
+
+def _label() -> str:
+    """What a security module confines this process as; empty where there is none."""
+    with suppress(OSError), open("/proc/self/attr/current", encoding="utf-8", errors="replace") as file:
+        return file.read().strip("\0\n")
+    return ""
 
 
 def _nbytes(shape: tuple[int, int, int]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from ckpt import ring
 from ckpt.errors import DeadlineError
 from ckpt.ring import Borrowed, BrokenRingError, Ring, machine
 
@@ -53,6 +55,17 @@ def test_nobody_waits_for_a_broken_ring() -> None:
 
 def test_a_machine_is_one() -> None:
     assert machine() == machine()
+
+
+def test_processes_of_other_confinement_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel lets them open nothing of each other, though they are of one user."""
+    stat, here = os.stat, machine()
+    namespace = SimpleNamespace(st_ino=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path, **kw: namespace if path == "/proc/self/ns/user" else stat(path, **kw))
+        assert machine() == machine() != here
+    monkeypatch.setattr(ring, "_label", lambda: "other (enforce)")
+    assert machine() == machine() != here
 
 
 def test_processes_that_cannot_be_inspected_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,8 @@ class _Load:
         row |= {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
         if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
             jobs = map(Job._make, self.binding.targets.values())
-            self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts")
+            piece = self.catalog.backend.grain.piece
+            self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts", piece=piece)
             row |= {"shares": self.call.share(json.dumps(self.sharing.said()).encode()), "machine": machine()}
         return row
 
@@ -277,22 +278,24 @@ class _Load:
         if self.sharing is not None and names["refused"] is not None:
             self.carrier = self.divide(self.sharing, names)
         jobs = list(map(Job._make, self.binding.targets.values()))
-        shared = self.sharing if self.sharing is not None else Sharing(self.call.group.rank)
-        plan = self.reader.plan([job for job in jobs if id(job.target) not in shared.complete], shared.left_out)
+        left_out, complete = (self.sharing.left_out, self.sharing.complete) if self.sharing is not None else ({}, set[int]())
+        plan = self.reader.plan([job for job in jobs if id(job.target) not in complete], left_out)
         self.touched = True
         self.reader.run(plan, self.carrier)
-        changed([part.memory for job in jobs if id(job.target) in shared.complete for part in job.target.parts])
+        changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
         return self.apply()
 
     def divide(self, sharing: Sharing, names: Row) -> Carrier:
         """Every rank: find what it reads for others, and they for it."""
         assert self.reader is not None
         group, options = self.call.group, self.options
+        for entry in sharing.entries():
+            self.reader.check_tiling(entry)
         machines = dict(zip(group.ranks, names["machines"], strict=True))
         worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
         sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
         near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
-        return Carrier(sharing, self.reader.fetch, near, options.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
+        return Carrier(sharing, self.reader.fetch, near, self.reader.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
     def apply(self) -> Row:
         """Set the values, now that all bytes are there."""

@@ -1,7 +1,7 @@
-"""Parcels on their way: a rank reads and checks them piece by piece, in the slots of its ring, and the others take what they want of each.
+"""Parcels on their way: a rank reads and checks them piece by piece, and the others take what they want of each out of slots of its ring.
 
-Ranks of one machine copy straight from the slot; to others goes what they want, packed. A rank that reads waits until a slot is free, so
-memory is bounded by the ring; a rank that takes waits for nobody, so the ring always gets free.
+Ranks of one machine copy straight from the slot; to others goes what they want, packed. A thread that reads waits until a slot is free, so
+memory is bounded by the ring; it waits only while it has none itself, and a rank that takes waits for nobody, so slots always get free.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -27,19 +27,20 @@ from ckpt.ring import PAUSE, Ring
 from ckpt.workers import Pending, run_tasks
 
 from .exact import SLICE
-from .fetch import PIECE, Check, Chunk, Fetch
+from .fetch import Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
 from .taking import Taker, pack, place, straight
 
 
 class Carrier:
-    """Moves the parcels of one load. ``near``: the ranks of this machine. ``received`` counts bytes of this rank's tensors; ``coded`` is
-    the most scratch memory that one coded chunk takes."""
+    """Moves the parcels of one load. ``near``: the ranks of this machine; ``threads``: the most that read at once. ``received`` counts
+    bytes of this rank's tensors; ``coded`` is the most scratch memory that one coded chunk takes."""
 
     def __init__(self, sharing: Sharing, fetch: Fetch, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call) -> None:
         self._sharing = sharing
         self._fetch = fetch
         self._near = near
+        self._threads = threads
         self._peers = peers
         self._call = call
         self._feeds = {rank: Feed(len(parcels)) for rank, parcels in sharing.gives.items()}
@@ -55,12 +56,6 @@ class Carrier:
         self._ended = False
         self._waits = self._seen = 0
         self._nudged = time.monotonic()
-        if sharing.reads:
-            # Each thread fills one slot, and may wait for a second one to pack in: with more than one to spare, some always come back.
-            self._ring = Ring(threads + 2, PIECE, MOST, shared=not near.isdisjoint(self._feeds), timeout=call.timeout)
-        for rank in near.intersection(self._feeds):
-            assert self._ring is not None
-            self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)
 
     @property
     def received(self) -> int:
@@ -104,6 +99,7 @@ class Carrier:
                     turn(0)
 
         try:
+            self._make_ring()
             self._peers().relay(self._feeds, {r: Inlet(r, len(t.parcels), t) for r, t in self._takers.items()}, work, alive=self._alive)
             if self._reading is not None:
                 self._reading.result()
@@ -117,6 +113,15 @@ class Carrier:
             self._turn = self._reading = None  # no circles: the memory is to be free when the load returns
             for feed in self._feeds.values():
                 feed.wake = lambda: None
+
+    def _make_ring(self) -> None:
+        """A slot for each thread to fill, and two that are on their way meanwhile."""
+        if not self._feeds:
+            return
+        near = self._near.intersection(self._feeds)
+        self._ring = Ring(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
+        for rank in near:
+            self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)
 
     def _run(self, tasks: list[Callable[[], None]], count: int, *, inference: bool) -> None:
         try:
@@ -202,24 +207,28 @@ class Carrier:
         self._fetch.decode(chunk, blob, out.data, item.itemsize)
 
     def _hand_out(self, parcel: Parcel, number: int, cut: Cut, fill: Callable[[npt.NDArray[np.uint8]], None]) -> None:
-        """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part."""
-        assert self._ring is not None
+        """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part.
+
+        What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold another one.
+        """
         me = self._sharing.rank
         others = {rank: wanted for rank in parcel.ranks if rank != me and (wanted := cut.wanted(rank))}
+        everything = cut.spans if len(cut.spans) == 1 else None  # several chunks have gaps between them
+        packed = {rank: wanted for rank, wanted in others.items() if rank not in self._near and wanted != everything}
         mine = cut.wanted(me)
-        memory = None if others else straight(mine, cut.nbytes)
-        if memory is not None:
+        if others and not packed:
+            self._send(parcel, number, cut, list(others), fill, mine)
+        elif (memory := None if others else straight(mine, cut.nbytes)) is not None:
             fill(np.frombuffer(memory, dtype=np.uint8))
-            return
-        slot = self._ring.take(self._waiting)
-        try:
-            data = self._ring.data(slot)[: cut.nbytes]
+        else:
+            data = self._fetch.scratch(cut.nbytes, "piece")[: cut.nbytes]
             fill(data)
-            self._send(parcel, number, cut, slot, others)
-            with self._fetch.span("copy", cut.nbytes):
-                place(data, cut, mine)
-        finally:
-            self._ring.release(slot)
+            for rank, wanted in packed.items():
+                self._send_packed(parcel, number, cut, rank, wanted, data)
+            if rest := [rank for rank in others if rank not in packed]:
+                self._send(parcel, number, cut, rest, partial(np.copyto, src=data), mine)
+            else:
+                self._place(data, cut, mine)
         if self._turn is not None:
             self._turn(0)
 
@@ -231,24 +240,46 @@ class Carrier:
         else:
             time.sleep(PAUSE)
 
-    def _send(self, parcel: Parcel, number: int, cut: Cut, slot: int, others: Mapping[int, Sequence[tuple[Item, Box]]]) -> None:
+    def _send(
+        self,
+        parcel: Parcel,
+        number: int,
+        cut: Cut,
+        ranks: Sequence[int],
+        fill: Callable[[npt.NDArray[np.uint8]], None],
+        mine: Sequence[tuple[Item, Box]],
+    ) -> None:
+        """Fill a slot, from which ``ranks`` take what they want, or are sent all; and this rank takes what is ``mine``."""
         assert self._ring is not None
-        near = [rank for rank in others if rank in self._near]
-        self._ring.lend(slot, parcel.ranks, [parcel.ranks.index(rank) for rank in near])
-        for rank in near:
-            self._feeds[rank].put_slot(self._numbers[rank][id(parcel)], number, slot)
-        for rank, wanted in others.items():
-            if rank in self._near:
-                continue
-            data, from_slot = self._ring.data(slot)[: cut.nbytes], slot
-            if len(cut.spans) == len(wanted) == 1 and wanted[0] == cut.spans[0]:  # all of it
-                self._ring.hold(slot)
-            else:
-                from_slot = self._ring.take(self._waiting)
-                packed = self._ring.data(from_slot)
-                data = packed[: pack(data, cut, wanted, packed)]
-            sent = partial(self._ring.release, from_slot)
-            self._feeds[rank].put_bytes(self._numbers[rank][id(parcel)], number, [data.data], sent)
+        slot = self._ring.take(self._waiting)
+        try:
+            data = self._ring.data(slot)[: cut.nbytes]
+            fill(data)
+            near = [rank for rank in ranks if rank in self._near]
+            self._ring.lend(slot, parcel.ranks, [parcel.ranks.index(rank) for rank in near])
+            for rank in ranks:
+                which = self._numbers[rank][id(parcel)]
+                if rank in self._near:
+                    self._feeds[rank].put_slot(which, number, slot)
+                else:
+                    self._ring.hold(slot)
+                    self._feeds[rank].put_bytes(which, number, [data.data], partial(self._ring.release, slot))
+            self._place(data, cut, mine)
+        finally:
+            self._ring.release(slot)
+
+    def _send_packed(
+        self, parcel: Parcel, number: int, cut: Cut, rank: int, wanted: Sequence[tuple[Item, Box]], data: npt.NDArray[np.uint8]
+    ) -> None:
+        assert self._ring is not None
+        slot = self._ring.take(self._waiting)
+        packed = self._ring.data(slot)
+        part = packed[: pack(data, cut, wanted, packed)]
+        self._feeds[rank].put_bytes(self._numbers[rank][id(parcel)], number, [part.data], partial(self._ring.release, slot))
+
+    def _place(self, data: npt.NDArray[np.uint8], cut: Cut, mine: Sequence[tuple[Item, Box]]) -> None:
+        with self._fetch.span("copy", cut.nbytes):
+            place(data, cut, mine)
 
 
 def _runs(order: Sequence[int], extents: Sequence[Extent]) -> list[list[int]]:

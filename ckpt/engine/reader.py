@@ -167,7 +167,7 @@ class Reader:
         """What to copy for one tensor, but for chunks that are left out; memory with padding beyond the stored tensor is added to
         ``padding``."""
         info, entry = job.target.info, job.entry
-        self._check_tiling(entry)
+        self.check_tiling(entry)
         stored = common_box(info, entry)
         copies: list[Copy] = []
         for held in job.target.parts:
@@ -179,8 +179,12 @@ class Reader:
                 copies += [copy for copy in join(entry.grid, box) if copy.chunk not in left_out]
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True)]
 
-    def _check_tiling(self, entry: TensorEntry) -> None:
-        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was."""
+    def check_tiling(self, entry: TensorEntry) -> None:
+        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was.
+
+        Raises:
+            CorruptError: some elements are in no chunk, or in several.
+        """
         key = (id(entry.grid), entry.shape)
         if entry.grid.boxes is None or key in self._tiled:
             return

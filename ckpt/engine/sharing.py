@@ -7,8 +7,8 @@ that they load; only where it is the same they share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,13 +33,14 @@ ALIGN = 16
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
     """A chunk in a parcel, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
-    there is to load."""
+    there is to load; ``piece``: bytes of the chunk that go through the ring at once."""
 
     jobs: Sequence[Job]
     stored: Box
     chunk: int
     box: Box
     start: int
+    piece: int
 
     @property
     def entry(self) -> TensorEntry:
@@ -61,7 +62,7 @@ class Item:
     def by_piece(self, rank: int) -> tuple[tuple[Box, ...], ...]:
         """The same for each piece of a parcel of this chunk alone."""
         info = self.jobs[0].target.info
-        return _boxes_by_piece(info.layout, info.shape, self.stored, self.box, rank, PIECE // self.itemsize)
+        return _boxes_by_piece(info.layout, info.shape, self.stored, self.box, rank, self.piece // self.itemsize)
 
 
 class Cut(NamedTuple):
@@ -95,7 +96,7 @@ class Parcel:
         if len(self.items) > 1:
             return [Cut(0, last.start + last.nbytes, [(item, item.box) for item in self.items], 0)]
         size = last.itemsize
-        return [Cut(p.start * size, p.length * size, [(last, p.box)], i) for i, p in enumerate(_pieces(last.box, PIECE // size))]
+        return [Cut(p.start * size, p.length * size, [(last, p.box)], i) for i, p in enumerate(_pieces(last.box, last.piece // size))]
 
 
 class _Kind(NamedTuple):
@@ -112,6 +113,8 @@ class Sharing:
     """What one rank shares with others in one load. Parcels between two ranks are numbered by their places in the lists, on both."""
 
     rank: int
+    piece: int
+    """Bytes that go through a slot of a ring at once."""
     circles: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
     """For each circle how many ranks it has, and what this rank loads of its tensors."""
     reads: list[Parcel] = field(default_factory=list)
@@ -125,10 +128,10 @@ class Sharing:
     """Bytes that this rank wants of parcels."""
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool) -> Sharing:
+    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int) -> Sharing:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
-        refuse."""
-        found = cls(rank)
+        refuse; ``piece``: bytes that one call of the storage has best."""
+        found = cls(rank, max(PIECE, piece // ALIGN * ALIGN))
         for job in jobs:
             target, entry = job
             info = target.info
@@ -146,7 +149,11 @@ class Sharing:
 
     def said(self) -> dict[str, tuple[int, str]]:
         """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
-        return {key: (size, _digest(kinds)) for key, (size, kinds) in self.circles.items()}
+        return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.circles.items()}
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Stored tensors that may be shared."""
+        return (jobs[0].entry for _, kinds in self.circles.values() for jobs in kinds.values())
 
     def divide(self, refused: Collection[str], near: Mapping[int, int] | None, worth: Callable[[Shared, int], bool]) -> None:
         """Find the parcels. ``refused``: circles that do not share; ``near``: machines of ranks, if only those of one do; ``worth``:
@@ -165,7 +172,7 @@ class Sharing:
                 if chunks:
                     self._leave_out(kind, jobs, {c.chunk for c in chunks}, count)
                 for shared in chunks:
-                    item = Item(jobs, kind.stored, shared.chunk, shared.box, 0)
+                    item = Item(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
                     if item.nbytes > SMALL:
                         self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
                     else:
@@ -187,10 +194,10 @@ class Sharing:
         first, at = members[0], 0
         for member in members:
             item = member[0]
-            if at + item.nbytes > PIECE:
+            if at + item.nbytes > self.piece:
                 self._add(items, ranks, reader_of(ranks, first[1].weights, first[2]))
                 items, first, at = [], member, 0
-            items.append(Item(item.jobs, item.stored, item.chunk, item.box, at))
+            items.append(replace(item, start=at))
             at += -(-item.nbytes // ALIGN) * ALIGN
         self._add(items, ranks, reader_of(ranks, first[1].weights, first[2]))
 
@@ -238,9 +245,9 @@ def _order(found: tuple[_Kind, list[Job]]) -> tuple[int, str, str]:
     return -jobs[0].entry.nbytes, kind.name, _spelled(kind.layout)
 
 
-def _digest(kinds: Mapping[_Kind, Sequence[Job]]) -> str:
+def _digest(kinds: Mapping[_Kind, Sequence[Job]], piece: int) -> str:
     rows = sorted((k.name, k.shape, _spelled(k.layout), k.stored.shape) for k in kinds)
-    return xxhash.xxh3_128_hexdigest(repr(rows).encode())
+    return xxhash.xxh3_128_hexdigest(repr((piece, rows)).encode())
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from ckpt.geometry import Box
 from ckpt.ring import Borrowed
 
 from .copying import Stored, copy_box
-from .fetch import PIECE, Fetch
+from .fetch import Fetch
 from .sharing import Cut, Item, Parcel
 
 
@@ -66,7 +66,7 @@ class Taker:
         if memory is not None:
             return [memory]
         if len(self._scratch) < length:
-            self._scratch = np.empty(max(length, PIECE), dtype=np.uint8)
+            self._scratch = np.empty(max(length, self._fetch.piece), dtype=np.uint8)
         return [self._scratch[:length].data]
 
     def filled(self, parcel: int, piece: int) -> bool:
