@@ -232,6 +232,26 @@ def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, mo
     assert sum(b"Credential=old/" in s.request.headers["Authorization"] for s in seen) == 1
 
 
+def test_a_part_that_could_not_even_be_sent_is_no_success(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was: it is raised by the writer, not lost with the thread that met it."""
+
+    def no_memory(seen: Seen) -> None:
+        if seen.operation == "UploadPart" and "partNumber=2" in seen.request.url:
+            raise MemoryError("no room for the request")
+
+    def write() -> None:
+        with backend.create("a", 11 * MIB) as writer:
+            for at in range(11):
+                writer.write(at * MIB, [bytes(MIB)])
+            writer.commit()
+
+    watch(monkeypatch, no_memory)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    with pytest.raises(MemoryError, match="no room"):
+        write()
+    assert everything(backend) == {}
+
+
 def test_credentials_that_stay_expired(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch, lambda s: answer(s.request, 400, "ExpiredToken"))
     with pytest.raises(AccessError, match=r"(?s)ExpiredToken.*check the credentials"):
