@@ -284,8 +284,9 @@ def test_a_store_that_ignores_conditions_is_refused(careless: str) -> None:
     assert everything(backend) == {}
 
 
-def test_a_store_that_refuses_conditions(s3_url: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch(monkeypatch, lambda s: answer(s.request, 501, "NotImplemented") if "If-None-Match" in s.request.headers else None)
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_a_store_that_refuses_conditions(bucket: str, monkeypatch: pytest.MonkeyPatch, status: int, code: str) -> None:
+    watch(monkeypatch, lambda s: answer(s.request, status, code) if "If-None-Match" in s.request.headers else None)
     with pytest.raises(StorageError, match="CKPT_CONDITIONAL_PUT=emulate"):
         open_backend(bucket).prepare()
     monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
@@ -293,6 +294,20 @@ def test_a_store_that_refuses_conditions(s3_url: str, bucket: str, monkeypatch: 
     backend.prepare()
     put(backend, "a", bytes(6 * MIB))
     assert backend.size("a") == 6 * MIB
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "BadDigest"])
+def test_a_failure_that_passes_says_nothing_about_conditions(bucket: str, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    failing = [True]
+    watch(monkeypatch, lambda s: answer(s.request, 400, code) if failing and s.operation == "PutObject" else None)
+    backend = open_backend(bucket)
+    with pytest.raises(StorageError, match=code):
+        backend.prepare()
+    failing.clear()
+    backend.prepare()
+    backend.publish("a", b"1", replaces=None)
+    with pytest.raises(ConflictError):
+        backend.publish("a", b"2", replaces=None)
 
 
 def test_conditions_are_emulated_on_demand(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
