@@ -345,3 +345,10 @@ def _conflict(where: str, held: bytes | None, *, new: bool = False) -> ConflictE
         )
     found = "it is absent now" if held is None else "it holds something else now"
     return ConflictError(f"cannot replace: {found}", where=where, hint="another save was first; read it again and decide anew")
+
+
+def _begin_anew() -> None:
+    FsspecBackend._publishing = threading.Lock()  # a thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_begin_anew)

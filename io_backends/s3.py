@@ -16,7 +16,7 @@ from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_publishing import conditional, delete, probe, publish
-from .s3_reading import RANGE, Key, head, read_into, read_tagged
+from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
 from .s3_writer import PART, S3Writer, forget, part_size
 
 _SCHEME = "s3://"
@@ -88,6 +88,11 @@ class S3Backend(Backend):
         key = self._key(path)
         answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
         return float(answer["LastModified"].timestamp())
+
+    def stamp(self, path: str) -> str:
+        """See ``stamp_of``: the ETag, and the version in buckets that keep versions. Times are whole seconds here: too coarse."""
+        _, tag, version = described(self._key(path))
+        return f"etag {tag} version {version}" if version else f"etag {tag}"
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given."""

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from ckpt import settings
 from ckpt.errors import ConflictError, NotFoundError, StorageError
 
-from .s3_errors import Tries, status_of
+from .s3_errors import Tries, code_of, status_of
 from .s3_reading import Key, read_tagged
 
 
@@ -134,9 +134,14 @@ def _keeps_conditions(key: Key) -> bool:
         put(key, b"probe", {"IfNoneMatch": "*"})
         return _refuses(key, {"IfNoneMatch": "*"}) and _refuses(key, {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
     except StorageError as err:
-        if isinstance(err.__cause__, ClientError) and status_of(err.__cause__) in (400, 501):
-            return False  # it says that it does not know the condition
+        if _is_unknown(err.__cause__):
+            return False
         raise
+
+
+def _is_unknown(err: BaseException | None) -> bool:
+    """Whether a store says that it does not know a condition. Other refusals, of expired credentials for example, may pass."""
+    return isinstance(err, ClientError) and (status_of(err) == 501 or code_of(err) in ("NotImplemented", "InvalidArgument"))
 
 
 def _refuses(key: Key, condition: dict[str, str]) -> bool:

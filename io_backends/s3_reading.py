@@ -51,10 +51,15 @@ def head(key: Key) -> tuple[int, str]:
     Raises:
         NotFoundError: it is not there.
     """
+    return described(key)[:2]
 
-    def request(boto: Any, _: Tries) -> tuple[int, str]:
+
+def described(key: Key) -> tuple[int, str, str]:
+    """Size, ETag and version, which is empty in buckets that keep none; raises as ``head`` does."""
+
+    def request(boto: Any, _: Tries) -> tuple[int, str, str]:
         found = boto.head_object(**key.names)
-        return int(found["ContentLength"]), tag_of(found)
+        return int(found["ContentLength"]), tag_of(found), str(found.get("VersionId", ""))
 
     return key.client.attempt("get the size", key.where, request)
 

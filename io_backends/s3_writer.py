@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from botocore.exceptions import ClientError
 
-from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.workers import Pending, run_tasks
 
 from .checks import byte_views, check_write
@@ -84,7 +84,7 @@ class S3Writer(Writer):
         """ETags of the parts that were sent, by number from 0."""
         self._gathered: dict[int, _Gathered] = {}
         self._sending: list[Pending[None]] = []
-        self._unsent: list[CkptError] = []
+        self._unsent: list[BaseException] = []
         self._perhaps_there = False
         """A request that makes the object exist was sent, and nobody knows what became of it."""
 
@@ -162,7 +162,7 @@ class S3Writer(Writer):
     def _send_gathered(self, number: int, gathered: _Gathered) -> None:
         try:
             self._send(number, memoryview(gathered.memory))
-        except CkptError as err:
+        except BaseException as err:  # noqa: BLE001  write or commit raises it
             with self._lock:
                 self._gathered[number] = gathered  # for commit to try again
                 self._sent.discard(number)
@@ -266,7 +266,7 @@ class S3Writer(Writer):
             raise self._taken() from err
 
     def _complete(self) -> None:
-        parts = [{"PartNumber": n + 1, "ETag": self._tags[n]} for n in sorted(self._tags)]
+        parts = [{"PartNumber": n + 1, "ETag": self._confirmed(n)} for n in range(-(-self._size // self._part))]
         what = {**self._key.names, "UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
         condition = dict(self._condition)
 
@@ -287,6 +287,11 @@ class S3Writer(Writer):
         self._perhaps_there = True
         self._key.client.attempt("complete the upload", self._key.where, request)
         self._upload = None
+
+    def _confirmed(self, number: int) -> str:
+        if number not in self._tags:
+            raise StorageError(f"part {number + 1} never arrived", where=self._key.where, hint="write it again, whole")
+        return self._tags[number]
 
     def _is_whole(self) -> bool:
         try:

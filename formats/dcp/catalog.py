@@ -146,11 +146,14 @@ def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]],
     """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top.
 
     Raises:
-        CorruptError: the keys of two names contradict each other.
+        CorruptError: the keys of two names contradict each other, or are more than ``MAX_DEPTH``.
     """
     root: dict[str | int, Any] = {}
     for name, node in nodes.items():
         *above, last = paths.get(name, (name,))
+        if len(above) > tree.MAX_DEPTH:
+            told = f"{name!r} lies {len(above)} containers deep, of {tree.MAX_DEPTH} that are read"
+            raise CorruptError(told, where=where, hint="the metadata are damaged: copy them again")
         at = root
         for key in above:
             below = at.setdefault(key, _Branch())

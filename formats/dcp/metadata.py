@@ -102,10 +102,13 @@ class _Reader:
         found = {}
         for index, info in stored.items():
             key, place = index.attributes(), info.attributes()
+            if type(key["fqn"]) is not str:
+                self.damaged(f"a {type(key['fqn']).__name__} as a name")
             transforms = place.get("transform_descriptors")
             if transforms:
                 hint = "load it with torch.distributed.checkpoint, and save it without `_extensions`"
-                raise FormatError(f"{key['fqn']} is stored through {', '.join(map(str, transforms))}", where=self.where, hint=hint)
+                through = ", ".join(t if type(t) is str else type(t).__name__ for t in transforms)
+                raise FormatError(f"{key['fqn']} is stored through {through}", where=self.where, hint=hint)
             path = place["relative_path"]
             problem = path_problem(path) if type(path) is str else "no path"
             if problem is not None:

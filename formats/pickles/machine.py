@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from ckpt.errors import CkptError, CorruptError, FormatError
 
 from .opcodes import HANDLERS
-from .stand_ins import Global
+from .stand_ins import Global, Keys
 
 MAX_PICKLE = 1 << 30
 """Bytes of a pickle that is read: building its objects takes up to some hundred times as much memory."""
@@ -54,6 +54,7 @@ class Machine:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.done = False
+        self.keys = Keys()
         self._globals: dict[tuple[str, str], Global] = {}
 
     def run(self) -> Any:

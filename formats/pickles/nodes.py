@@ -49,8 +49,10 @@ class NodeMaker:
 
     def node(self, value: Any, path: str, depth: int) -> Node:
         self._charge(1)
+        if len(path) > _MAX_NAME:
+            self.values.refuse(f"a value whose name, made of the keys that lead to it, has more than {_MAX_NAME} characters")
         if type(value) in _SCALARS:
-            self._charge(len(value) if type(value) is bytes else 0)
+            self._charge(len(value) if type(value) is bytes else len(value) >> 4 if type(value) is str else 0)
             return tree.encode(value, path, _unknown)
         if depth > MAX_DEPTH:
             self.values.damaged(f"values nested more than {MAX_DEPTH} deep, or one that contains itself,")
@@ -117,10 +119,15 @@ class NodeMaker:
         if type(value) is Global:
             if self.values.is_dtype(value):
                 return {"$dtype": value.name}
-            self.opaque[path] = str(value)
+            self._tell(path, str(value))
             return {"__global__": str(value)}
         assert type(value) is Made
         return self._opaque(value, path, depth)
+
+    def _tell(self, path: str, of: str) -> None:
+        """Note that what lies at ``path`` has no known meaning."""
+        self._charge(len(path) + len(of) >> 4)
+        self.opaque[path] = of
 
     def _array(self, array: Array) -> Node:
         self._charge(len(array.data))
@@ -135,7 +142,7 @@ class NodeMaker:
         if made.name == "copyreg._reconstructor" and args and type(args[0]) is Global:
             of, args = args[0], ()
         said: dict[str, Any] = {"__class__": str(of) if type(of) is Global else of}
-        self.opaque[path] = str(of) if type(of) is Global else "what another object made"
+        self._tell(path, str(of) if type(of) is Global else "what another object made")
         parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
         parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
         said |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .opcodes_plain import PLAIN, Handler, decimal, push
-from .stand_ins import PLAIN_KEYS, Global, Made, Persistent, is_key
+from .stand_ins import Global, Made, Persistent
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -84,7 +84,7 @@ def _store(m: Machine, items: list[Any]) -> None:
         m.fail("a key without a value")
     keys, values = items[::2], items[1::2]
     for key in keys:
-        if type(key) not in PLAIN_KEYS:
+        if type(key) is not str:
             _check_key(m, key)
     if type(target) is Made:
         target.pairs = _longer(target.pairs or [], list(zip(keys, values, strict=True)))
@@ -95,8 +95,8 @@ def _store(m: Machine, items: list[Any]) -> None:
 
 
 def _check_key(m: Machine, key: Any) -> None:
-    if not is_key(key):
-        m.fail(f"a {type(key).__name__} as a key, or one of too many parts")
+    if not m.keys.allow(key):
+        m.fail(f"a {type(key).__name__} as a key, or one of too many parts, or too many with one hash")
 
 
 def _additems(m: Machine) -> None:

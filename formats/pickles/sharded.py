@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt.geometry import ceil_cuts
-
 from .stand_ins import Made
 from .values import StoredPart, StoredView, counts, shape_of
 
@@ -40,10 +38,12 @@ def dtensor(v: Values, made: Made) -> StoredPart:
         if kind != "Shard":
             v.refuse(f"a DTensor with the placement {kind}")
         dim = placement.attributes()["dim"]
-        cuts = ceil_cuts(sizes[dim], parts)
-        edges = (*cuts, *[sizes[dim]] * (parts + 1 - len(cuts)))  # the last ranks may have nothing
-        offset[dim] += edges[at]
-        sizes[dim] = edges[at + 1] - edges[at]
+        if at >= parts:
+            v.damaged(f"a DTensor at place {at} of {parts}")
+        step = -(-sizes[dim] // parts)  # as torch.chunk: the last ranks may have less, or nothing
+        begin = min(at * step, sizes[dim])
+        offset[dim] += begin
+        sizes[dim] = min(step, sizes[dim] - begin)
     view = _view(v, state["_local_tensor"], tuple(sizes))
     return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape, boxes=((tuple(offset), view),))
 

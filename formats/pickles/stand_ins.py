@@ -51,13 +51,36 @@ class Made:
         return found
 
 
-PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None), Global, Made})
-"""Kinds of value that are quickly hashed."""
+_QUICK_KEYS = frozenset({str, float, bool, bytes, type(None), Global, Made})
+"""Kinds of value that are quickly hashed, and of which nobody can make many with one hash."""
+_PLAIN_KEYS = _QUICK_KEYS | {int, complex}
 _MAX_KEY_PARTS = 1000
+_MAX_ALIKE = 64
+"""Different keys of one pickle that have the same hash; each is compared with all others."""
+_FIRST_ALIKE = (1 << 61) - 1
+"""Whole numbers from here on have the hashes of smaller ones."""
 
 
-def is_key(value: Any) -> bool:
-    """Whether a value can be hashed, and quickly: hashing walks tuples as often as they are contained, without a limit to their depth."""
+class Keys:
+    """Tells which values of one pickle may be keys: those that are hashed and told apart quickly."""
+
+    def __init__(self) -> None:
+        self._alike: dict[int, set[Any]] = {}
+
+    def allow(self, value: Any) -> bool:
+        """Whether it may be a key, after all that were asked for before."""
+        kind = type(value)
+        if kind in _QUICK_KEYS or (kind is int and abs(value) < _FIRST_ALIKE):
+            return True
+        if not _is_hashed_quickly(value):
+            return False
+        alike = self._alike.setdefault(hash(value), set())
+        alike.add(value)
+        return len(alike) <= _MAX_ALIKE
+
+
+def _is_hashed_quickly(value: Any) -> bool:
+    """Hashing walks tuples as often as they are contained, without a limit to their depth."""
     waiting, parts = [value], 0
     while waiting:
         part = waiting.pop()
@@ -66,6 +89,6 @@ def is_key(value: Any) -> bool:
             return False
         if type(part) in (tuple, frozenset):
             waiting += part
-        elif type(part) not in PLAIN_KEYS:
+        elif type(part) not in _PLAIN_KEYS:
             return False
     return True

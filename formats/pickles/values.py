@@ -15,7 +15,7 @@ import numpy as np
 from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 
-from .stand_ins import Global, Made, Persistent, is_key
+from .stand_ins import Global, Keys, Made, Persistent
 
 _MAX_BYTES = 1 << 62
 """Bytes of a tensor: no more than what the arithmetic of 64 bits can say."""
@@ -82,6 +82,7 @@ class Values:
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.keys = Keys()
 
     def meaning(self, value: Any) -> Any:
         """The value that a stand-in is for; whatever is none, or has no known meaning, comes back as it is.
@@ -149,7 +150,7 @@ class Values:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_BYTES:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"a {type(value).__name__} that is no count")
     return value
 
 
@@ -158,7 +159,7 @@ def counts(value: Any) -> tuple[int, ...]:
     if type(value) is Made and value.name == "torch.Size":
         (value,) = value.args
     if type(value) not in (tuple, list, Size):
-        raise ValueError(f"{value!r:.40} is no list of counts")
+        raise ValueError(f"a {type(value).__name__} that is no list of counts")
     if len(value) > 64:
         raise ValueError(f"{len(value)} dimensions")
     for n in value:
@@ -176,7 +177,14 @@ def shape_of(value: Any, itemsize: int) -> tuple[int, ...]:
 
 
 def _lazy(extra: Any) -> str | None:
-    return None if not extra else " and ".join(str(k) for k, v in extra.items() if v) or None
+    return None if not extra else " and ".join(_text(k) for k, v in extra.items() if v) or None
+
+
+def _text(value: Any) -> str:
+    """Of text and numbers only: the text of a few tuples that contain each other can be endless."""
+    if type(value) not in (str, int):
+        raise ValueError(f"a {type(value).__name__} where a text should be")
+    return str(value)
 
 
 # ------------------------------------------------------------------------------------------------------- known names
@@ -202,15 +210,19 @@ def _from_type(v: Values, made: Made) -> Any:
     inner = Made(func, args, state=state)
     if inner.name == "torch._utils._rebuild_wrapper_subclass":
         return _of_subclass(v, kind, inner)
-    if str(kind) not in _PLAIN_TENSORS:
-        v.refuse(f"a tensor of the class {kind}")
+    if _class(kind) not in _PLAIN_TENSORS:
+        v.refuse(f"a tensor of the class {_class(kind)}")
     return v.meaning(inner)
+
+
+def _class(kind: Any) -> str:
+    return str(kind) if type(kind) is Global else f"a {type(kind).__name__}"
 
 
 def _of_subclass(v: Values, kind: Any, made: Made) -> Any:
     from .sharded import dtensor, sharded_tensor  # these need the table below
 
-    name = str(made.args[0]) if type(made.args[0]) is Global else str(kind)
+    name = _class(made.args[0] if type(made.args[0]) is Global else kind)
     reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
     if reader is None:
         v.refuse(f"a tensor of the class {name}")
@@ -221,22 +233,22 @@ def _mapping(v: Values, made: Made) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for group in (*(arg for arg in made.args if type(arg) in (list, tuple, dict)), made.pairs or []):
         for key, value in group.items() if type(group) is dict else group:
-            found[_key(key)] = value
+            found[_key(v, key)] = value
     return found
 
 
-def _key(value: Any) -> Any:
-    if not is_key(value):
+def _key(v: Values, value: Any) -> Any:
+    if not v.keys.allow(value):
         raise ValueError(f"a {type(value).__name__} as a key")
     return value
 
 
 def _set(v: Values, made: Made) -> Any:
-    return set(map(_key, made.args[0])) if made.args else set()
+    return {_key(v, key) for key in made.args[0]} if made.args else set()
 
 
 def _frozenset(v: Values, made: Made) -> Any:
-    return frozenset(map(_key, made.args[0])) if made.args else frozenset()
+    return frozenset(_key(v, key) for key in made.args[0]) if made.args else frozenset()
 
 
 def _complex(v: Values, made: Made) -> complex:
@@ -247,8 +259,8 @@ def _complex(v: Values, made: Made) -> complex:
 def _encode(v: Values, made: Made) -> bytes:
     """How protocol 2 writes bytes."""
     text, coding = made.args
-    if type(text) is not str or coding != "latin1":
-        raise ValueError(f"coding {coding!r:.20}")
+    if type(text) is not str or type(coding) is not str or coding != "latin1":
+        raise ValueError("a coding that is not latin1")
     return text.encode("latin1")
 
 
@@ -335,7 +347,7 @@ MEANINGS: Mapping[str, Callable[[Values, Made], Any]] = {
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.Size": lambda v, made: Size(counts(made.args[0])),
-    "torch.device": lambda v, made: Device(":".join(map(str, made.args))),
+    "torch.device": lambda v, made: Device(":".join(map(_text, made.args))),
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": _mapping,
     "collections.Counter": _mapping,

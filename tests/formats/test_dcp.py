@@ -219,6 +219,7 @@ def infos(metadata: Metadata, **fields: object) -> None:
         (lambda m: m.state_dict_metadata.update({5: 5}), "a name of the kind int"),
         (lambda m: m.__dict__.pop("storage_data"), "storage_data"),
         (lambda m: m.planner_data.update({"step": ("model", "scalar", "x")}), "lead through another value"),
+        (lambda m: m.planner_data.update({"step": ("x",) * 5000}), "4999 containers deep"),
     ],
 )
 def test_metadata_that_cannot_be(change, text, saved):

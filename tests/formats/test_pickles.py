@@ -455,3 +455,103 @@ def test_recursive_parameters_end():
         made = Made(Global("torch._utils", "_rebuild_parameter"), (made, True, None))
     with pytest.raises(CorruptError):
         Values("there").meaning(made)
+
+
+# ------------------------------------------------------------------------------------------------- time and memory of small ones
+
+SHARED = ()
+for _ in range(200):
+    SHARED = (SHARED, SHARED)  # its text would have more characters than there are atoms
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Made(Global("torch", "device"), (SHARED,)),
+        Made(Global("torch", "Size"), (SHARED,)),
+        Made(Global("torch", "Size"), (Persistent(SHARED),)),
+        Made(Global("torch._tensor", "_rebuild_from_type_v2"), (Global("a", "b"), SHARED, (), None)),
+        Made(
+            Global("torch._tensor", "_rebuild_from_type_v2"),
+            (Global("torch._utils", "_rebuild_wrapper_subclass"), SHARED, (SHARED,), None),
+        ),
+        Made(Global("_codecs", "encode"), ("x", SHARED)),
+        tensor(storage(10), SHARED, (1,), (1,), False, None),
+        tensor(storage(10), 0, (SHARED,), (1,), False, None),
+        tensor(storage(10), 0, (1,), (1,), False, None, {(1,): True}),
+    ],
+)
+def test_no_message_has_the_text_of_what_is_in_a_file(made):
+    with pytest.raises((CorruptError, FormatError)) as error:
+        Values("there").meaning(made)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_long_key_is_not_copied_for_all_that_lies_below_it():
+    long = b"X" + struct.pack("<I", 1 << 20) + b"k" * (1 << 20)
+    for many in (b"K\x00" * 100_000, b"cos\nsystem\nq\x00" + b"h\x00" * 20_000):
+        data = b"\x80\x02}" + long + b"](" + many + b"es."
+        with pytest.raises(FormatError, match="more than 4096 characters"):
+            node(data)
+
+
+def test_shared_text_and_names_that_unfold_to_very_much():
+    long = b"X" + struct.pack("<I", 1 << 16) + b"k" * (1 << 16) + b"q\x00"
+    with pytest.raises(CorruptError, match="unfold"):
+        node(b"\x80\x02(" + long + b"h\x00" * 1_000_000 + b"l.")
+    key = b"X" + struct.pack("<I", 4000) + b"k" * 4000
+    with pytest.raises(CorruptError, match="unfold"):
+        node(b"\x80\x02}" + key + b"](cos\nsystem\nq\x00" + b"h\x00" * 100_000 + b"es.")
+
+
+PRIME = (1 << 61) - 1
+
+
+def long_int(value):
+    data = value.to_bytes(200, "little", signed=True).rstrip(b"\0") + b"\0"
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+ALIKE = [long_int(PRIME * (i + 1)) for i in range(2000)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"}(" + b"".join(key + b"N" for key in ALIKE) + b"u.",
+        b"}" + b"".join(key + b"Ns" for key in ALIKE) + b".",
+        b"}(" + b"".join(key + b"\x85N" for key in ALIKE) + b"u.",
+        b"\x8f(" + b"".join(ALIKE) + b"\x90.",
+        b"ccollections\nOrderedDict\n)R(" + b"".join(key + b"N" for key in ALIKE) + b"u.",
+        b"cbuiltins\nset\n](" + b"".join(ALIKE) + b"e\x85R.",
+    ],
+)
+def test_keys_that_would_take_long_to_tell_apart(data):
+    with pytest.raises(CorruptError, match="as a key"):
+        node(b"\x80\x04" + data)
+
+
+def test_other_keys_are_as_good_as_before():
+    value = {i << 40: 0 for i in range(5000)} | {(i, -1): 0 for i in range(5000)} | {2.0**i: 0 for i in range(62, 900)} | {-(2**200): 0}
+    assert read(pickle.dumps([value, {**value}])) == [value, value]
+    assert node(pickle.dumps(value)) == tree.encode(value, "", lambda value, path: None)
+
+
+def test_a_mesh_of_very_many_ranks_takes_no_memory():
+    def made(name, **attributes):
+        return Made(Global("torch.distributed.tensor", name), (), state=attributes)
+
+    def dtensor(ranks, at):
+        layout = made("_MeshLayout", shape=(ranks,))
+        mesh = made("DeviceMesh", _layout=layout, _coordinate_on_dim=[at])
+        spec = made("DTensorSpec", mesh=mesh, placements=(made("placement_types.Shard", dim=0),))
+        state = {"_spec": spec, "_local_tensor": tensor(storage(10), 0, (1,), (1,), False, None)}
+        args = (Global("torch.distributed.tensor", "DTensor"), Global("torch", "float32"), (1 << 40,))
+        inner = (Global("torch._utils", "_rebuild_wrapper_subclass"), args[0], args, state)
+        return Made(Global("torch._tensor", "_rebuild_from_type_v2"), inner)
+
+    found = Values("there").meaning(dtensor(1 << 40, 5))
+    assert [offset for offset, _ in found.boxes] == [(5,)]
+    for ranks, at in ((0, 0), (4, 4)):
+        with pytest.raises(CorruptError):
+            Values("there").meaning(dtensor(ranks, at))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,3 +169,32 @@ def test_a_forked_child_opens_its_own_file_system(tmp_path: Path) -> None:
     child.start()
     assert answers.get(timeout=30) == BYTES
     child.join()
+
+
+def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> None:
+    """As a worker of a data loader may be, beside a save in the background."""
+    backend = FsspecBackend(f"local://{tmp_path}/root")
+    publishing, go_on = threading.Event(), threading.Event()
+    check = backend._check_holds
+
+    def slow(path: str, replaces: bytes | None) -> None:
+        publishing.set()
+        go_on.wait(60)
+        check(path, replaces)
+
+    backend._check_holds = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=backend.publish, args=("parent", b"p"), kwargs={"replaces": None})
+    thread.start()
+    publishing.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is what is tested
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        FsspecBackend(f"local://{tmp_path}/root").publish("child", b"c", replaces=None)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    thread.join()
+    assert status == 0
+    assert everything(FsspecBackend(f"local://{tmp_path}/root")) == {"parent": b"p", "child": b"c"}

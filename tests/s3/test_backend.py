@@ -16,10 +16,11 @@ import pytest
 from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Entry, open_backend, s3_client
 from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.s3 import S3Backend
 from ckpt.io_backends.s3_writer import part_size
 from tests.s3.meddling import Seen, answer, watch
-from tests.s3.stores import KEYS, ObjectStore
+from tests.s3.stores import KEYS, ObjectStore, use
 
 MIB = 1 << 20
 
@@ -163,6 +164,25 @@ def test_unfinished_uploads(s3_url: str) -> None:
         writer.abort()
     assert list(backend.unfinished()) == []
     assert everything(backend) == {}
+
+
+def test_stamps_tell_what_was_written_within_one_second(moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(moto_store, monkeypatch)
+    url = moto_store.new_bucket()
+    backend = S3Backend(url)
+    with pytest.raises(NotFoundError):
+        stamp_of(backend, "a")
+    stamps = [_stamp_after(backend, data) for data in (b"one", b"two", b"one")]
+    assert stamps[0] == stamps[2] != stamps[1]
+    moto_store.client.put_bucket_versioning(Bucket=url.removeprefix("s3://"), VersioningConfiguration={"Status": "Enabled"})
+    assert len({_stamp_after(backend, b"one") for _ in range(3)}) == 3
+
+
+def _stamp_after(backend: S3Backend, data: bytes) -> str | None:
+    backend.delete("a")
+    put(backend, "a", data)
+    assert stamp_of(backend, "a") == stamp_of(backend, "a")
+    return stamp_of(backend, "a")
 
 
 # ------------------------------------------------------------------------------------------------------------- names

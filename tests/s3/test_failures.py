@@ -232,6 +232,26 @@ def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, mo
     assert sum(b"Credential=old/" in s.request.headers["Authorization"] for s in seen) == 1
 
 
+def test_a_part_that_could_not_even_be_sent_is_no_success(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was: it is raised by the writer, not lost with the thread that met it."""
+
+    def no_memory(seen: Seen) -> None:
+        if seen.operation == "UploadPart" and "partNumber=2" in seen.request.url:
+            raise MemoryError("no room for the request")
+
+    def write() -> None:
+        with backend.create("a", 11 * MIB) as writer:
+            for at in range(11):
+                writer.write(at * MIB, [bytes(MIB)])
+            writer.commit()
+
+    watch(monkeypatch, no_memory)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    with pytest.raises(MemoryError, match="no room"):
+        write()
+    assert everything(backend) == {}
+
+
 def test_credentials_that_stay_expired(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch, lambda s: answer(s.request, 400, "ExpiredToken"))
     with pytest.raises(AccessError, match=r"(?s)ExpiredToken.*check the credentials"):
@@ -264,8 +284,9 @@ def test_a_store_that_ignores_conditions_is_refused(careless: str) -> None:
     assert everything(backend) == {}
 
 
-def test_a_store_that_refuses_conditions(s3_url: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch(monkeypatch, lambda s: answer(s.request, 501, "NotImplemented") if "If-None-Match" in s.request.headers else None)
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_a_store_that_refuses_conditions(bucket: str, monkeypatch: pytest.MonkeyPatch, status: int, code: str) -> None:
+    watch(monkeypatch, lambda s: answer(s.request, status, code) if "If-None-Match" in s.request.headers else None)
     with pytest.raises(StorageError, match="CKPT_CONDITIONAL_PUT=emulate"):
         open_backend(bucket).prepare()
     monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
@@ -273,6 +294,20 @@ def test_a_store_that_refuses_conditions(s3_url: str, bucket: str, monkeypatch: 
     backend.prepare()
     put(backend, "a", bytes(6 * MIB))
     assert backend.size("a") == 6 * MIB
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "BadDigest"])
+def test_a_failure_that_passes_says_nothing_about_conditions(bucket: str, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    failing = [True]
+    watch(monkeypatch, lambda s: answer(s.request, 400, code) if failing and s.operation == "PutObject" else None)
+    backend = open_backend(bucket)
+    with pytest.raises(StorageError, match=code):
+        backend.prepare()
+    failing.clear()
+    backend.prepare()
+    backend.publish("a", b"1", replaces=None)
+    with pytest.raises(ConflictError):
+        backend.publish("a", b"2", replaces=None)
 
 
 def test_conditions_are_emulated_on_demand(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
