@@ -109,6 +109,22 @@ def test_ranks_that_cut_otherwise_do_not_share(ranks: Ranks, tmp_path: Path) -> 
     ranks.run(2, load_in_calls, url, [0, 4096], "apart")
 
 
+def load_on_two_machines(url: str, threads: int) -> int:
+    from ckpt.engine import load
+
+    in_small_pieces()
+    load.machine = lambda: f"{dist.get_rank() // 2}"
+    return load_columns(url, threads=threads).bytes_received
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_some_ranks_are_near_and_some_are_not(ranks: Ranks, tmp_path: Path, threads: int) -> None:
+    """A piece goes packed to one rank, and in a slot to another."""
+    url = str(tmp_path / "a")
+    ranks.run(2, save_rows, url)
+    assert min(ranks.run(4, load_on_two_machines, url, threads)) > 0
+
+
 def load_with_few_connections(url: str) -> int:
     import ckpt.exchange
 
