@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
+from ckpt.formats.single import SingleFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -91,6 +93,28 @@ def check_index(index: Mapping[str, str], found: Mapping[str, str], where: str) 
     lines += [f"not in the index: {shown(extra)}"] if extra else []
     hint = "the directory mixes two models, or its copy is not complete: copy it again, or remove the index"
     raise CorruptError(f"index and files disagree: {'; '.join(lines[:_SHOWN])}", where=where, hint=hint)
+
+
+_SHARD = re.compile(r"(?:shard-\d+-)?(.*?)(\d{1,6})-of-(\d{1,6})(\D.*)", re.ASCII)
+"""Names that say how many files there are. Those that begin with a shard's number may share the numbers that follow."""
+
+
+def check_all_there(backend: Backend, paths: Sequence[str]) -> None:
+    """What the names of shards say of each other, where no index says it. A file that was given alone may be one of several.
+
+    Raises:
+        CorruptError: files are missing.
+    """
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, paths)):
+        found.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
+    missing = []
+    for (begin, count, end), numbers in found.items():
+        first, digits = 0 if 0 in numbers else 1, max(map(len, numbers.values()))
+        missing += [f"{begin}{n:0{digits}}-of-{count}{end}" for n in range(first, first + int(count)) if n not in numbers]
+    if missing and not isinstance(backend, SingleFile):
+        hint = "copy the directory again; to read the tensors of one file, give the file's own URL"
+        raise CorruptError(f"files are missing: {shown(missing)}", where=backend.url, hint=hint)
 
 
 def shown(names: Sequence[str]) -> str:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt import tree
 from ckpt.errors import CorruptError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
+from ckpt.formats.hf_index import shown
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.values import StoredPart, StoredView
 from ckpt.formats.protocol import Format
+from ckpt.formats.single import SingleFile
 from ckpt.formats.torchzip.archive import open_archive
 from ckpt.formats.torchzip.catalog import SUFFIXES, is_torch_file
 from ckpt.formats.torchzip.table import TensorTable
@@ -24,29 +26,51 @@ if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 FORMAT_NAME = "torch.save files of ranks"
-_FILE = re.compile(r"(.*?)(?:_?world_size_\d+)?[-_.]?rank[-_]?(\d{1,6})(?:\.pt|\.pth|\.bin|\.ckpt)")
+_FILE = re.compile(r"(.*?)(?:_?world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})(?:\.pt|\.pth|\.bin|\.ckpt)")
 
 
 def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
     """The files by what they are called besides the rank (``model``, ``optim``), then by rank. Empty unless all ``torch.save`` files of
-    the directory are of such sets, each from rank 0 up without a gap."""
+    the directory are of such sets, each from rank 0 up without a gap. Sets whose names say how many ranks there were may lack files."""
     found: dict[str, dict[int, str]] = {}
+    said: dict[str, int] = {}
     for name in names:
         if not name.endswith(SUFFIXES):
             continue
         match = _FILE.fullmatch(name)
-        if match is None or int(match[2]) in found.setdefault(match[1], {}):
+        if match is None or int(match[3]) in found.setdefault(match[1], {}):
             return {}
-        found[match[1]][int(match[2])] = name
-    worlds = {len(files) for files in found.values()}
-    whole = all(sorted(files) == list(range(len(files))) for files in found.values())
+        found[match[1]][int(match[3])] = name
+        world = int(match[2] or 0)
+        if said.setdefault(match[1], world) != world:
+            return {}
+    worlds = {said[name] or len(files) for name, files in found.items()}
+    whole = all(max(files) < said[name] if said[name] else sorted(files) == list(range(len(files))) for name, files in found.items())
     return found if whole and len(worlds) == 1 and worlds.pop() > 1 else {}
+
+
+def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
+    """How many ranks wrote the files.
+
+    Raises:
+        CorruptError: files are missing.
+    """
+    missing = []
+    for files in sets.values():
+        match = _FILE.fullmatch(next(iter(files.values())))
+        assert match is not None
+        ranks = int(match[2] or len(files))
+        missing += [f"{match.string[: match.start(3)]}{r}{match.string[match.end(3) :]}" for r in range(ranks) if r not in files]
+    if missing:
+        hint = "copy the directory again; to read what one rank saved, give its file's own URL"
+        raise CorruptError(f"files of ranks are missing: {shown(missing)}", where=url, hint=hint)
+    return ranks
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
     """Whether the directory has such sets of files."""
-    found = rank_sets(names)
-    return bool(found) and all(is_torch_file(backend, files[0]) for files in found.values())
+    found = {} if isinstance(backend, SingleFile) else rank_sets(names)
+    return bool(found) and all(is_torch_file(backend, min(files.values())) for files in found.values())
 
 
 def open_ranks(backend: Backend) -> ForeignCatalog:
@@ -56,7 +80,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
         FormatError, CorruptError: as for a single file; or the files of the ranks do not fit each other.
     """
     sets = rank_sets(backend.children())
-    ranks = len(next(iter(sets.values())))
+    ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
     files = [ForeignFile(path, backend.size(path), rank) for _, rank, path in paths]
     joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
-from ckpt.formats.hf_index import check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.single import candidates
 
@@ -55,6 +55,8 @@ def open_safetensors(backend: Backend) -> ForeignCatalog:
     index_path = find_index(names, INDEX_SUFFIX, backend.url)
     index = None if index_path is None else read_index(backend, index_path)
     paths = sorted(set(index.values())) if index is not None else candidates(backend, names, (SUFFIX,))
+    if index is None:
+        check_all_there(backend, paths)
     files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
         headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))

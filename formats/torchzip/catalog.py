@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import FormatError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
-from ckpt.formats.hf_index import check_index, find_index, read_index, sizes_of
+from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.values import StoredPart, StoredView
 from ckpt.formats.protocol import Format
@@ -48,7 +48,11 @@ def open_torch(backend: Backend) -> ForeignCatalog:
     """
     names = backend.children()
     index = find_index(names, INDEX_SUFFIX, backend.url)
-    return _open_file(backend, candidates(backend, names, SUFFIXES)[0]) if index is None else _open_shards(backend, index)
+    if index is not None:
+        return _open_shards(backend, index)
+    (path,) = candidates(backend, names, SUFFIXES)
+    check_all_there(backend, [path])
+    return _open_file(backend, path)
 
 
 def _open_file(backend: Backend, path: str) -> ForeignCatalog:

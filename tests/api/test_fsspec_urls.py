@@ -49,15 +49,25 @@ def test_a_training_loop(root: str) -> None:
     assert torch.equal(state["w"], state_of(4)["w"])
 
 
-def test_a_failed_save_leaves_what_was_there(root: str) -> None:
+def test_a_failed_save_leaves_what_was_there(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A replacing save that fails before it is published changes nothing; after that it stands, and what fails is told."""
     url = f"{root}/step-1"
+    ckpt.save(url, state_of(1.0))
     count = FaultyProcess()
     with wrap_backends(count.wrap):
         ckpt.save(url, state_of(1.0))
-    for at in range(0, count.operations - 4, 3):
+    publish = next(at for at, what in enumerate(count.log) if what.startswith("publish"))
+    for at in [*range(0, publish, 3), publish]:
         with wrap_backends(FaultyProcess(Fault(at=at, kind="error")).wrap), pytest.raises(StorageError):
             ckpt.save(url, state_of(2.0))
         assert float(ckpt.open(url)["w"][0, 0]) == 1.0
+    assert publish + 4 < count.operations  # older files go
+    for at in range(publish + 1, count.operations, 4):
+        caplog.clear()
+        with wrap_backends(FaultyProcess(Fault(at=at, kind="error")).wrap):
+            ckpt.save(url, state_of(float(at)))
+        assert float(ckpt.open(url)["w"][0, 0]) == at
+        assert "injected fault" in caplog.text
     assert verify(url).ok
 
 

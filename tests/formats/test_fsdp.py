@@ -81,3 +81,13 @@ def test_files_of_different_saves(tmp_path):
     (tmp_path / "local_rank1.pt").write_bytes(data.replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
     with pytest.raises(CorruptError, match="on one rank"):
         open_catalog(str(tmp_path))
+
+
+@pytest.mark.parametrize("present", [[0, 1, 2], [1, 2, 3], [0]])
+def test_files_of_ranks_that_are_missing(present, tmp_path):
+    for rank in present:
+        torch.save({"a": rank}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+    absent = ", ".join(f"model_world_size_4_rank_{rank}.pt" for rank in range(4) if rank not in present)
+    with pytest.raises(CkptError, match=f"files of ranks are missing: {absent}"):
+        ckpt.open(str(tmp_path))
+    assert ckpt.open(str(tmp_path / f"model_world_size_4_rank_{present[0]}.pt")).state() == {"a": present[0]}

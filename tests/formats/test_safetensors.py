@@ -202,3 +202,28 @@ def test_boxes_of_a_tensor_in_several_files(tmp_path):
     )
     with pytest.raises(CorruptError, match="disagree about tensor w"):
         ckpt.open(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        (["model-00001-of-00003", "model-00003-of-00003"], "model-00002-of-00003.safetensors"),
+        (["model-00001-of-00002"], "model-00002-of-00002.safetensors"),
+        (["model-00000-of-00002", "x"], "model-00001-of-00002.safetensors"),
+        (["shard-1-model-00001-of-00002", "shard-2-model-00001-of-00002"], "model-00002-of-00002.safetensors"),
+        (["a-1-of-1", "b-1-of-9"], r"b-2-of-9.safetensors, .* and 3 more"),
+    ],
+)
+def test_shards_that_are_missing_without_an_index(present, missing, tmp_path):
+    for number, name in enumerate(present):
+        save_file({f"t{number}": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CorruptError, match=f"files are missing: {missing}"):
+        ckpt.open(str(tmp_path))
+    assert list(ckpt.open(str(tmp_path / f"{present[0]}.safetensors"))) == ["t0"]
+
+
+def test_shards_of_which_all_are_there(tmp_path):
+    names = ["model-00000-of-00002", "model-00001-of-00002", "lm-1-of-2", "lm-2-of-2", "shard-1-x-1-of-2", "shard-2-x-2-of-2", "end-of-4"]
+    for name in names:
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    assert sorted(ckpt.open(str(tmp_path))) == sorted(names)

@@ -469,3 +469,11 @@ def test_a_state_that_contains_itself(tmp_path):
 def test_ordered_state_dicts_keep_their_order(tmp_path):
     value = OrderedDict((n, torch.ones(1)) for n in ("z", "a", "m"))
     assert list(open_catalog(saved(tmp_path, value)).state) == ["z", "a", "m"]
+
+
+def test_one_of_several_shards_without_an_index(tmp_path):
+    name = "pytorch_model-00001-of-00002.bin"
+    torch.save({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CorruptError, match=r"files are missing: pytorch_model-00002-of-00002\.bin"):
+        ckpt.open(str(tmp_path))
+    assert list(ckpt.open(str(tmp_path / name))) == ["a"]
