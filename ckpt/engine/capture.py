@@ -11,7 +11,8 @@ count (``tensor.data``, numpy views of the same memory, fused optimizer kernels 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,8 @@ from .writer import MANY
 
 SMALL = 256 << 10
 """Bytes: a tensor of unknown use that is smaller is set aside."""
+_OVER = 0.002
+"""Seconds in which an operation that has changed all of a tensor also comes to an end."""
 
 
 class Capture:
@@ -53,6 +56,8 @@ class Capture:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._doubtful: AbstractSet[str] = frozenset()
+        """Tensors that no optimizer's step changes, but perhaps the training loop itself."""
         self._streams = _side_streams(placer)
         self._follow()
 
@@ -64,6 +69,7 @@ class Capture:
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
         self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
+        self._doubtful = {name for name, *_ in self._versions} - self.placer.stepped
         self.source.set_aside(eager - self._captured_now(eager))
         self._follow()
         self.source.note_addresses()
@@ -136,6 +142,7 @@ class Capture:
             if self.replicas is not None:
                 with self.spans.span("hash"), self._aside():
                     self.replicas.hash(threads if not self._streams else 1, beat)
+            self._compare_again(batches)
             self._check_unchanged()
         except BaseException as err:
             self.error = err
@@ -161,15 +168,38 @@ class Capture:
         with self._lock:
             self.captured += batch.length
 
+    def _compare_again(self, batches: Sequence[Batch]) -> None:
+        """Look again at what the training loop may change by itself: torch counts a change only when the operation is over, and one that is
+        going on would else be captured in part."""
+        if not self._doubtful or any(s.waits_for is not None for s in self.stage.segments):
+            return
+        time.sleep(_OVER)
+        for batch in batches:
+            at = self.stage.place(batch)
+            for number, length in zip(batch.numbers, batch.lengths, strict=True):
+                name = self.plan.chunks[number].name
+                if name in self._doubtful and length and not self.plan.owned[name].merged:
+                    again = torch.empty(length, dtype=torch.uint8)
+                    with self._aside():
+                        self.source.fill(number, again)
+                    if not torch.equal(again, self.stage.memory[at : at + length]):
+                        raise _changed([name])
+                at += length
+        time.sleep(_OVER)
+
     def _check_unchanged(self) -> None:
         changed = list(dict.fromkeys(name for name, tensor, version in self._versions if tensor._version != version))
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise ConsistencyError(
-                f"tensor {changed[0]}{more} was changed before the save had captured it",
-                hint="call handle.fence() before you change the state by hand (an optimizer's step does so by itself), "
-                'or save with capture="eager"',
-            )
+            raise _changed(changed)
+
+
+def _changed(names: Sequence[str]) -> ConsistencyError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ConsistencyError(
+        f"tensor {names[0]}{more} was changed before the save had captured it",
+        hint="call handle.fence() before you change the state by hand (an optimizer's step does so by itself), "
+        'or save with capture="eager"',
+    )
 
 
 def _side_streams(placer: Placer) -> list[torch.cuda.Stream]:
