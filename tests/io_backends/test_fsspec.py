@@ -190,6 +190,7 @@ def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> 
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is what is tested
         pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(5)
         FsspecBackend(f"local://{tmp_path}/root").publish("child", b"c", replaces=None)
         os._exit(0)

@@ -46,7 +46,7 @@ def run(*args: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("codec", [None, "planes-zstd"])
+@pytest.mark.parametrize("codec", [None, pytest.param("planes-zstd", marks=pytest.mark.slow)])
 def test_save_replace_and_load(s3_url: str, codec: str | None) -> None:
     url = f"{s3_url}/step-1"
     for seed in (1, 2):
@@ -114,7 +114,7 @@ def test_replicas_are_downloaded_once(ranks: Ranks, s3_url: str, object_store: O
     assert stored <= sum(asked for _, asked in found) <= stored + headers
 
 
-@pytest.mark.parametrize(("operation", "at"), [("UploadPart", 1), ("CompleteMultipartUpload", 0)])
+@pytest.mark.parametrize(("operation", "at"), [pytest.param("UploadPart", 1, marks=pytest.mark.slow), ("CompleteMultipartUpload", 0)])
 def test_a_killed_save_leaves_the_previous_checkpoint(
     ranks: Ranks, s3_url: str, object_store: ObjectStore, operation: str, at: int
 ) -> None:
@@ -132,6 +132,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(
     assert [right for right, _ in ranks.run(1, rank_work.load_sharded, environment, url, 3)] == [True]
 
 
+@pytest.mark.slow
 def test_a_first_save_that_is_killed_is_no_checkpoint(ranks: Ranks, s3_url: str, object_store: ObjectStore) -> None:
     ranks.run(2, rank_work.die_while_saving, object_store.environment, s3_url, 2, "PutObject", 0, allow_death=True)
     with pytest.raises((NotFoundError, NotCommittedError)):

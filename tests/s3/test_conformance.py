@@ -27,6 +27,9 @@ class TestInParts(WritingRows):
 
 class TestMoto(BackendConformance):
     @pytest.fixture
-    def backend(self, moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    def backend(self, request: pytest.FixtureRequest, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        if object_store.kind == "rgw" and not request.config.getoption("--slow"):
+            pytest.skip("a more real store runs; needs --slow")
+        moto_store: ObjectStore = request.getfixturevalue("moto_store")
         use(moto_store, monkeypatch)
         return S3Backend(f"{moto_store.new_prefix()}/é root", part=5 << 20)
