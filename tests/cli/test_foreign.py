@@ -43,6 +43,15 @@ def test_inspect_state() -> None:
     assert "optim.param_groups" in result.stdout
 
 
+def test_tags_are_of_our_own_checkpoints(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")
+    before = sorted((tmp_path / "hf").iterdir())
+    for args in ([], ["release-1"], ["-d", "release-1"]):
+        result = ckpt("tag", tmp_path / "hf", *args)
+        assert result.exit_code == 12 and "only checkpoints of ckpt's own format have tags" in result.stderr
+    assert sorted((tmp_path / "hf").iterdir()) == before
+
+
 def test_ls(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", tmp_path / "step-3")
     shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")
