@@ -33,11 +33,8 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     open_catalog(url)  # so that a tag never keeps what cannot be opened
     steps = list_steps(url)
     if not steps:
-        raise FormatError(
-            "only checkpoints of ckpt's own format have tags",
-            where=url,
-            hint="`ckpt cp` makes a checkpoint of ckpt out of one of another format",
-        )
+        hint = "`ckpt import` makes one of ckpt's own that points into this one"
+        raise FormatError("only checkpoints of ckpt's own format have tags", where=url, hint=hint)
     has = set(steps[0].tags)
     missing = sorted(set(tags) - has) if delete else []
     if missing:
