@@ -121,4 +121,7 @@ def _hint(names: list[str]) -> str:
     steps = [n for n in names if n.startswith("step-") and n.endswith("/")]
     if steps:
         return f"this is a run: open one of its steps, such as {steps[-1].rstrip('/')}"
+    archives = [n for n in names if n.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    if len(archives) > 1:
+        return f"these look like several torch.save files: name one of them, such as {archives[0]}"
     return f"other formats can be added through entry points of the group {ENTRY_POINTS}"

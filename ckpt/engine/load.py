@@ -250,9 +250,7 @@ class _Load:
         for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
             if tree.tag_of(node) != "$per_rank":
                 there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
-            elif (
-                sum(path in nodes for nodes in self.catalog.ranks.values()) == self.catalog.world_size
-            ):  # else a rank may lack its own
+            elif sum(path in nodes for nodes in self.catalog.ranks.values()) == self.catalog.world_size:  # else a rank may lack its own
                 there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
         return {name: f": {there[name]} in the state" for name in missing if name in there}
 
