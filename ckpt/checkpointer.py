@@ -21,6 +21,7 @@ from .group import current_group
 from .io_backends.registry import join_url
 from .notices import Due, Notices, own_store
 from .policies import All, EverySteps, KeepPolicy, Latest, Moment, SavePolicy
+from .policies.arguments import check_arguments
 from .preemption import SIGNALS, Preemption
 from .rules import Layout
 from .runs import Step
@@ -76,9 +77,7 @@ class Checkpointer:
         local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
         publish_timeout: float | None = None,
     ) -> None:
-        if not isinstance(save, SavePolicy) or not all(isinstance(k, KeepPolicy) for k in (keep, local_keep)):
-            what = f"{save!r}, {keep!r} and {local_keep!r}"
-            raise UsageError(f"save, keep and local_keep are policies, not {what}", hint="see docs/policies.md")
+        check_arguments(save=save, keep=keep, local_keep=local_keep)
         self.root = root
         self.policy = save
         self.keep = keep
@@ -163,7 +162,9 @@ class Checkpointer:
         Raises:
             CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
                 :func:`ckpt.save_async` raises.
+            UsageError: ``n`` is no int of at least 0.
         """
+        _check_step(n)
         if self._started_step is None:
             self._started_step = n - 1
         due = self._due(n)
@@ -235,7 +236,7 @@ class Checkpointer:
         self._tiers.check(self.group, self.timeout)
         failed = self._ended()
         options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, **self._options)
-        self.url(n)  # checks it
+        _check_step(n)
         self._before = self._last_step, self._last_at
         self._last_step, self._last_at = n, time.monotonic() - self._began
         durable: Future[Any] | None = None
@@ -254,8 +255,7 @@ class Checkpointer:
 
     def url(self, n: int) -> str:
         """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise UsageError(f"a step is a whole number, not {n!r}")
+        _check_step(n)
         return join_url(self.root, f"step-{n:08d}")
 
     def wait(self) -> None:
@@ -347,6 +347,11 @@ class Checkpointer:
                 log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()
+
+
+def _check_step(n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
 
 
 def _raise(error: BaseException | None) -> None:

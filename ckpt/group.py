@@ -410,7 +410,8 @@ class _Watch:
             raise DeadlineError(
                 f"{self.call.kind}: nothing was heard of {ranks_text(silent)} for {self.call.timeout:g} s (phase {self.call._phase!r})",
                 where=self.call.url,
-                hint="look whether they died or hang; a larger timeout= gives slow storage more time; `ckpt ls` shows what is committed",
+                hint="every rank must make the call, without `if rank == 0:`; look whether they died or hang; a larger timeout= gives slow "
+                "storage more time; `ckpt ls` shows what is committed",
             )
 
 

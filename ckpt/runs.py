@@ -29,6 +29,7 @@ UNFINISHED = "no commit record: the save did not finish, or is still going on"
 
 _NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
+_LOOKED_INTO, _NAMED = 32, 4
 _LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
 
 
@@ -79,6 +80,26 @@ def list_steps(root_url: str) -> list[Step]:
         found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
         steps = [step for step in found if step is not None]
     return sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+
+
+def runs_below(url: str) -> list[str]:
+    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
+    many directories only the first are looked at.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    names = [name.rstrip("/") for name in open_backend(url).children("") if name.endswith("/")]
+    below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
+    return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
+
+
+def none_here(url: str) -> NotFoundError:
+    """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
+    runs = runs_below(url)
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    hint = f"below it are runs: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
+    return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
 
 
 def remove_step(root_url: str, step: Step) -> None:

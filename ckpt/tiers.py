@@ -67,12 +67,12 @@ class Tiers:
     def steps(self) -> list[Step]:
         """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
         found: dict[int | None, Step] = {}
-        for step in reversed(self._ordered([*self._near(), *_numbered(list_steps(self.root))])):
+        for step in reversed(self._ordered([*self._near(), *_below(self.root)])):
             found[step.number] = step
         return list(found.values())
 
     def _near(self) -> list[Step]:
-        return _numbered(list_steps(self.local)) if self.local is not None else []
+        return _below(self.local) if self.local is not None else []
 
     def _ordered(self, steps: Iterable[Step]) -> list[Step]:
         """Those that are committed in the order in which to try them. Of steps alike the first stays first, and local ones come first."""
@@ -84,6 +84,7 @@ class Tiers:
         Raises:
             NotFoundError: there is none of ``step``.
             StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
+            UsageError: a tier is itself a checkpoint.
         """
         near = self._near()
         found = [*near, *self._far(near, step)]
@@ -98,7 +99,7 @@ class Tiers:
 
     def _far(self, near: list[Step], step: int | None) -> list[Step]:
         try:
-            return _numbered(list_steps(self.root))
+            return _below(self.root)
         except StorageError as err:
             mine = [s.number for s in near if s.committed]
             if step is not None and step in mine:
@@ -164,6 +165,20 @@ class Tiers:
 
 def _numbered(steps: Iterable[Step]) -> list[Step]:
     return [s for s in steps if s.number is not None]
+
+
+def _below(root: str) -> list[Step]:
+    """The numbered steps of a run.
+
+    Raises:
+        UsageError: ``root`` is itself a checkpoint.
+    """
+    steps = list_steps(root)
+    if any(s.url == root and (s.committed or s.damaged) for s in steps):
+        parent = root.rstrip("/").rpartition("/")[0]
+        hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
+        raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
+    return _numbered(steps)
 
 
 def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:

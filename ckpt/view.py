@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class StoredTensor:
-    """A tensor of a checkpoint. Index it to read that part: ``t[0:128]``, ``t[:, 3]``, ``t[...]`` for all of it."""
+    """A tensor of a checkpoint. Index it to read that part: ``t[0:128]``, ``t[:, 3]``, ``t[...]`` for all of it.
+
+    ``torch.as_tensor(t)`` and ``numpy.asarray(t)`` read all of it too; NumPy knows no bfloat16.
+    """
 
     def __init__(self, catalog: Catalog, entry: TensorEntry) -> None:
         self._catalog = catalog
@@ -51,6 +54,16 @@ class StoredTensor:
         """
         box, rest = _box_of(key, self.shape)
         return _read(self._catalog, self._entry, box)[rest]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU, as DLPack numbers devices
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.read().numpy()
+        return array if dtype is None else array.astype(dtype)
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.name!r}, shape={list(self.shape)}, dtype={self._entry.dtype.name})"

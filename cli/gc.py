@@ -43,9 +43,10 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
       ckpt gc s3://bucket/runs/a --keep latest=3 --grace 6h --yes
     """
     from ckpt.debris import find_debris, remove_debris
+    from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps, remove_step
+    from ckpt.runs import infos, list_steps, none_here, remove_step
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
@@ -57,7 +58,11 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
     debris = find_debris(backend, grace=patience, now=time.time())
     steps = list_steps(root)
     if not steps and not debris:
-        raise NotFoundError("no checkpoint here, and none in a directory below", where=root, hint="name the directory that holds the steps")
+        foreign = list_foreign(root, ())
+        if foreign:
+            hint = "they are yours to remove; `ckpt ls` lists them"
+            raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
+        raise none_here(root)
     verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), infos(steps), datetime.now(timezone.utc))
     by_number = {s.number: s for s in steps}
     going = [by_number[n] for n in verdicts.removed]

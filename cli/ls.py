@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.errors import NotFoundError
-
 from . import units
 from .output import Output, options
 
@@ -33,13 +31,13 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
       ckpt ls -q runs/a | tail -1     # the newest that can be loaded
     """
     from ckpt.formats.registry import list_foreign
-    from ckpt.runs import list_steps
+    from ckpt.runs import list_steps, none_here
 
     output = Output(json=as_json, quiet=quiet)
     steps = list_steps(root)
     foreign = list_foreign(root, {step.url for step in steps})
     if not steps and not foreign:
-        raise NotFoundError("no checkpoint here, and none in a directory below", where=root, hint="name the directory that holds the steps")
+        raise none_here(root)
     if output.json:
         others = [{"url": url, "format": name} for url, name in foreign.items()]
         output.document({"root": root, "steps": [_fields(step) for step in steps], "foreign": others})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt.errors import UsageError
+from ckpt.errors import FormatError, UsageError
 
 from .output import Output, options
 
@@ -31,7 +31,11 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     if any(not tag or tag != tag.strip() for tag in tags):
         raise UsageError("a tag is a word without spaces around it")
     open_catalog(url)  # so that a tag never keeps what cannot be opened
-    has = set(list_steps(url)[0].tags)
+    steps = list_steps(url)
+    if not steps:
+        hint = "`ckpt import` makes one of ckpt's own that points into this one"
+        raise FormatError("only checkpoints of ckpt's own format have tags", where=url, hint=hint)
+    has = set(steps[0].tags)
     missing = sorted(set(tags) - has) if delete else []
     if missing:
         raise UsageError(f"the checkpoint has no tag {', '.join(missing)}", where=url, hint=f"it has {', '.join(sorted(has)) or 'none'}")

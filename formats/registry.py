@@ -131,4 +131,9 @@ def _hint(names: list[str]) -> str:
     steps = [n for n in names if n.startswith("step-") and n.endswith("/")]
     if steps:
         return f"this is a run: open one of its steps, such as {steps[-1].rstrip('/')}"
+    from .torchzip.catalog import SUFFIXES
+
+    archives = [n for n in names if n.endswith(SUFFIXES)]
+    if len(archives) > 1:
+        return f"these look like several torch.save files: name one of them, such as {archives[0]}"
     return f"other formats can be added through entry points of the group {ENTRY_POINTS}"

@@ -129,7 +129,8 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     message = f"cannot {what}: {_said(err)}{often}"
     code, status = code_of(err), status_of(err)
     if code == "NoSuchBucket":
-        return NotFoundError(message, where=where, hint="check the bucket's name, and AWS_ENDPOINT_URL; ckpt makes no buckets")
+        hint = "create the bucket, or check its name and AWS_ENDPOINT_URL; ckpt makes no buckets"
+        return NotFoundError(f"the bucket does not exist: {message}", where=where, hint=hint)
     if code == "NoSuchUpload":
         hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
         return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)

@@ -8,12 +8,13 @@ bucket, since some ignore them silently.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from ckpt import settings
-from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 
 from .s3_errors import Tries, code_of, status_of
 from .s3_reading import Key, read_tagged
@@ -113,6 +114,7 @@ def probe(key: Key) -> None:
     """Write a small object beside ``key`` and delete it. The first time in a bucket, also try whether it keeps conditions.
 
     Raises:
+        NotFoundError: there is no such bucket.
         StorageError: nothing can be written there.
     """
     folder = key.key.rpartition("/")[0]
@@ -124,8 +126,11 @@ def probe(key: Key) -> None:
             put(beside, b"probe", {})
         else:
             known[key.bucket] = _keeps_conditions(beside)
-    finally:
-        delete(beside)
+    except BaseException:
+        with suppress(CkptError):  # why it could not be written is what counts
+            delete(beside)
+        raise
+    delete(beside)
 
 
 def _keeps_conditions(key: Key) -> bool:

@@ -76,10 +76,11 @@ class Binder:
         if node is MISSING:
             self.found.missing.append(path)
             return
-        if tree.refers(node):
-            self.found.misfits.append(f"{path}: tensors in the checkpoint, a plain value in the state")
-            return
         self.found.values.append(path)
+        if tree.refers(node):
+            stored = "a PerRank" if tree.tag_of(node) == "$per_rank" else "tensors"
+            self.found.misfits.append(f"{path}: {stored} in the checkpoint, a plain value in the state")
+            return
         self.found.apply.append(lambda: put(tree.decode(node, inline_only)))
 
     def tensor(self, said: str, tensor: torch.Tensor) -> None:
@@ -211,7 +212,7 @@ class Binder:
         return torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
 
-_OF_KIND = {"$tensors": "a module", "$param_groups": "an optimizer", "$per_rank": "a value per rank"}
+_OF_KIND = {"$tensors": "a module", "$param_groups": "an optimizer", "$per_rank": "a PerRank"}
 _OWN_WALKS = frozenset(_OF_KIND)
 """Kinds of node that only the same kind of object in the state can take."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +24,7 @@ from ckpt.errors import CkptError, ConsistencyError, MismatchError, NamesError, 
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
-from ckpt.plan.match import Selection, report_names
+from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
 from ckpt.ring import machine
@@ -253,11 +253,24 @@ class _Load:
         names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
         return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
 
+    def other_kinds(self, missing: Collection[str]) -> dict[str, str]:
+        """For names of the state that are missing because the checkpoint has something of another kind there: what it has."""
+        assert self.catalog is not None
+        select = self.options.selection
+        there = {select.renamed(name): "one tensor of all ranks in the checkpoint, a PerRank" for name in self.names()}
+        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
+            if tree.tag_of(node) != "$per_rank":
+                there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
+            elif sum(path in nodes for nodes in self.catalog.ranks.values()) == self.catalog.world_size:  # else a rank may lack its own
+                there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
+        return {name: f": {there[name]} in the state" for name in missing if name in there}
+
     def mismatch(
         self, missing: Mapping[str, list[int]], unexpected: Iterable[str], misfits: Mapping[str, list[int]], idle: Sequence[str]
     ) -> MismatchError:
         everywhere = self.call.group.size
-        lines = report_names("missing in the checkpoint", (_on(n, r, everywhere) for n, r in missing.items()))
+        notes = self.other_kinds(missing) if missing else {}
+        lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
         lines += report_names("unexpected in the checkpoint", unexpected)
         lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
         lines += report_names("fit no name", idle)
@@ -265,7 +278,7 @@ class _Load:
         return kind(
             "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
             where=self.call.url,
-            hint="rename={...} maps names, only=[...] loads a part, strict=False leaves missing and unexpected names alone",
+            hint=ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere),
         )
 
     def read(self, names: Row) -> Row:

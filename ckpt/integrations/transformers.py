@@ -152,7 +152,7 @@ def use(
     Args:
         root: path or URL of the run.
         save: further times to save (docs/policies.md), such as ``OnPreemption()``: when the signal has come, training stops after the save.
-        keep: what stays; by default ``save_total_limit`` of the trainer's arguments, or everything.
+        keep: what stays, whatever ``save_total_limit`` of the trainer's arguments says; by default as many as that, or everything.
         options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``capture``...
 
     Raises:

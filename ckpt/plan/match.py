@@ -4,6 +4,7 @@ the first."""
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -94,6 +95,37 @@ def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
         return None
     padded = " without padding" if wanted.logical or entry.logical else ""
     return f"shape {list(stored)} in the checkpoint, {list(mine)} in the state{padded}"
+
+
+def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: int) -> str:
+    """What a caller may do about a checkpoint that does not fit: the hint for what was found.
+
+    ``texts`` are those of :func:`misfit` and its like.
+    """
+    shapes = [tuple(map(_numbers, found.groups())) for text in texts if (found := _SHAPES.search(text))]
+    ways = {
+        "rename={...} maps names": missing,
+        "only=[...] loads a part": missing or unexpected,
+        "strict=False leaves missing and unexpected names alone": missing or unexpected,
+        "cast=True converts dtypes": any("(cast=True converts)" in text for text in texts),
+        "layout= says which parts of larger tensors plain ones are (docs/layouts.md)": any(
+            _may_be_part(mine, stored) or ranks > 1 for stored, mine in shapes
+        ),
+        "wrap a value in ckpt.PerRank on both sides or on neither": any("a PerRank" in text for text in texts),
+    }
+    given = [way for way, helps in ways.items() if helps]
+    return "; ".join(given) or "`ckpt inspect` shows what is stored; only=[...] leaves out what does not fit"
+
+
+_SHAPES = re.compile(r"shape \[([\d, ]*)\] in the checkpoint, \[([\d, ]*)\] in the state")
+
+
+def _numbers(listed: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in listed.split(",") if n)
+
+
+def _may_be_part(mine: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    return len(mine) == len(stored) and all(m and not s % m for m, s in zip(mine, stored, strict=True))
 
 
 def castable(stored: DType, wanted: DType) -> bool:

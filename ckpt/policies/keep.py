@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt.errors import UsageError
 
@@ -144,19 +144,23 @@ class Best(KeepPolicy):
     A step without the metric, or with a value that is not finite, is never among them.
 
     Raises:
-        UsageError: ``metric`` is empty, ``n`` is less than 1, or ``mode`` is neither of the two.
+        UsageError: ``metric`` is empty, ``n`` is less than 1, or ``mode`` is left out or neither of the two.
     """
 
     metric: str
     n: int = 1
-    mode: Literal["max", "min"] = field(kw_only=True)
+    if TYPE_CHECKING:
+        mode: Literal["max", "min"] = field(kw_only=True)
+    else:  # left out it is refused below, like any other wrong value
+        mode: Literal["max", "min"] = field(kw_only=True, default=None)
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             raise UsageError(f"Best(metric) is the name of a metric, not {self.metric!r}")
         check_whole(self.n, "Best(n)", 1)
         if self.mode not in ("max", "min"):
-            raise UsageError(f'Best(mode) is "max" or "min", not {self.mode!r}')
+            hint = f'Best({self.metric!r}, mode="min") keeps the lowest value, mode="max" the highest'
+            raise UsageError(f'Best(mode) is "max" or "min", not {self.mode!r}', hint=hint)
 
     def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
         """See :meth:`KeepPolicy.explain`."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CorruptError, NamesError, NoSpaceError, NotFoundError
+from ckpt.errors import CorruptError, NamesError, NoSpaceError, NotFoundError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -236,3 +236,44 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
     with ckpt.Checkpointer(str(tmp_path), save=AtSteps((3,))) as c:
         assert [c.step(n, state) for n in range(1, 5)] == [False, False, True, False]
     assert len(made) == 1 and ckpt.open(c.url(3)).state() == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "meant"),
+    [
+        (
+            {"save": Latest(3)},
+            "save= says when to save, but Latest(3) is a policy of what to keep",
+            "keep=Latest(3), and save=EverySteps(500)",
+        ),
+        ({"save": 200}, "save= is a policy of when to save, not 200", "save=EverySteps(200)"),
+        ({"save": "200"}, "save= is a policy of when to save, not '200'", "save=EverySteps(500)"),
+        ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
+        ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
+        ({"local_keep": 2}, "local_keep= is a policy of what to keep, not 2", "local_keep=Latest(2)"),
+    ],
+)
+def test_what_is_no_policy_of_its_side(root: str, given: dict[str, Any], said: str, meant: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        ckpt.Checkpointer(root, **given)
+    assert said in raised.value.message and meant in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("n", ["1", 1.0, True, -1, None])
+def test_what_is_no_step(root: str, n: Any) -> None:
+    with ckpt.Checkpointer(root) as c:
+        for call in (c.step, c.save):
+            with pytest.raises(UsageError, match="a step is a whole number of at least 0"):
+                call(n, Job().state())
+    assert not os.path.exists(root) or not os.listdir(root)
+
+
+@pytest.mark.parametrize("name", ["step-00000003", "final"])
+def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
+    url = str(tmp_path / name)
+    ckpt.save(url, Job().state())
+    with ckpt.Checkpointer(url) as c:
+        for ask in (lambda: c.restore(Job().state()), c.steps):
+            with pytest.raises(UsageError, match="this is a checkpoint, not a run") as raised:
+                ask()
+            assert str(tmp_path) in str(raised.value.hint)

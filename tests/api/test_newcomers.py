@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import LayoutError, NamesError, ShapeError, UsageError
+from ckpt.errors import LayoutError, MismatchError, NamesError, ShapeError, UsageError
 
 
 def test_a_layout_for_another_number_of_ranks(url: str) -> None:
@@ -102,3 +102,42 @@ def test_autograd_notices_a_load(url: str) -> None:
     before = w._version
     ckpt.load(url, {"w": w})
     assert w._version > before
+
+
+def misfit(url: str, saved: dict[str, Any], state: dict[str, Any], **options: Any) -> tuple[str, str]:
+    """The message and the hint of a load that does not fit."""
+    ckpt.save(url, saved)
+    with pytest.raises(MismatchError) as raised:
+        ckpt.load(url, state, **options)
+    return raised.value.message, str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("saved", "state", "ways"),
+    [
+        ({"w": torch.ones(8, 4)}, {"w": torch.ones(4, 4)}, {"layout="}),
+        ({"w": torch.ones(8, 4)}, {"w": torch.ones(7, 4)}, {"ckpt inspect", "only="}),
+        ({"w": torch.ones(8)}, {"w": torch.ones(8, dtype=torch.float64)}, {"cast="}),
+        ({"w": torch.ones(8), "v": torch.ones(1)}, {"w": torch.ones(8)}, {"only=", "strict="}),
+        ({"w": torch.ones(8)}, {"v": torch.ones(8)}, {"rename=", "only=", "strict="}),
+        ({"w": torch.ones(8), "v": torch.ones(1)}, {"w": torch.ones(8, dtype=torch.float64)}, {"only=", "strict=", "cast="}),
+    ],
+)
+def test_the_hint_is_about_what_was_found(url: str, saved: dict[str, Any], state: dict[str, Any], ways: set[str]) -> None:
+    _, hint = misfit(url, saved, state)
+    assert {way for way in ("rename=", "only=", "strict=", "cast=", "layout=", "PerRank", "ckpt inspect") if way in hint} == ways
+
+
+@pytest.mark.parametrize(
+    ("saved", "state", "said"),
+    [
+        (ckpt.PerRank(3), 4, "x: a PerRank in the checkpoint, a plain value in the state"),
+        (ckpt.PerRank([3]), [4], "x: a PerRank in the checkpoint, a plain value in the state"),
+        (ckpt.PerRank(torch.ones(2)), torch.ones(2), "x: a PerRank in the checkpoint, a tensor in the state"),
+        (3, ckpt.PerRank(4), "x: one value of all ranks in the checkpoint, a tensor or a PerRank in the state"),
+        (torch.ones(2), ckpt.PerRank(torch.ones(2)), "x: one tensor of all ranks in the checkpoint, a PerRank in the state"),
+    ],
+)
+def test_a_value_per_rank_on_one_side_only(url: str, saved: object, state: object, said: str) -> None:
+    message, hint = misfit(url, {"x": saved, "y": 1}, {"x": state, "y": 1})
+    assert said in message and "ckpt.PerRank on both sides" in hint

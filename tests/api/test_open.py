@@ -266,3 +266,16 @@ def test_damage_is_found_where_it_is_and_only_there(url: str, chunks_of: Callabl
     for key in (slice(None), 4, 5, slice(3, 5)):
         with pytest.raises(CorruptError, match=r"\[4:6,0:50\] of tensor t"):
             stored[key]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3, 2), (0,)])
+def test_what_torch_and_numpy_make_of_a_stored_tensor(url: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    w = torch.randint(0, 2, shape).to(dtype)
+    ckpt.save(url, {"w": w})
+    stored = ckpt.open(url)["w"]
+    assert torch.equal(torch.as_tensor(stored), w) and torch.equal(torch.asarray(stored), w)
+    if dtype is not torch.bfloat16:
+        found = np.asarray(stored)
+        assert found.dtype == w.numpy().dtype and found.shape == shape and (found == w.numpy()).all()
+        assert np.asarray(stored, dtype=np.complex128).dtype == np.complex128

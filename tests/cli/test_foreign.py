@@ -43,6 +43,33 @@ def test_inspect_state() -> None:
     assert "optim.param_groups" in result.stdout
 
 
+def test_tags_are_of_our_own_checkpoints(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")
+    before = sorted((tmp_path / "hf").iterdir())
+    for args in ([], ["release-1"], ["-d", "release-1"]):
+        result = ckpt("tag", tmp_path / "hf", *args)
+        assert result.exit_code == 12 and "only checkpoints of ckpt's own format have tags" in result.stderr
+    assert sorted((tmp_path / "hf").iterdir()) == before
+
+
+def test_gc_of_other_formats(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")
+    result = ckpt("gc", tmp_path, "--yes")
+    assert result.exit_code == 10 and "only checkpoints of other formats are here, which gc leaves alone" in result.stderr
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == sorted(p.name for p in (FIXTURES / "hf/llama").iterdir())
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_runs_further_below_are_named(tmp_path: Path, command: str) -> None:
+    for n in range(6):
+        write_checkpoint(str(tmp_path / f"run-{n}/step-5"), sample())
+    (tmp_path / "empty/logs").mkdir(parents=True)
+    result = ckpt(command, tmp_path)
+    assert result.exit_code == 10
+    assert f"below it are runs: {', '.join(f'{tmp_path}/run-{n}' for n in range(4))} and 2 more" in result.stderr
+    assert "name the directory that holds the steps" in ckpt(command, tmp_path / "empty").stderr
+
+
 def test_ls(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", tmp_path / "step-3")
     shutil.copytree(FIXTURES / "hf/llama", tmp_path / "hf")

@@ -50,6 +50,13 @@ def test_unknown_names_what_was_found(tmp_path):
         open_catalog(str(tmp_path))
 
 
+def test_several_torch_files(tmp_path):
+    for name in ("model.pt", "optimizer.pt"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+    with pytest.raises(FormatError, match="several torch.save files: name one of them, such as model.pt"):
+        open_catalog(str(tmp_path))
+
+
 def test_a_run_is_not_a_checkpoint(tmp_path):
     save(open_backend(str(tmp_path / "step-00001000")), two_ranks())
     with pytest.raises(FormatError, match="step-00001000"):

@@ -15,7 +15,7 @@ from ckpt.errors import UsageError
 from ckpt.geometry import Box
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
-from ckpt.plan.match import Selection, common_box, misfit, report_names
+from ckpt.plan.match import Selection, common_box, misfit, report_names, ways_out
 from ckpt.plan.ownership import Global
 
 Shape = tuple[int, ...]
@@ -214,3 +214,10 @@ def test_reports_list_names_in_order() -> None:
 def test_long_reports_are_cut_and_counted() -> None:
     lines = report_names("missing", (f"t{i:03}" for i in range(50)), limit=3)
     assert lines == ["  missing (50):", "    t000", "    t001", "    t002", "    and 47 more"]
+
+
+@pytest.mark.parametrize(("ranks", "mine", "said"), [(1, 4, True), (1, 3, False), (2, 3, True), (1, 16, False)])
+def test_a_shape_that_may_be_a_part_leads_to_layouts(ranks: int, mine: int, said: bool) -> None:
+    text = misfit(wanted((mine, 2)), stored((8, 2)), cast=False)
+    hint = ways_out(missing=False, unexpected=False, texts=[f"w: {text}"], ranks=ranks)
+    assert ("layout=" in hint) is said

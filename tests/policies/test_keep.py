@@ -140,6 +140,7 @@ def test_a_policy_of_ones_own() -> None:
         (lambda: Within(days=1e12), "longer than time can be counted"),
         (lambda: Best("", mode="min"), "name of a metric"),
         (lambda: Best("loss", mode="least"), "not 'least'"),
+        (lambda: Best("loss"), "not None"),  # type: ignore[call-arg]
         (lambda: Best("loss", 0, mode="min"), "Best(n)"),
         (lambda: Tagged(""), "a glob"),
         (lambda: Latest(3) | OnPreemption(), "OnPreemption() does not say what to keep"),
