@@ -114,12 +114,15 @@ def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is. Other hidden files than that of DCP are what a killed writer may leave."""
     from ckpt.io_backends.registry import open_backend
 
+    from .native.commit import COMMIT_PATH
     from .single import open_single
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]
     single = open_single(url) if not names else None
-    return (backend, names) if single is None else (single, [single.name])
+    if single is None or single.name == COMMIT_PATH:  # a commit record is no checkpoint by itself
+        return backend, names
+    return single, [single.name]
 
 
 def _some(names: list[str]) -> str:
