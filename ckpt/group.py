@@ -268,12 +268,12 @@ class Call:
                 hint="look at the log of rank 0; `ckpt ls` shows what is committed",
             ) from err
 
-    def see_off(self) -> None:
+    def see_off(self, seconds: float = _SEE_OFF) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
         as soon as the call does."""
         if self.group.store is None or not self.is_leader:
             return
-        end, pause = time.monotonic() + _SEE_OFF, 0.0005
+        end, pause = time.monotonic() + seconds, 0.0005
         with suppress(DeadlineError):
             while self._add(f"{self._turn}/heard", 0) < self.group.size - 1 and time.monotonic() < end:
                 time.sleep(pause)
@@ -318,7 +318,7 @@ class Call:
                 self._post(told)
             if self.is_leader:
                 self._publish(told)
-                self.see_off()
+                self.see_off(0.5 if isinstance(err, DeadlineError) else _SEE_OFF)  # the dead hear nothing
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
