@@ -329,10 +329,10 @@ def test_addressing(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
     for endpoint in ("https://r2.example", ""):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         with pytest.raises(AccessError):
-            open_backend("s3://bucket/root").read("a")
+            open_backend("s3://bucket/runs").read("a")
     assert [s.request.url for s in seen] == [
-        "https://r2.example/bucket/root/a",
-        "https://bucket.s3.eu-central-1.amazonaws.com/root/a",
+        "https://r2.example/bucket/runs/a",
+        "https://bucket.s3.eu-central-1.amazonaws.com/runs/a",
     ]
 
 
