@@ -156,6 +156,7 @@ def test_a_pool_that_is_made_again_uses_the_same_tracks() -> None:
     assert [s.thread for s in spans.table().spans] == [0, 1, 0, 2, 1]
 
 
+@pytest.mark.alone
 def test_recording_is_cheap() -> None:
     """Not a benchmark: a save has thousands of spans, so tens of microseconds each would still be nothing; a millisecond would not."""
 

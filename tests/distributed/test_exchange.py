@@ -180,6 +180,7 @@ def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("how", "timeout", "within"), [("killed", 30.0, 15.0), ("stopped", 2.0, 6.0)])
 def test_a_rank_that_ends_in_the_middle(ranks: Ranks, tmp_path: Path, how: str, timeout: float, within: float) -> None:
     """One that dies is noticed long before the deadline, one that hangs at the deadline."""

@@ -467,6 +467,7 @@ def gathered(value: int) -> list[tuple[int]]:
     return everyone
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_rank_that_dies_in_the_exchange(ranks: Ranks, tmp_path: Path, lost: int, background: bool) -> None:

@@ -23,6 +23,8 @@ from ckpt.peers import Peers, peers_of
 from ckpt.streams import Views
 from tests.distributed.ranks import Lost, Ranks
 
+pytestmark = pytest.mark.alone
+
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)
 
 

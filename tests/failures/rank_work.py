@@ -22,7 +22,7 @@ from ckpt.io_backends.registry import wrap_backends
 from tests.failures.states import blank, layout, number_of, state
 
 BEFORE, NEW, AGAIN = 1, 2, 3
-DEADLINE = 3.0
+DEADLINE = 4.0
 """``timeout=`` of all calls."""
 HANG = 60.0
 

@@ -22,6 +22,8 @@ from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.distributed.ranks import ROOT, Lost, Ranks
 
+pytestmark = pytest.mark.alone
+
 BIG = 300_000
 
 

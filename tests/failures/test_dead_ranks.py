@@ -19,6 +19,8 @@ from tests.failures.conftest import SHM
 from tests.failures.rank_work import AGAIN, BEFORE, DEADLINE, NEW, Case, Hook, Outcome, Trouble, attempt, whole
 from tests.failures.states import state, stored
 
+pytestmark = pytest.mark.alone
+
 AT_ONCE = 4
 
 SAVES_THAT_FAIL = [

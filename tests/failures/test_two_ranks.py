@@ -21,6 +21,8 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.failures.states import layout, state, stored
 
+pytestmark = pytest.mark.alone
+
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError}
 DEADLINE = 1.0

@@ -144,6 +144,7 @@ def test_a_busy_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts["refused"] > 6
 
 
+@pytest.mark.alone
 def test_a_store_that_stays_busy(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_TIMEOUT", "2")
     seen = watch(monkeypatch, lambda s: answer(s.request, 503, "SlowDown"))
