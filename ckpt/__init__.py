@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from .engine.save import SaveReport as SaveReport
     from .errors import CkptError as CkptError
     from .mesh import Mesh as Mesh
-    from .rules import GlobalShape as GlobalShape
+    from .numbered import Numbered as Numbered
+    from .numbered import experts as experts
+    from .numbered import pipeline as pipeline
+    from .placements import GlobalShape as GlobalShape
+    from .placements import OnMesh as OnMesh
+    from .placements import Padded as Padded
+    from .placements import Stage as Stage
+    from .placements import Uneven as Uneven
     from .rules import Layout as Layout
-    from .rules import Numbered as Numbered
-    from .rules import OnMesh as OnMesh
-    from .rules import Padded as Padded
-    from .rules import Stage as Stage
-    from .rules import Uneven as Uneven
-    from .rules import experts as experts
-    from .rules import pipeline as pipeline
     from .runs import list_steps as list_steps
     from .splits import Flat as Flat
     from .splits import Interleaved as Interleaved
@@ -60,14 +60,14 @@ _WHERE = {
     "Replicate": "splits",
     "Flat": "splits",
     "Interleaved": "splits",
-    "Padded": "rules",
-    "Uneven": "rules",
-    "GlobalShape": "rules",
-    "Stage": "rules",
-    "OnMesh": "rules",
-    "Numbered": "rules",
-    "pipeline": "rules",
-    "experts": "rules",
+    "Padded": "placements",
+    "Uneven": "placements",
+    "GlobalShape": "placements",
+    "Stage": "placements",
+    "OnMesh": "placements",
+    "Numbered": "numbered",
+    "pipeline": "numbered",
+    "experts": "numbered",
     "SaveReport": "engine.save",
     "LoadReport": "engine.load",
     "SaveHandle": "engine.background",

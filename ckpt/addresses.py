@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from .group import Store
+from .store import Store
 
 BACKLOG = 1024
 """Connections that may wait until this rank looks at them."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CkptError, ConsistencyError, DeadlineError
-from .group import failed_on
 from .plan.tables import ranks_text
 from .relay import Feed
 from .streams import HELLO, MAGIC, READY, REFUSED, Greeting, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .told import failed_on
 
 CONNECTIONS = 64
 """Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,

@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import xxhash
 
-from . import errors
-from .errors import CkptError, ConsistencyError, CorruptError, DeadlineError, GroupError, RankFailedError, UsageError
-from .plan.tables import ranks_text
+from .errors import ConsistencyError, DeadlineError, UsageError
+from .store import Store, part_of
+from .told import error_of, error_to_json, failed_on, failure
+from .watch import Watch
 from .workers import Pending
 
 if TYPE_CHECKING:
@@ -36,16 +37,6 @@ log = logging.getLogger("ckpt")
 
 _SEE_OFF = 2.0
 """Seconds that a leader waits at the end of a call for ranks that may be dead."""
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used."""
-
-    def set(self, key: str, value: bytes, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -123,20 +114,8 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
         known = _groups[pg] = Group(rank, ranks)
     if known is None:
         base = dist.distributed_c10d._get_default_store()
-        # The name is the same on all ranks; several groups may have the same ranks. A store may outlive its group (torchrun's does),
-        # and the next group may have the same name: it must not read what the last one left.
-        life = base.add(f"ckpt/{pg.group_name}/life/{rank}", 1)
-        # A connection of its own: whoever waits for a key in the job's store does not hold up a save in the background.
-        store = cast(Store, dist.distributed_c10d.PrefixStore(f"ckpt/{pg.group_name}/{life}", _cloned(base)))
-        known = _groups[pg] = Group(rank, ranks, store, base)
+        known = _groups[pg] = Group(rank, ranks, part_of(base, pg.group_name, rank), base)
     return known
-
-
-def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
-        return store
 
 
 # ------------------------------------------------------------------------------------------------------------- one call
@@ -312,7 +291,7 @@ class Call:
         """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
         if self.group.store is None or type(err).__name__ == "SimulatedCrash":  # a process that has crashed tells nobody
             return
-        told = {"error": _error_to_json(err), "rank": self.group.rank, "decided": decided}
+        told = {"error": error_to_json(err), "rank": self.group.rank, "decided": decided}
         try:
             if not decided:
                 self._post(told)
@@ -338,14 +317,14 @@ class Call:
         return found
 
     def _gather(self) -> dict[int, Row]:
-        watch = _Watch(self)
+        watch = self._watch()
         while not self._arrived(f"{self._turn}/all"):
             self.beat()
-            watch.check([r for r in self.group.ranks if not self._has(f"{self._turn}/row/{r}")])
+            watch.check([r for r in self.group.ranks if not self._has(f"{self._turn}/row/{r}")], self._phase)
         rows = {r: self._read(f"{self._turn}/row/{r}") for r in self.group.ranks if self._has(f"{self._turn}/row/{r}")}
         failed = {r: row["error"] for r, row in rows.items() if "error" in row}
         if failed:
-            raise _failure(self.kind, self._phase, failed)
+            raise failure(self.kind, self._phase, failed)
         for r, row in rows.items():
             if (row["kind"], row["url"]) != (self.kind, self.url):
                 raise ConsistencyError(
@@ -357,16 +336,19 @@ class Call:
     def _follow(self, message: Row) -> Any:
         self.undecided = True  # before the row is out: the leader may have it although sending it failed
         self._post(message)
-        watch = _Watch(self)
+        watch = self._watch()
         while not self._arrived(f"{self._turn}/verdict"):
-            watch.check([self.group.leader])
+            watch.check([self.group.leader], self._phase)
         verdict = self._read(f"{self._turn}/verdict")
         self.undecided = False
         self._add(f"{self._turn}/heard")
         if "error" in verdict:
-            raise _failure_of(self.kind, self._phase, verdict)
+            raise error_of(self.kind, self._phase, verdict)
         self._settle()
         return verdict["found"]
+
+    def _watch(self) -> Watch:
+        return Watch(self.kind, self.url, self.timeout, self.heard)
 
     def _arrived(self, name: str) -> bool:
         """Look for a key for a slice of the deadline.
@@ -387,61 +369,3 @@ class Call:
         """The last sign of life of a rank."""
         key = f"beat/{rank}"
         return self._get(key) if self._has(key) else None
-
-
-class _Watch:
-    """Finds ranks of which nothing was heard for the call's timeout."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.last: dict[int, tuple[bytes | None, float]] = {}
-        self.began = time.monotonic()
-
-    def check(self, waiting_for: list[int]) -> None:
-        now = time.monotonic()
-        silent = []
-        for rank in waiting_for:
-            beat = self.call.heard(rank)
-            if rank not in self.last or self.last[rank][0] != beat:
-                self.last[rank] = (beat, now if rank in self.last else self.began)
-            if now - self.last[rank][1] >= self.call.timeout:
-                silent.append(rank)
-        if silent:
-            raise DeadlineError(
-                f"{self.call.kind}: nothing was heard of {ranks_text(silent)} for {self.call.timeout:g} s (phase {self.call._phase!r})",
-                where=self.call.url,
-                hint="every rank must make the call, without `if rank == 0:`; look whether they died or hang; a larger timeout= gives slow "
-                "storage more time; `ckpt ls` shows what is committed",
-            )
-
-
-def _failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
-    """One error for what failed on other ranks; equal texts are told once."""
-    by_text: dict[str, list[int]] = {}
-    for rank, err in failed.items():
-        by_text.setdefault(f"{err['type']}: {err['message']}" + (f" ({err['where']})" if err["where"] else ""), []).append(rank)
-    told = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
-    hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
-    return RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
-
-
-def failed_on(rank: int, told: Row) -> CkptError:
-    """What to raise for an error of another rank that this one waits for. Damage stays what it is, whoever finds it."""
-    if told["type"] == CorruptError.__name__:
-        return CorruptError(f"{told['message']} (found by rank {rank})", where=told["where"], hint=told["hint"])
-    return RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
-
-
-def _error_to_json(err: BaseException) -> Row:
-    message = err.message if isinstance(err, CkptError) else str(err)
-    where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
-    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
-
-
-def _failure_of(kind: str, phase: str, verdict: Row) -> CkptError:
-    """What the leader decided for all, as the same class on every rank if it is one of ours; or what happened on one rank."""
-    data = verdict["error"]
-    found = getattr(errors, data["type"], None)
-    if verdict["decided"] and isinstance(found, type) and issubclass(found, CkptError):
-        return found(data["message"], where=data["where"], hint=data["hint"])
-    return _failure(kind, phase, {verdict["rank"]: data})

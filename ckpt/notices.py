@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from .errors import DeadlineError
-from .group import Group, Store
+from .group import Group
+from .store import Store
 
 PAUSE = 0.1
 """Seconds between two looks into the store."""

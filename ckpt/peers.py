@@ -21,9 +21,10 @@ from . import settings
 from .addresses import listen, own_addresses
 from .errors import CkptError, DeadlineError, GroupError, UsageError
 from .exchange import Exchange, Port
-from .group import Group, Store
+from .group import Group
 from .plan.tables import ranks_text
 from .relay import Feed, Inlet, damaged
+from .store import Store
 from .streams import Incoming, Outgoing, Views
 
 log = logging.getLogger("ckpt")

@@ -5,7 +5,6 @@ A rule is ``(glob, placement, …)``; the first glob that matches a tensor's nam
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,112 +13,9 @@ from typing import Any
 from .errors import LayoutError
 from .layout import TensorLayout
 from .mesh import Mesh
-from .splits import Flat, Interleaved, Replicate, Shard, Split
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """Dimension ``dim`` has ``size`` real elements; what the ranks hold beyond them is padding (a vocabulary made divisible).
-
-    Padding is stored, so that the same layout resumes exactly; another padding takes the real elements and fills its own padding
-    with zeros.
-    """
-
-    dim: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Uneven:
-    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be told from
-    one rank's part."""
-
-    dim: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalShape:
-    """The tensor's global shape. Needed for :class:`Flat` tensors, whose memory does not show it."""
-
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The tensor lives on these coordinates of mesh dimension ``over`` (negative ones count from the end): an embedding tied to
-    the head is on ``(0, -1)``."""
-
-    over: str
-    at: tuple[int, ...] | int
-
-
-@dataclass(frozen=True, slots=True)
-class OnMesh:
-    """The rule's mesh dimensions are those of this one of the layout's further meshes (experts folded over the same ranks)."""
-
-    name: str
-
-
-Placement = Split | Replicate | Padded | Uneven | GlobalShape | Stage | OnMesh
-_PLACEMENTS = (Shard, Interleaved, Flat, Replicate, Padded, Uneven, GlobalShape, Stage, OnMesh)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Numbered:
-    """Names with a local number that is not the global one: layers of a pipeline stage, experts of an expert-parallel rank.
-
-    ``pattern`` is a part of the name in which ``{n}`` stands for the number and ``{chunk}``, if there, for the model chunk of a virtual
-    pipeline; ``to`` is what it becomes. ``ids[coordinate][chunk][local]`` is the global number. With ``stack`` the numbered
-    tensors are stored as one tensor with a new dimension ``stack``; ``{n}`` and the dot after it then vanish from the name.
-    """
-
-    pattern: str
-    to: str
-    over: str
-    ids: tuple[tuple[tuple[int, ...], ...], ...]
-    stack: int | None = None
-    mesh: str | None = None
-    stage: bool = False
-    """True for a pipeline: tensors without a number then live on the stages that have them."""
-
-    def regex(self) -> re.Pattern[str]:
-        """Finds the pattern in a name, between dots, with the numbers as groups ``n`` and ``chunk``."""
-        text = re.escape(self.pattern).replace(r"\{n\}", r"(?P<n>\d+)").replace(r"\{chunk\}", r"(?P<chunk>\d+)")
-        return re.compile(r"(?<![^.])" + text + r"(?![^.])")
-
-    def count(self) -> int:
-        """How many numbered things there are in all."""
-        return sum(len(chunk) for coordinate in self.ids for chunk in coordinate)
-
-
-def pipeline(
-    pattern: str, *, layers: int, stages: int, virtual: int = 1, over: str = "pp", to: str | None = None, stack: int | None = None
-) -> Numbered:
-    """Layers over pipeline stages: contiguous blocks, or with ``virtual`` chunks per stage Megatron's interleaved order.
-
-    ``pattern`` is such as ``"layers.{n}"`` or ``"{chunk}.layers.{n}"``. Chunk v of stage p has layers ``v·L/V + p·L/(V·P)`` and following
-    (megatron/core/transformer/transformer_block.py, get_num_layers_to_build and the layer offset).
-    """
-    per, rest = divmod(layers, stages * virtual)
-    if rest:
-        raise LayoutError(f"{layers} layers do not divide into {stages} stages of {virtual} chunks", hint="give Numbered(ids=...) yourself")
-    ids = tuple(
-        tuple(tuple(range(v * stages * per + p * per, v * stages * per + (p + 1) * per)) for v in range(virtual)) for p in range(stages)
-    )
-    target = to if to is not None else pattern.replace("{chunk}.", "")
-    return Numbered(pattern=pattern, to=target, over=over, ids=ids, stack=stack, stage=True)
-
-
-def experts(
-    pattern: str, *, count: int, ranks: int, over: str = "ep", to: str | None = None, stack: int | None = None, mesh: str | None = None
-) -> Numbered:
-    """Experts over expert-parallel ranks, contiguous blocks: ``pattern`` is such as ``"experts.{n}"``."""
-    per, rest = divmod(count, ranks)
-    if rest:
-        raise LayoutError(f"{count} experts do not divide over {ranks} ranks", hint="give Numbered(ids=...) yourself")
-    ids = tuple((tuple(range(r * per, (r + 1) * per)),) for r in range(ranks))
-    return Numbered(pattern=pattern, to=pattern if to is None else to, over=over, ids=ids, stack=stack, mesh=mesh)
+from .numbered import Numbered
+from .placements import PLACEMENTS, GlobalShape, OnMesh, Padded, Placement, Stage, Uneven
+from .splits import Flat, Interleaved, Shard, Split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +72,7 @@ class Layout:
         self.numbered = tuple(numbered)
         for glob, placements in self.rules:
             for p in placements:
-                if not isinstance(p, _PLACEMENTS):
+                if not isinstance(p, PLACEMENTS):
                     raise LayoutError(f"the rule for {glob!r} has {p!r} of {type(p).__module__}", hint="placements are classes of ckpt")
         for other in self.meshes.values():
             if set(other.ranks) != set(self.mesh.ranks):

@@ -20,7 +20,21 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 PURE = tuple(
     f"ckpt.{name}"
     for name in (
-        *("_version", "errors", "dtypes", "geometry", "catalog", "mesh", "splits", "layout", "rules", "tree", "plan"),
+        *(
+            "_version",
+            "errors",
+            "dtypes",
+            "geometry",
+            "catalog",
+            "mesh",
+            "splits",
+            "layout",
+            "placements",
+            "numbered",
+            "rules",
+            "tree",
+            "plan",
+        ),
         *("settings", "spans", "policies", "workers"),
     )
 )
@@ -40,7 +54,7 @@ ARROWS = {
 ABOVE = {"ckpt.cli": ("ckpt.cli",), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
 """Module prefix → the only prefixes that may import from it: nobody looks up."""
 
-TORCH_WHEN_ASKED = ("ckpt.tree",)
+TORCH_WHEN_ASKED = ("ckpt.tree.decoding",)
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one."""
 
 WITHOUT_TORCH = (

@@ -311,7 +311,8 @@ def test_a_state_of_one_tensor_of_no_or_one_element_is_saved(shape: tuple[int, .
     import torch
 
     import ckpt
-    from ckpt.rules import GlobalShape, Layout
+    from ckpt.placements import GlobalShape
+    from ckpt.rules import Layout
 
     layout = Layout({"dp": 1}, [("*", Flat("dp"), GlobalShape(shape))]) if kind == "flat" else None
     tensor = torch.full((math.prod(shape),) if kind == "flat" else shape, 3.0)

@@ -14,7 +14,9 @@ from ckpt.errors import LayoutError
 from ckpt.geometry import Box
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
-from ckpt.rules import GlobalShape, Layout, Numbered, OnMesh, Padded, Placed, Stage, Uneven, experts, pipeline
+from ckpt.numbered import Numbered, experts, pipeline
+from ckpt.placements import GlobalShape, OnMesh, Padded, Stage, Uneven
+from ckpt.rules import Layout, Placed
 from ckpt.splits import Flat, Interleaved, Replicate, Shard
 from tests.plan.layout_strategies import chunked, numbered, through_pieces
 

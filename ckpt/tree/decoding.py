@@ -1,0 +1,149 @@
+"""JSON nodes → nested Python state. No pickle: a node is of a known kind, or an error."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from ckpt.errors import FormatError
+
+from .nodes import NUMPY, REFERENCES, Node, at, child_path, shorten, tag_of
+
+Special: TypeAlias = Callable[[str, Any], object]
+"""Asked for the value of a node of a kind in ``REFERENCES``: the kind (with its ``$``) and the payload."""
+
+
+def decode(node: Node, special: Special) -> object:
+    """Turn a node back into the value it stands for. ``special(kind, payload)`` gives the values of the kinds in ``REFERENCES``.
+
+    Raises:
+        FormatError: the node is malformed or of an unknown kind.
+    """
+    return _Decoder(special).value(node, "")
+
+
+class _Decoder:
+    def __init__(self, special: Special) -> None:
+        self.special = special
+
+    def value(self, node: Node, path: str) -> object:
+        if isinstance(node, list):
+            return self.items(node, path)
+        if not isinstance(node, dict):
+            return node
+        tag = tag_of(node)
+        if tag is None:
+            return {k: self.value(v, child_path(path, k)) for k, v in node.items()}
+        if len(node) != 1:
+            raise FormatError(f"{at(path)} mixes {tag!r} with other keys", hint=HINT)
+        if tag in REFERENCES:
+            return self.special(tag, node[tag])
+        return self.nested(tag, node[tag], path) if tag in _NESTED else _typed(tag, node[tag], path)
+
+    def items(self, nodes: Sequence[Node], path: str) -> list[object]:
+        return [self.value(n, child_path(path, i)) for i, n in enumerate(nodes)]
+
+    def nested(self, tag: str, payload: Any, path: str) -> object:
+        if not isinstance(payload, list):
+            raise _malformed(tag, path)
+        if tag == "$map":
+            return self.map(payload, path)
+        items = self.items(payload, path)
+        if tag == "$complex":
+            parts = [x for x in items if isinstance(x, (int, float))]
+            if len(items) != 2 or len(parts) != 2:
+                raise _malformed(tag, path)
+            return complex(*parts)
+        if tag == "$tuple":
+            return tuple(items)
+        try:
+            return set(items) if tag == "$set" else frozenset(items)
+        except TypeError as e:
+            raise _malformed(tag, path) from e
+
+    def map(self, payload: list[Any], path: str) -> dict[object, object]:
+        found: dict[object, object] = {}
+        for pair in payload:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise _malformed("$map", path)
+            key = self.value(pair[0], child_path(path, "(key)"))
+            try:
+                if key in found:
+                    raise FormatError(f"{at(path)} has the key {shorten(pair[0])} twice", hint=HINT)
+            except TypeError as e:
+                raise _malformed("$map", path) from e
+            found[key] = self.value(pair[1], child_path(path, pair[0]))
+        return found
+
+
+HINT = "the state was written by newer or other software, or is damaged: run `ckpt verify`"
+_NESTED = frozenset({"$map", "$tuple", "$set", "$frozenset", "$complex"})
+
+
+def _malformed(tag: str, path: str) -> FormatError:
+    return FormatError(f"{at(path)} is not a well-formed {tag} node", hint=HINT)
+
+
+def _typed(tag: str, payload: Any, path: str) -> object:
+    read = _READERS.get(tag)
+    if read is None:
+        raise FormatError(f"{at(path)} is of unknown kind {tag!r}", hint=HINT)
+    try:
+        return read(payload)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as e:
+        raise _malformed(tag, path) from e
+
+
+def _read_bytes(payload: Any) -> bytes:
+    return base64.b64decode(payload, validate=True)
+
+
+def _read_array(payload: Any) -> Any:
+    import numpy as np
+
+    name, shape, raw = payload
+    if name not in NUMPY:
+        raise ValueError(name)
+    dtype = np.dtype(name)
+    return np.frombuffer(_read_bytes(raw), dtype=dtype.newbyteorder("<")).reshape(shape).astype(dtype)
+
+
+def _read_scalar(payload: Any) -> object:
+    name, raw = payload
+    return _read_array([name, [], raw])[()]
+
+
+def _read_size(payload: Any) -> object:
+    import torch
+
+    return torch.Size(payload)
+
+
+def _read_dtype(payload: Any) -> object:
+    import torch
+
+    found = getattr(torch, payload)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(payload)
+    return found
+
+
+def _read_device(payload: Any) -> object:
+    import torch
+
+    if not isinstance(payload, str):
+        raise ValueError(payload)
+    return torch.device(payload)
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "$bytes": _read_bytes,
+    "$float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "$scalar": _read_scalar,
+    "$array": _read_array,
+    "$size": _read_size,
+    "$dtype": _read_dtype,
+    "$device": _read_device,
+}

@@ -1,0 +1,207 @@
+"""Nested Python state → JSON nodes."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ckpt.errors import StateError
+
+from .nodes import MAX_DEPTH, NUMPY, Node, at, child_path, mapping_node, text
+
+Leaf: TypeAlias = Callable[[object, str], Node]
+"""Asked for the node of a value that is not plain, at a path; None means that it does not know the value."""
+
+_MAX_INT_BITS = 14284  # the largest that has at most 4300 decimal digits, which is what Python's JSON reader accepts
+
+
+def join(path: str, key: object) -> str:
+    """The path of a child: ``a.b`` for a string key, ``a.5`` for an index or integer key, the JSON text of the key's node for others.
+
+    Raises:
+        StateError: ``key`` cannot be stored.
+    """
+    return child_path(path, _encode_key(key, path))
+
+
+def encode(value: object, path: str, leaf: Leaf, quick: Mapping[type, Leaf] | None = None) -> Node:
+    """Turn a nested state into a node.
+
+    Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list,
+    tuple, set, frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
+    ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets,
+    where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before anything else is tried.
+
+    Raises:
+        StateError: a value is neither plain nor known to ``leaf``, contains itself, is nested too deep, or is a string that is not Unicode.
+    """
+    return _Encoder(leaf, quick=quick).node(value, path)
+
+
+def _unknown(value: object, path: str) -> None:
+    return None
+
+
+def _encode_key(key: object, path: str) -> Node:
+    if type(key) is str and key.isascii():
+        return key
+    return _Encoder(_unknown).node(key, child_path(path, "(key)"))
+
+
+class _Encoder:
+    def __init__(self, leaf: Leaf, around: set[int] | None = None, quick: Mapping[type, Leaf] | None = None) -> None:
+        self.leaf = leaf
+        self.quick = {**_SCALARS, **quick} if quick else _SCALARS
+        self.open: set[int] = set() if around is None else around  # ids of the containers around the value in hand
+
+    def node(self, value: object, path: str) -> Node:
+        if value is None or type(value) is bool:
+            return value
+        quick = self.quick.get(type(value))
+        if quick is not None:
+            return quick(value, path)
+        if type(value) in _CONTAINERS:
+            return self.container(value, path)
+        found = _numpy_node(value)
+        if found is None:
+            found = _torch_node(value)
+        if found is None:
+            found = self.leaf(value, path)
+        if found is None:
+            raise _refusal(value, path)
+        return found
+
+    def container(self, value: Any, path: str) -> Node:
+        if id(value) in self.open:
+            raise StateError(f"{at(path)} contains itself: {_type_name(value)}", hint="remove the reference that leads back")
+        if len(self.open) >= MAX_DEPTH:
+            raise StateError(f"{at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+        self.open.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self.mapping(value, path)
+            if isinstance(value, (set, frozenset)):
+                return self.unordered(value, path)
+            items = [self.node(v, child_path(path, i)) for i, v in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        finally:
+            self.open.discard(id(value))
+
+    def mapping(self, value: dict[object, object], path: str) -> Node:
+        pairs: list[tuple[Node, Node]] = []
+        start, quick = f"{path}." if path else "", self.quick
+        for key, child in value.items():
+            if type(key) is str and key.isascii():  # a mapping may have many thousand
+                key_node, where = key, start + key
+            else:
+                key_node = _encode_key(key, path)
+                where = child_path(path, key_node)
+            known = quick.get(type(child))
+            pairs.append((key_node, self.node(child, where) if known is None else known(child, where)))
+        found = mapping_node(pairs)
+        if "$map" in found:
+            _refuse_twins([k for k, _ in pairs], path)
+        return found
+
+    def unordered(self, value: set[object] | frozenset[object], path: str) -> Node:
+        plain = _Encoder(_unknown, self.open)
+        elements = sorted((plain.node(v, child_path(path, "(element)")) for v in value), key=text)
+        _refuse_twins(elements, path)
+        return {f"${type(value).__name__}": elements}
+
+
+def _refuse_twins(nodes: Sequence[Node], path: str) -> None:
+    """NaN differs from itself, so a dict or set can have two; read back they would be one."""
+    if len(set(map(text, nodes))) != len(nodes):
+        raise StateError(f"{at(path)} has NaN more than once as key or element", hint="use one NaN")
+
+
+def _int_node(value: int, path: str) -> Node:
+    if value.bit_length() > _MAX_INT_BITS:
+        raise StateError(f"{at(path)} is an integer of more than 4300 digits", hint="store it as bytes: value.to_bytes(...)")
+    return value
+
+
+def _float_node(value: float, path: str) -> Node:
+    return value if math.isfinite(value) else {"$float": str(value)}
+
+
+def _complex_node(value: complex, path: str) -> Node:
+    return {"$complex": [_float_node(value.real, path), _float_node(value.imag, path)]}
+
+
+def _str_node(value: str, path: str) -> Node:
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise StateError(f"{at(path)} is not Unicode: {value[:40]!r}", hint="store it as bytes: os.fsencode(value) for file names") from e
+    return value
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
+_SCALARS: dict[type, Callable[[Any, str], Node]] = {
+    int: _int_node,
+    float: _float_node,
+    complex: _complex_node,
+    str: _str_node,
+    bytes: lambda value, _: {"$bytes": _base64(value)},
+}
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset})
+
+
+def _numpy_node(value: Any) -> Node:
+    np = sys.modules.get("numpy")
+    if np is None or not (type(value) is np.ndarray or isinstance(value, np.generic)) or value.dtype.name not in NUMPY:
+        return None
+    raw = _base64(np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False).tobytes())
+    name = value.dtype.name
+    return {"$array": [name, list(value.shape), raw]} if type(value) is np.ndarray else {"$scalar": [name, raw]}
+
+
+def _torch_node(value: Any) -> Node:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if type(value) is torch.Size:
+        return {"$size": [int(n) for n in value]}
+    if type(value) is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    return {"$device": str(value)} if type(value) is torch.device else None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _refusal(value: Any, path: str) -> StateError:
+    return StateError(f"{at(path)} cannot be stored: {_type_name(value)}", hint=_way_out(value))
+
+
+def _way_out(value: Any) -> str:
+    np = sys.modules.get("numpy")
+    if isinstance(value, enum.Enum):
+        return "store its .value or .name"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "store value._asdict(), or tuple(value)"
+    if np is not None and isinstance(value, (np.ndarray, np.generic)):
+        return f"store numpy values of the dtypes {', '.join(sorted(NUMPY))} (np.asarray for subclasses of ndarray), or value.tolist()"
+    if isinstance(value, Mapping):
+        return "store dict(value)"
+    for plain in (int, float, complex, str, bytes, list, tuple, set, frozenset):
+        if isinstance(value, plain):
+            return f"only {plain.__name__} itself is stored, not its subclasses: store {plain.__name__}(value)"
+    if isinstance(value, (bytearray, memoryview)):
+        return "store bytes(value)"
+    return (
+        "make it a tensor or a JSON value, give the object state_dict and load_state_dict, "
+        "or save what each rank needs of it as plain values in ckpt.PerRank"
+    )
