@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import bytecheckpoint
 from benchmarks.contestants import cut, share
 from benchmarks.findings import at_least, at_most
 from benchmarks.measure import RankCost, Sample
@@ -232,3 +233,27 @@ def test_marks_are_limits_that_may_be_reached() -> None:
 
 def test_columns_are_aligned() -> None:
     assert aligned([("a", "1"), ("bc", "234")]) == ["a     1", "bc  234"]
+
+
+# -------------------------------------------------------------------------------------------------------- ByteCheckpoint
+
+
+def test_a_job_of_the_comparison_with_bytecheckpoint(tmp_path: Path) -> None:
+    samples = bytecheckpoint.job("ckpt", None, str(tmp_path), 1_000_000, 1, 2)
+    assert set(samples) == {"save ckpt", "load ckpt"}
+    assert all(len(found) == 2 and s["cpu"] > 0 and 0 < s["blocked"] <= s["durable"] for found in samples.values() for s in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_savers_in_the_background_are_compared_with_each_other() -> None:
+    figures = {"save ckpt": 1.0, "save dcp": 2.0, "save ckpt async": 1.0, "save dcp async": 4.0, "load ckpt": 3.0, "load dcp": 4.0}
+    samples = {what: [{"blocked": f, "durable": f, "cpu": f}] for what, f in figures.items()}
+    ratios = {row[0]: float(row[2]) for row in bytecheckpoint.rows_of(samples)}
+    assert ratios == {
+        "save ckpt": 0.5,
+        "save dcp": 1.0,
+        "save ckpt async": 0.25,
+        "save dcp async": 1.0,
+        "load ckpt": 0.75,
+        "load dcp": 1.0,
+    }
