@@ -18,26 +18,10 @@ from .posix_writer import PosixWriter
 from .shared import aside_name, check_total
 
 PART = 16 << 20
-_COHERENT = frozenset(
-    [
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "zfs",
-        "f2fs",
-        "bcachefs",
-        "tmpfs",
-        "ramfs",
-        "overlay",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ocfs2",
-        "gfs2",
-    ]
-)
+MOUNTS = "/proc/self/mountinfo"
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay")
+_CLUSTER = ("lustre", "gpfs", "beegfs", "ocfs2", "gfs2")
+COHERENT = frozenset((*_LOCAL, *_CLUSTER))
 """File systems of one kernel, and those of several that keep their caches coherent."""
 
 
@@ -109,12 +93,12 @@ def _is_coherent(file: str) -> bool:
     """Whether processes that write different bytes of one page both keep theirs. What is not known counts as no."""
     path = os.path.realpath(file)
     kinds: dict[str, str] = {}
-    with suppress(OSError), open("/proc/self/mountinfo") as mounts:
+    with suppress(OSError), open(MOUNTS) as mounts:
         for line in mounts:
             place, _, kind = line.partition(" - ")
             kinds[_unescaped(place.split()[4])] = kind.split()[0]  # of two mounted at one place the later one is seen
     mount = max((m for m in kinds if path == m or path.startswith(m.rstrip("/") + "/")), key=len, default=None)
-    return mount is not None and kinds[mount] in _COHERENT
+    return mount is not None and kinds[mount] in COHERENT
 
 
 def _unescaped(place: str) -> str:
