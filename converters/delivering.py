@@ -56,9 +56,11 @@ class Delivery:
         Raises:
             what ``write`` raises, and :meth:`ckpt.peers.Peers.exchange`.
         """
+        if any(part.memory.is_cuda for tensor in self.local.values() for part in tensor.parts):
+            torch.cuda.current_stream().synchronize()  # other threads, with streams of their own, read what this one has computed
         for f, rank in enumerate(self.gathering.heads):
             if rank == self.rank:
-                self._put_head(f)
+                self._put(f, 0, memoryview(self._head(f)))
         self._run_windows(peers, alive)
         tasks = [partial(self._put_piece, f, i, p, alive) for f, i, p in self.planner.direct_pieces(self.gathering, self.rank)]
         run_tasks(tasks, threads, "ckpt-export")
@@ -176,9 +178,6 @@ class Delivery:
             assert offset == len(found)
             found += data
         return found
-
-    def _put_head(self, f: int) -> None:
-        self._put(f, 0, memoryview(self._head(f)))
 
     # ---- bytes
 

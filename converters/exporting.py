@@ -35,7 +35,7 @@ from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
 from .target import Layout, OutFile, Planned
-from .to_hf import TARGET
+from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,8 +71,8 @@ def export(
     names: str | None = None,
     spelling: str = "huggingface",
     numbers: Mapping[str, int] | None = None,
-    only: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     root: str | None = None,
     dtype: str | None = None,
     shard_size: int | str | None = None,
@@ -122,8 +122,8 @@ def export(
         "names": names,
         "spelling": spelling,
         "numbers": dict(numbers or {}),
-        "only": list(only),
-        "exclude": list(exclude),
+        "only": [only] if isinstance(only, str) else list(only),
+        "exclude": [exclude] if isinstance(exclude, str) else list(exclude),
         "root": root,
         "dtype": dtype,
         "shard_size": shard_size,
@@ -154,6 +154,8 @@ class _Export:
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
+                if not self.call.undecided:  # a leader that is slow, not dead, may publish later
+                    self.sinks.discard()
             if self.begun is not None:
                 self.begun.discard()
             raise
@@ -200,7 +202,10 @@ class _Export:
         self.lay_out(said)
         self.destination.backend.prepare()
         self.destination.clear()
-        self.begun = Begun.begin(self.destination, self.planned.files)
+        beside = (
+            [] if self.destination.name is not None else [*self._configuration.files, *([INDEX] if len(self.planned.files) > 1 else [])]
+        )
+        self.begun = Begun.begin(self.destination, self.planned.files, beside)
         return {**said, "tokens": self.begun.tokens, "parts": self.begun.parts}
 
     # ---- both

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
@@ -104,23 +104,25 @@ class Begun:
 
     destination: Destination
     files: Sequence[OutFile]
+    beside: Sequence[str]
     shared: list[SharedObject] | None = None
-    _shown: list[str] = field(default_factory=list)
+    _shows: bool = False
 
     @classmethod
-    def begin(cls, destination: Destination, files: Sequence[OutFile]) -> Begun:
-        """Begin all files.
+    def begin(cls, destination: Destination, files: Sequence[OutFile], beside: Sequence[str]) -> Begun:
+        """Begin all files; ``beside`` are the names of small ones that come with them.
 
         Raises:
             UsageError: something would be replaced where that cannot be done.
             StorageError: the storage failed; nothing is left.
         """
-        found = cls(destination, files)
+        found = cls(destination, files, beside)
         first = destination.backend.share(files[0].path, files[0].size) if files else None
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            destination.mark([f.path for f in files])
+            destination.mark(found._paths)
+            found._shows = True
             return found
         found.shared = [first]
         try:
@@ -132,6 +134,10 @@ class Begun:
             found.discard()
             raise
         return found
+
+    @property
+    def _paths(self) -> list[str]:
+        return [*(f.path for f in self.files), *self.beside]
 
     @property
     def tokens(self) -> list[str] | None:
@@ -160,12 +166,12 @@ class Begun:
     def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
         destination = self.destination
         if destination.name is None:
-            destination.mark([f.path for f in self.files])
+            destination.mark(self._paths)
+            self._shows = True
             if destination.replace:
                 self._remove_others()
-        for number, (file, one) in enumerate(zip(self.files, shared, strict=True)):
+        for number, one in enumerate(shared):
             one.publish(receipts.get(number, []), replace=destination.replace)
-            self._shown.append(file.path)
 
     def _remove_others(self) -> None:
         """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
@@ -189,10 +195,10 @@ class Begun:
             with suppress(CkptError):  # what is left is found by the next export to the same place
                 one.abort()
         backend = self.destination.backend
-        if self.destination.replace and self._shown:
+        if not self._shows or self.destination.replace:
             return
         with suppress(CkptError):
-            for path in [f.path for f in self.files] if self.shared is None else self._shown:
+            for path in self._paths:
                 backend.delete(path)
             backend.delete(self.destination.record)
 
@@ -233,11 +239,15 @@ class Sinks:
             writer.commit()
         return {number: one.flush() for number, one in self._shared.items()}
 
-    def close(self) -> None:
-        """Write no more. What was not flushed may be lost."""
-        for writer in self._alone.values():
-            with suppress(CkptError):  # the leader removes what is there
+    def discard(self) -> None:
+        """Remove what this process alone has written."""
+        for number, writer in self._alone.items():
+            with suppress(CkptError):  # the mark stays, and the next export to the same place removes it
                 writer.abort()
+                self.destination.backend.delete(self.files[number].path)
+
+    def close(self) -> None:
+        """Write no more to files that others have begun."""
         if self.mine is None:
             for one in self._shared.values():
                 one.close()
