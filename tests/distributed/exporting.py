@@ -17,6 +17,7 @@ from ckpt.converters import gathering
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import ExportReport, export
 from ckpt.io_backends import posix_shared
+from ckpt.io_backends.fsspec_writer import GatheringWriter
 from ckpt.io_backends.posix_shared import PosixSharedObject
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
@@ -27,7 +28,8 @@ SHARD = 3_000
 
 
 def use(way: str) -> None:
-    """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page."""
+    """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
+    no shared ones."""
     gathering.LONG, gathering.WINDOW = 64, 512
     if way == "parts":
         posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
@@ -41,10 +43,11 @@ def everywhere(layout: str, folder: str) -> list[str]:
     wanted = {n.removeprefix("model."): t for n, t in full_state(trained).items() if n.startswith("model.")}
     cast = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in wanted.items()}
     reports = {}
-    for way in ("ranges", "parts"):
+    for way in ("ranges", "parts", "files"):
         use(way)
-        reports[way] = export(f"{folder}/{way}", state, layout=trained.layout, shard_size=SHARD)
-        export(f"{folder}/{way}.safetensors", state, layout=trained.layout, dtype="bfloat16")
+        root = f"local://{folder}" if way == "files" else folder
+        reports[way] = export(f"{root}/{way}", state, layout=trained.layout, shard_size=SHARD)
+        export(f"{root}/{way}.safetensors", state, layout=trained.layout, dtype="bfloat16")
     ckpt.save(f"{folder}/saved", state, layout=trained.layout)
     if dist.get_rank():
         return []
@@ -105,15 +108,19 @@ def export_two(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
 def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
     """Rank 1 is killed when it is about to write for the time ``at``."""
     use("ranges")
-    write, done = PosixSharedObject.write, []
+    done: list[int] = []
 
-    def dying(self: PosixSharedObject, offset: int, parts: Any) -> None:
-        done.append(offset)
-        if dist.get_rank() == 1 and len(done) > at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, offset, parts)
+    def dies(write: Any) -> Any:
+        def dying(self: Any, offset: int, parts: Any) -> None:
+            done.append(offset)
+            if dist.get_rank() == 1 and len(done) > at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(self, offset, parts)
 
-    PosixSharedObject.write = dying  # type: ignore[method-assign]
+        return dying
+
+    for kind in (PosixSharedObject, GatheringWriter):
+        kind.write = dies(kind.write)  # type: ignore[attr-defined]
     state, layout = two(seed)
     export(url, state, layout=layout, timeout=3, **options)
 

@@ -70,6 +70,15 @@ def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path, name: str, at: int) -> N
     assert [p.name for p in tmp_path.rglob(".*")] == []
 
 
+def test_a_rank_is_killed_where_files_cannot_be_shared(ranks: Ranks, tmp_path: Path) -> None:
+    url = tmp_path / "out"
+    found = ranks.run(2, work.die_at_write, f"local://{url}", 1, MANY, 0, allow_death=True)
+    assert found[1].exitcode == -9 and isinstance(found[0].error, GroupError)
+    assert not [n for n in visible(url) if n.endswith("safetensors")]
+    ranks.run(2, work.export_two, f"local://{url}", 2, MANY)
+    assert right(url, 2) and "convert.json" not in visible(url)
+
+
 def test_killed_while_files_get_their_names(ranks: Ranks, tmp_path: Path) -> None:
     url = tmp_path / "out"
     found = ranks.run(2, work.die_while_publishing, str(url), 1, MANY, 1, allow_death=True)
