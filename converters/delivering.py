@@ -70,7 +70,8 @@ class Delivery:
     def _run_windows(self, peers: Peers | None, alive: Callable[[], None]) -> None:
         rounds: dict[int, list[Window]] = defaultdict(list)
         for window in self.gathering.windows:
-            rounds[window.round].append(window)
+            if window.keeper == self.rank or self.rank in window.sizes:
+                rounds[window.round].append(window)
         writing: Pending[None] | None = None
         try:
             for number in range(self.gathering.rounds):
@@ -92,12 +93,13 @@ class Delivery:
         images = []
         for window in windows:
             if window.keeper != self.rank:
-                for segment, piece in self._pieces(window, self.rank):
-                    outgoing[window.keeper].append(self._values(piece, self._wanted(window, segment).dtype))
+                for rank, segment, piece in self._moves(window):
+                    if rank == self.rank:
+                        outgoing[window.keeper].append(self._values(piece, self._wanted(window, segment).dtype))
                 continue
             image = self._image(window)
             images.append((window, image))
-            for rank, segment, piece in self._all_pieces(window):
+            for rank, segment, piece in self._moves(window):
                 target = _part_of(image, window, segment, piece, self._wanted(window, segment).dtype)
                 if rank == self.rank:
                     self._fill(piece, target)
@@ -119,19 +121,16 @@ class Delivery:
     def _wanted(self, window: Window, segment: Segment) -> Wanted:
         return self.tensors[self.files[window.file].items[segment.item].name]
 
-    def _all_pieces(self, window: Window) -> Iterator[tuple[int, Segment, Piece]]:
-        for segment, moves in zip(window.segments, window.moves, strict=True):
-            for move in moves:
+    def _moves(self, window: Window) -> Iterator[tuple[int, Segment, Piece]]:
+        """Who has what of a window, and for which of its segments."""
+        for segment in window.segments:
+            for move in self.planner.moves(window.file, segment):
                 yield move.rank, segment, move.piece
-
-    def _pieces(self, window: Window, rank: int) -> Iterator[tuple[Segment, Piece]]:
-        return ((segment, piece) for r, segment, piece in self._all_pieces(window) if r == rank)
 
     def _image(self, window: Window) -> torch.Tensor:
         """Memory for a window: zeros where no rank has anything, and the header of the file."""
         head = self._head(window.file) if self.gathering.heads[window.file] is None else b""
-        moved = sum(window.sizes([self.files[window.file].items[s.item].itemsize for s in window.segments]).values())
-        full = moved == window.stop - window.start
+        full = sum(window.sizes.values()) == window.stop - window.start
         image = (torch.empty if full else torch.zeros)(window.stop - window.start, dtype=torch.uint8)
         mine = head[window.start : window.stop]
         image.numpy()[: len(mine)] = memoryview(mine)

@@ -44,19 +44,16 @@ class Move(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The bytes ``[start, stop)`` of a file: ``segments`` of its items, and for each of them what is moved into it."""
+    """The bytes ``[start, stop)`` of a file: ``segments`` of its items, and how many bytes of them each rank has. Who takes part asks
+    ``Planner.moves``: all moves of a large job would fill the memory."""
 
     file: int
     start: int
     stop: int
     segments: tuple[Segment, ...]
-    moves: tuple[tuple[Move, ...], ...]
+    sizes: Mapping[int, int]
     keeper: int
     round: int
-
-    def sizes(self, itemsizes: Sequence[int]) -> dict[int, int]:
-        """Bytes that each rank has of it; ``itemsizes`` of its segments."""
-        return _sizes(self.moves, itemsizes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,19 +89,29 @@ class Planner:
         for f, part in enumerate(parts):
             alone = self.ranks[f % len(self.ranks)] if way == "files" else None
             for start, stop, segments in self._cut(f, part or WINDOW, skipped, head=way != "ranges"):
-                moves = tuple(tuple(self.moves(self.files[f].items[s.item].name, s)) for s in segments)
-                itemsizes = [self.files[f].items[s.item].itemsize for s in segments]
-                keeper, round = pacer.place(stop - start, _sizes(moves, itemsizes), alone)
-                windows.append(Window(f, start, stop, tuple(segments), moves, keeper, round))
+                sizes = self._sizes(f, segments)
+                keeper, round = pacer.place(stop - start, sizes, alone)
+                windows.append(Window(f, start, stop, tuple(segments), sizes, keeper, round))
         heads = tuple(self.ranks[f % len(self.ranks)] if way == "ranges" else None for f in range(len(self.files)))
         return Gathering(windows=tuple(windows), direct=tuple(direct), heads=heads)
 
-    def moves(self, name: str, segment: Segment) -> Iterator[Move]:
-        """Who has what of a segment, in an order that is the same everywhere."""
-        for piece in self.tensors[name].view.overlapping(segment.box):
+    def moves(self, f: int, segment: Segment) -> Iterator[Move]:
+        """Who has what of a segment of a file, in an order that is the same everywhere."""
+        for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
             owners = self.catalog.owners[piece.source]
             for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
                 yield Move(int(owners[copy.chunk]), within(piece, copy.box))
+
+    def _sizes(self, f: int, segments: Sequence[Segment]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for segment in segments:
+            itemsize = self.files[f].items[segment.item].itemsize
+            for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
+                owners = self.catalog.owners[piece.source]
+                for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
+                    rank = int(owners[copy.chunk])
+                    found[rank] = found.get(rank, 0) + copy.box.numel * itemsize
+        return found
 
     def direct_pieces(self, gathering: Gathering, rank: int) -> Iterator[tuple[int, int, Piece]]:
         """File, item and piece of all that ``rank`` writes by itself."""
@@ -147,7 +154,7 @@ class Planner:
                 self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= LONG
             else:
                 whole = Segment(i, item.box, item.offset, item.length)
-                self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(item.name, whole))
+                self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, whole))
         return self._long[key]
 
 
@@ -172,14 +179,6 @@ def _shortest(shape: Sequence[int], cuts: Sequence[Sequence[int]], itemsize: int
 def _is_long(view: View, piece: Piece, itemsize: int) -> bool:
     blocks = strided_blocks(view.shape, piece.box)
     return blocks.runs == 1 or blocks.length * itemsize >= LONG
-
-
-def _sizes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for row, itemsize in zip(moves, itemsizes, strict=True):
-        for move in row:
-            found[move.rank] = found.get(move.rank, 0) + move.piece.box.numel * itemsize
-    return found
 
 
 class _Pacer:

@@ -74,9 +74,10 @@ def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sourc
     image = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
     times = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
     for w in found.windows:
-        for segment, moves in zip(w.segments, w.moves, strict=True):
+        for segment in w.segments:
             held = np.zeros(segment.box.shape, dtype=np.int64)
-            for move in moves:
+            for move in planner.moves(w.file, segment):
+                assert move.rank in w.sizes
                 held[move.piece.box.relative_to(segment.box.offset).slices] += taken(move.piece, sources)
             at = slice(segment.start // KIND.itemsize, (segment.start + segment.length) // KIND.itemsize)
             image[w.file][at] += held.ravel()
@@ -126,7 +127,7 @@ def check_rounds(found: Gathering, budget: int) -> None:
     """A rank has no more than the budget in a round, unless it is one window alone."""
     load: dict[tuple[int, int], list[int]] = {}
     for w in found.windows:
-        for rank, n in w.sizes([KIND.itemsize] * len(w.segments)).items():
+        for rank, n in w.sizes.items():
             if rank != w.keeper:
                 load.setdefault((w.round, rank), []).append(n)
         load.setdefault((w.round, w.keeper), []).append(w.stop - w.start)
