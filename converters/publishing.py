@@ -24,7 +24,8 @@ from .record import record_path
 from .target import OutFile
 from .to_hf import INDEX
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_STEM = "model"
+_WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 _FORMAT = "ckpt-export"
 
 
@@ -47,7 +48,7 @@ class Destination:
         Raises:
             ConflictError: something is, or a conversion was begun here and did not finish.
         """
-        for left in list(left_behind(self.backend)):
+        for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
         for path in self._begun():

@@ -70,14 +70,15 @@ def aside_name(path: str, token: str) -> str:
     return f"{head}{slash}.{name}.{token}{ASIDE}"
 
 
-def left_behind(backend: Backend) -> Iterator[Unfinished]:
-    """What processes that died left of objects directly below the root: files aside, and uploads as far as we may list them."""
+def left_behind(backend: Backend, prefix: str = "") -> Iterator[Unfinished]:
+    """What processes that died left of objects directly below the root whose names start with ``prefix``: files aside, and uploads as far
+    as we may list them."""
     for name in backend.children():
         found = _ASIDE_NAME.fullmatch(name)
-        if found is not None:
+        if found is not None and found["name"].startswith(prefix):
             yield Unfinished(path=found["name"], started=0.0, token=name)
     with suppress(AccessError):  # a right of its own, which few jobs have been given
-        yield from (u for u in backend.unfinished() if "/" not in u.path)
+        yield from (u for u in backend.unfinished(prefix) if "/" not in u.path)
 
 
 def remove_left(backend: Backend, left: Unfinished) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.converters import gathering
+from ckpt.converters import exporting, gathering
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import ExportReport, export
 from ckpt.io_backends import posix_shared
@@ -25,12 +25,14 @@ from tests.distributed.plain import build
 
 SHARD = 3_000
 """Bytes of a file: several for the small models."""
+MEMORY = 9_000
+"""Bytes of windows at once: several rounds."""
 
 
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    gathering.LONG, gathering.WINDOW = 64, 512
+    gathering.LONG, gathering.WINDOW, exporting.LEAST = 64, 512, 0
     if way == "parts":
         posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
 
@@ -46,7 +48,7 @@ def everywhere(layout: str, folder: str) -> list[str]:
     for way in ("ranges", "parts", "files"):
         use(way)
         root = f"local://{folder}" if way == "files" else folder
-        reports[way] = export(f"{root}/{way}", state, layout=trained.layout, shard_size=SHARD)
+        reports[way] = export(f"{root}/{way}", state, layout=trained.layout, shard_size=SHARD, memory=MEMORY)
         export(f"{root}/{way}.safetensors", state, layout=trained.layout, dtype="bfloat16")
     ckpt.save(f"{folder}/saved", state, layout=trained.layout)
     if dist.get_rank():

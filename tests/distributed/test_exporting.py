@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.exporting import export
 from ckpt.converters.spelling import translated
 from ckpt.errors import GroupError, NotCommittedError
 from tests.distributed import exporting as work
@@ -68,6 +69,18 @@ def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path, name: str, at: int) -> N
     ranks.run(2, work.export_two, str(tmp_path / name), 2, options)
     assert right(tmp_path / name, 2)
     assert [p.name for p in tmp_path.rglob(".*")] == []
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_killed_while_it_would_replace(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    url, options = tmp_path / name, {"overwrite": True, **(MANY if name == "out" else {})}
+    export(str(url), work.whole_of_two(5), shard_size=20_000)
+    before = work.contents(str(url)) if name == "out" else url.read_bytes()
+    ranks.run(2, work.die_at_write, str(url), 1, options, 1, allow_death=True)
+    assert right(url, 5)
+    assert before == ({n: b for n, b in work.contents(str(url)).items() if n[0] != "."} if name == "out" else url.read_bytes())
+    ranks.run(2, work.export_two, str(url), 2, options)
+    assert right(url, 2)
 
 
 def test_a_rank_is_killed_where_files_cannot_be_shared(ranks: Ranks, tmp_path: Path) -> None:
