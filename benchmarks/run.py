@@ -36,6 +36,7 @@ SCENARIOS = (
     "step",
     "s3",
     "convert",
+    "export",
 )
 ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,15 @@ from .translating import translating, views_of
 if TYPE_CHECKING:
     from ckpt.converters.converting import ConvertReport
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
 
 def _size(text: str) -> int:
     """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT]?I?)B?", text.strip().upper())
-    if found is None or found[2] not in _UNITS or not float(found[1]):
-        raise click.BadParameter(f"{text!r} is no size such as 5GB or 512MiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    from ckpt.converters.sizes import size_of
+
+    try:
+        return size_of(text)
+    except UsageError as err:
+        raise click.BadParameter(err.message) from err
 
 
 @click.command("convert", short_help="Write a checkpoint in another format.")

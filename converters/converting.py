@@ -144,7 +144,7 @@ class _Run:
         self.url = url
         self.shard_size = shard_size
         self.overwrite = overwrite
-        self.root, self.name = _apart(url, file=format.one_file(url))
+        self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
         self.digest = digest_of(chosen, format.name, shard_size)
         self.record: Record | None = None
@@ -254,7 +254,7 @@ class _Run:
         return True
 
 
-def _apart(url: str, *, file: bool) -> tuple[str, str | None]:
+def apart(url: str, *, file: bool) -> tuple[str, str | None]:
     """The directory that is written to, and the name of the file there if it is one file."""
     if not file:
         return url, None

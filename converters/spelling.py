@@ -15,21 +15,29 @@ from .roles import Shapes, in_all_roles
 from .terms import Dimensions
 from .translation import Direction, Translation, load_translation
 
+Views = Callable[[Mapping[str, Sequence[int]]], dict[str, View]]
 CONFIG = "config.json"
 MEGATRON = "Megatron"
 
 
-def translated(
-    url: str, translation: str, spelling: str, numbers: Mapping[str, int]
-) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]]:
+def translated(url: str, translation: str, spelling: str, numbers: Mapping[str, int]) -> Views:
     """From the shapes of the tensors at ``url`` to the same in ``spelling``. ``numbers`` go before what the files tell.
+
+    Raises:
+        UsageError: there is no such translation, or it is not one to or from this spelling.
+    """
+    return respelled(translation, spelling, {**told_by(url), **numbers})
+
+
+def respelled(translation: str, spelling: str, numbers: Mapping[str, int]) -> Views:
+    """From the shapes of a model's tensors to the same in ``spelling``; ``numbers`` are those that the translation's terms name.
 
     Raises:
         UsageError: there is no such translation, or it is not one to or from this spelling.
     """
     rules = load_translation(translation)
     direction = _direction(rules, spelling)
-    known = Dimensions({**told_by(url), **numbers})
+    known = Dimensions(numbers)
 
     def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
         def translate(some: Shapes, partial: bool) -> dict[str, View]:  # noqa: FBT001  called by place

@@ -97,13 +97,16 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
         backends = [catalog.backend] if isinstance(catalog, ForeignCatalog) else []
     found: dict[str, bytes] = {}
     for backend in backends:
-        names = backend.children()
-        if "config.json" not in names:
-            continue
-        for name in names:
-            if name not in found and _belongs(name) and backend.size(name) <= SMALL:
-                found[name] = backend.read(name)
+        found = {**small_files(backend), **found}
     return list(found.items())
+
+
+def small_files(backend: Backend) -> dict[str, bytes]:
+    """Configuration and tokenizer that lie at a root; nothing if there is no configuration."""
+    names = backend.children()
+    if "config.json" not in names:
+        return {}
+    return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= SMALL}
 
 
 def _belongs(name: str) -> bool:

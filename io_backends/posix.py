@@ -29,6 +29,7 @@ from .posix_files import (
     write_all,
 )
 from .posix_publish import publish
+from .posix_shared import PosixSharedObject
 from .posix_writer import PosixWriter
 from .protocol import Backend, Entry, Writer
 
@@ -150,6 +151,12 @@ class PosixBackend(Backend):
                 prune_empty(os.path.dirname(file), self._root)
                 raise
         return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made, direct=mode)
+
+    def share(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
+        """See ``Backend.share``."""
+        file = self._file(path)
+        check_size(size, file)
+        return PosixSharedObject(file=file, root=self._root, size=size, token=token)
 
     def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
         """See ``Backend.publish``."""

@@ -34,7 +34,7 @@ def publish(file: str, root: str, data: bytes, replaces: bytes | None) -> None:
     try:
         made = _write_durably(aside, data)
         if replaces is None:
-            _give_name(aside, file)
+            give_name(aside, file)
         else:
             with _locked(directory):
                 _check_holds(file, replaces)
@@ -54,7 +54,7 @@ def _write_durably(aside: str, data: bytes) -> list[str]:
     return made
 
 
-def _give_name(aside: str, file: str) -> None:
+def give_name(aside: str, file: str) -> None:
     """Make ``file`` another name of ``aside``, or take the name over; ConflictError if it is taken."""
     try:
         os.link(aside, file)

@@ -17,6 +17,7 @@ from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_publishing import conditional, delete, probe, publish
 from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
+from .s3_shared import S3SharedObject
 from .s3_writer import PART, S3Writer, forget, part_size
 
 _SCHEME = "s3://"
@@ -139,6 +140,12 @@ class S3Backend(Backend):
         except NotFoundError:
             return S3Writer(key, size, part_size(size, self._part), conditional=conditional(key))
         raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
+
+    def share(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
+        """See ``Backend.share``."""
+        key = self._key(path)
+        check_size(size, key.where)
+        return S3SharedObject(key, size, part_size(size, self._part), conditional=token is None and conditional(key), token=token)
 
     def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
         """See ``Backend.publish``."""

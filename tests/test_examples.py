@@ -267,6 +267,12 @@ def test_another_world_size_has_the_same_tensors(ranks: Ranks, tmp_path: Path) -
     assert len(saved[0]) == 16 and all(found == saved[0] for found in [*saved, *loaded])
 
 
+def test_a_running_job_is_exported(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert all(0 < d < 0.05 for d in ranks.run(2, call, "export_hf", "run", str(tmp_path / "out"), 2))
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+
+
 # ------------------------------------------------------------------------------------------------------------- the whole
 
 

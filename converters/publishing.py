@@ -1,0 +1,254 @@
+"""The files of an export at its destination: begun, joined, and made to exist together, or not at all. No torch.
+
+On storage that processes can share files on, nothing shows before all is durable: then the files get their names, and what says that
+they belong together comes last. While several names change, ``convert.json`` is there and ckpt opens nothing. Elsewhere each file has one
+process that writes it, ``convert.json`` is there from the beginning, and nothing can be replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.formats.registry import find_format
+from ckpt.formats.safetensors.catalog import FORMAT_NAME
+from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
+
+from .record import record_path
+from .target import OutFile
+from .to_hf import INDEX
+
+_STEM = "model"
+_WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+_FORMAT = "ckpt-export"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """``name`` is that of the only file, if it is one; ``replace`` whether what is there may be replaced."""
+
+    url: str
+    backend: Backend
+    name: str | None
+    replace: bool
+
+    @property
+    def record(self) -> str:
+        return record_path(self.name)
+
+    def clear(self) -> None:
+        """Remove what exports that were killed left here, and check that nothing else is in the way.
+
+        Raises:
+            ConflictError: something is, or a conversion was begun here and did not finish.
+        """
+        for left in list(left_behind(self.backend, self.name or _STEM)):
+            if self._is_ours(left.path):
+                remove_left(self.backend, left)
+        for path in self._begun():
+            self.backend.delete(path)
+        self.backend.delete(self.record)
+        taken = self._taken()
+        if taken and not self.replace:
+            told = f"something is there already: {', '.join(taken[:5])}"
+            raise ConflictError(told, where=self.url, hint="export to another URL, or replace it: overwrite=True")
+        if taken and self.name is None and find_format(self.url) not in (None, FORMAT_NAME):
+            raise ConflictError("what is there is no export", where=self.url, hint="export to another URL, or remove it first")
+
+    def _is_ours(self, path: str) -> bool:
+        return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
+
+    def _taken(self) -> list[str]:
+        names = self.backend.children()
+        return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
+
+    def _begun(self) -> list[str]:
+        """Files to which an export that was killed had given their names."""
+        try:
+            said = json.loads(self.backend.read(self.record))
+        except NotFoundError:
+            return []
+        except ValueError:
+            said = {}
+        if said.get("format") != _FORMAT:
+            raise ConflictError(
+                f"a conversion was begun here and did not finish ({self.record})",
+                where=self.url,
+                hint="export to another URL, let `ckpt convert` go on, or remove what is there",
+            )
+        return [*map(str, said["files"])]
+
+    def mark(self, files: Sequence[str]) -> None:
+        """Say that these files are about to show, and belong together only when the mark is gone."""
+        said = json.dumps({"format": _FORMAT, "version": 1, "files": list(files)}).encode() + b"\n"
+        self.backend.publish(self.record, said, replaces=None)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Make a small file hold ``data``."""
+        try:
+            before = self.backend.read(path)
+        except NotFoundError:
+            before = None
+        if before != data:
+            self.backend.publish(path, data, replaces=before)
+
+
+@dataclass(eq=False)
+class Begun:
+    """The files of one export on the leader, who has begun them. ``shared`` is None where files cannot be shared."""
+
+    destination: Destination
+    files: Sequence[OutFile]
+    beside: Sequence[str]
+    shared: list[SharedObject] | None = None
+    _shows: bool = False
+
+    @classmethod
+    def begin(cls, destination: Destination, files: Sequence[OutFile], beside: Sequence[str]) -> Begun:
+        """Begin all files; ``beside`` are the names of small ones that come with them.
+
+        Raises:
+            UsageError: something would be replaced where that cannot be done.
+            StorageError: the storage failed; nothing is left.
+        """
+        found = cls(destination, files, beside)
+        first = destination.backend.share(files[0].path, files[0].size) if files else None
+        if first is None:
+            if destination.replace:
+                raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
+            destination.mark(found._paths)
+            found._shows = True
+            return found
+        found.shared = [first]
+        try:
+            for file in files[1:]:
+                shared = destination.backend.share(file.path, file.size)
+                assert shared is not None
+                found.shared.append(shared)
+        except BaseException:
+            found.discard()
+            raise
+        return found
+
+    @property
+    def _paths(self) -> list[str]:
+        return [*(f.path for f in self.files), *self.beside]
+
+    @property
+    def tokens(self) -> list[str] | None:
+        return None if self.shared is None else [s.token for s in self.shared]
+
+    @property
+    def parts(self) -> list[int] | None:
+        """The size of a part, for each file; None where files cannot be shared."""
+        return None if self.shared is None else [s.part for s in self.shared]
+
+    def publish(self, receipts: Mapping[int, Sequence[Any]], finish: Callable[[], None]) -> None:
+        """Make the export exist; ``finish`` writes what comes last.
+
+        Raises:
+            ConflictError: somebody else has taken a name meanwhile.
+            StorageError: the storage failed, or does not have every byte.
+        """
+        if self.shared is None:
+            self._check_there()
+        else:
+            self._show(self.shared, receipts)
+        finish()
+        if self.shared is None or self.destination.name is None:
+            self.destination.backend.delete(self.destination.record)
+
+    def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
+        destination = self.destination
+        if destination.name is None:
+            destination.mark(self._paths)
+            self._shows = True
+            if destination.replace:
+                self._remove_others()
+        for number, one in enumerate(shared):
+            one.publish(receipts.get(number, []), replace=destination.replace)
+
+    def _remove_others(self) -> None:
+        """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
+        backend = self.destination.backend
+        backend.delete(INDEX)
+        new = {f.path for f in self.files}
+        for name in backend.children():
+            if _WEIGHTS.fullmatch(name) and name not in new:
+                backend.delete(name)
+
+    def _check_there(self) -> None:
+        for file in self.files:
+            size = self.destination.backend.size(file.path)
+            if size != file.size:
+                told = f"{file.path} has {size} of {file.size} bytes"
+                raise StorageError(told, where=self.destination.url, hint="the URL must be on storage that all ranks share")
+
+    def discard(self) -> None:
+        """Leave nothing of it. What was replaced already cannot be brought back; then the mark stays, and nothing can be opened."""
+        for one in self.shared or ():
+            with suppress(CkptError):  # what is left is found by the next export to the same place
+                one.abort()
+        backend = self.destination.backend
+        if not self._shows or self.destination.replace:
+            return
+        with suppress(CkptError):
+            for path in self._paths:
+                backend.delete(path)
+            backend.delete(self.destination.record)
+
+
+class Sinks:
+    """One rank's side of the files: opened when the first byte is written. ``tokens`` are the leader's, or None where files cannot be
+    shared; ``mine`` are the objects that this process began itself."""
+
+    def __init__(
+        self, destination: Destination, files: Sequence[OutFile], tokens: Sequence[str] | None, mine: Sequence[SharedObject] | None
+    ) -> None:
+        self.destination = destination
+        self.files = files
+        self.tokens = tokens
+        self.mine = mine
+        self._shared: dict[int, SharedObject] = {}
+        self._alone: dict[int, Writer] = {}
+
+    def open(self, number: int) -> None:
+        """Make ready to write a file; not from several threads."""
+        file = self.files[number]
+        if self.tokens is None:
+            if number not in self._alone:
+                self._alone[number] = self.destination.backend.create(file.path, file.size)
+        elif number not in self._shared:
+            join = self.destination.backend.share
+            joined = self.mine[number] if self.mine is not None else join(file.path, file.size, self.tokens[number])
+            assert joined is not None
+            self._shared[number] = joined
+
+    def write(self, number: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a file that is open."""
+        (self._alone if self.tokens is None else self._shared)[number].write(offset, [data])
+
+    def flush(self) -> dict[int, Any]:
+        """Make all durable; what the leader needs to publish each file."""
+        for writer in self._alone.values():
+            writer.commit()
+        return {number: one.flush() for number, one in self._shared.items()}
+
+    def discard(self) -> None:
+        """Remove what this process alone has written."""
+        for number, writer in self._alone.items():
+            with suppress(CkptError):  # the mark stays, and the next export to the same place removes it
+                writer.abort()
+                self.destination.backend.delete(self.files[number].path)
+
+    def close(self) -> None:
+        """Write no more to files that others have begun."""
+        if self.mine is None:
+            for one in self._shared.values():
+                one.close()

@@ -1,0 +1,84 @@
+"""An object that several processes send parts of: one upload, whose id is the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from ckpt.errors import NotFoundError, UsageError
+from ckpt.workers import run_tasks
+
+from .checks import byte_views, check_write
+from .s3_client import LANES
+from .s3_reading import Key, head
+from .s3_writer import S3Writer
+from .shared import check_total
+
+
+class S3SharedObject(S3Writer):
+    """See ``SharedObject``. ``token`` is None in the process that begins it."""
+
+    def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
+        super().__init__(key, size, part, conditional=conditional)
+        self._single = False
+        self.part = part
+        self._began = token is None
+        self._id = self._started() if token is None else token
+        self._upload = self._id
+
+    @property
+    def token(self) -> str:
+        """With it other processes join."""
+        return self._id
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``SharedObject.write``."""
+        views = byte_views(parts)
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._key.where)
+        if offset % self._part or (length % self._part and offset + length != self._size) or len(views) != 1:
+            raise UsageError(f"these are no whole parts of {self._part} bytes: {length} at {offset}", where=self._key.where)
+        with self._using():
+            run_tasks([partial(self._send_whole, p) for p in self._places(offset, views)], LANES, "ckpt-s3-write")
+            self._written.add(offset, offset + length)
+
+    def flush(self) -> dict[str, str]:
+        """See ``SharedObject.flush``: the tags of the parts that this process sent, by number from 0."""
+        return {str(number): tag for number, tag in self._tags.items()}
+
+    def publish(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
+        """See ``SharedObject.publish``."""
+        tags = {int(number): tag for receipt in receipts for number, tag in receipt.items()}
+        check_total(sum(self._length(number) for number in tags), self._size, self._key.where)
+        if sum(len(receipt) for receipt in receipts) != len(tags):
+            raise UsageError("two processes sent the same part", where=self._key.where)
+        self._tags = tags
+        if replace:
+            self._condition = {}
+        else:
+            self._check_free()
+        self._state = "failed"  # until it did not
+        try:
+            self._complete()
+        finally:
+            self._perhaps_there = self._perhaps_there and not replace  # what is there may be what was there before
+        self._state = "committed"
+
+    def _check_free(self) -> None:
+        """Some stores know no conditions for uploads: then this question has to do."""
+        with suppress(NotFoundError):
+            head(self._key)
+            raise self._taken()
+
+    def abort(self) -> None:
+        """See ``SharedObject.abort``."""
+        if self._began:
+            super().abort()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """See ``SharedObject.close``."""
+        if self._state == "open":
+            self._state = "aborted"

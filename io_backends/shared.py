@@ -1,0 +1,89 @@
+"""Objects that several processes write together, each its own bytes at their final place, and that one of them makes exist.
+
+A storage that can do it has ``Backend.share``. One process begins the object and tells the others its token; all write and ``flush``; the
+first one publishes it with what the flushes gave.
+
+Invariants: nothing shows under the object's name before ``publish``, and then all of it does. Who began an object and dies leaves what
+:func:`left_behind` finds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from ckpt.errors import AccessError, StorageError
+
+from .protocol import Backend, Unfinished
+
+ASIDE = ".shared"
+"""What the name of a shared file ends with until it is published, on file systems."""
+_ASIDE_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.shared")
+
+
+class SharedObject(Protocol):
+    """One process's side of an object of known size.
+
+    ============================================  ==========================================================================
+    situation                                     required outcome
+    ============================================  ==========================================================================
+    ``write``                                     as ``Writer.write``; where ``part`` is not 0 only whole parts: bytes
+                                                  ``[n·part, (n+1)·part)`` or up to the end, each by one process, once
+    ``flush``                                     all that this process wrote is durable; gives JSON for ``publish``
+    ``publish``, every byte is in some receipt    the object exists, whole and durable
+    ``publish``, some byte is in none             StorageError; nothing shows
+    ``publish``, the name is taken                ConflictError, unless ``replace``: then readers see the old or the new
+    ``abort``, in the process that began it       nothing of it is left, unless it was published
+    ``abort``, in the others; ``close``           this process writes no more
+    ============================================  ==========================================================================
+    """
+
+    part: int
+    """Bytes of which writes have to be made; 0: any ranges."""
+
+    @property
+    def token(self) -> str:
+        """With it other processes join."""
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None: ...
+
+    def flush(self) -> Any: ...
+
+    def publish(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_total(written: int, size: int, where: str) -> None:
+    """Raise StorageError unless the processes have written every byte."""
+    if written != size:
+        raise StorageError(f"{size} bytes were planned, but all processes together wrote {written}", where=where, hint="please report this")
+
+
+def aside_name(path: str, token: str) -> str:
+    """The path of a shared file until it is published."""
+    head, slash, name = path.rpartition("/")
+    return f"{head}{slash}.{name}.{token}{ASIDE}"
+
+
+def left_behind(backend: Backend, prefix: str = "") -> Iterator[Unfinished]:
+    """What processes that died left of objects directly below the root whose names start with ``prefix``: files aside, and uploads as far
+    as we may list them."""
+    for name in backend.children():
+        found = _ASIDE_NAME.fullmatch(name)
+        if found is not None and found["name"].startswith(prefix):
+            yield Unfinished(path=found["name"], started=0.0, token=name)
+    with suppress(AccessError):  # a right of its own, which few jobs have been given
+        yield from (u for u in backend.unfinished(prefix) if "/" not in u.path)
+
+
+def remove_left(backend: Backend, left: Unfinished) -> None:
+    """Remove what :func:`left_behind` gave."""
+    if left.token.endswith(ASIDE):
+        backend.delete(left.token)
+    else:
+        backend.forget(left)

@@ -1,0 +1,125 @@
+"""Exports of one process: configuration beside the weights, storage without shared files, options that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from ckpt.converters import exporting
+from ckpt.converters.exporting import export
+from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends import open_backend
+from ckpt.io_backends.posix_shared import PosixSharedObject
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(2)
+    made = torch.nn.Sequential(torch.nn.Linear(9, 30), torch.nn.LayerNorm(30), torch.nn.Linear(30, 9, bias=False))
+    made.register_buffer("mask", torch.tensor([True, False]))
+    made.register_buffer("scale", torch.tensor(3.5))
+    return made
+
+
+def same(found: dict[str, torch.Tensor]) -> bool:
+    wanted = model().state_dict()
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in wanted.items())
+
+
+def test_a_module_or_a_state(tmp_path: Path) -> None:
+    reports = [export(str(tmp_path / n), s) for n, s in {"a": model(), "b": {"net": model(), "step": 3}, "c": model().state_dict()}.items()]
+    assert all(same(load_file(tmp_path / n / "model.safetensors")) for n in "abc")
+    assert {r.tensors for r in reports} == {7} and {r.left_out for r in reports} == {()}
+    left = export(str(tmp_path / "d"), {"net": model(), "other": model()}, root="other", exclude=["mask"]).left_out
+    assert left == ("net.0.bias", *(f"net.{n}" for n in sorted(model().state_dict()) if n != "0.bias"), "other.mask")
+
+
+def test_the_configuration_comes_too(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "x"}')
+    (source / "tokenizer.json").write_text("{}")
+    (source / "training_args.json").write_text("{}")
+    for name, config in {"a": str(source), "b": str(source / "config.json"), "c": {"model_type": "x"}}.items():
+        export(str(tmp_path / name), model(), config=config)
+        assert json.loads((tmp_path / name / "config.json").read_text()) == {"model_type": "x"}
+        assert (tmp_path / name / "tokenizer.json").exists() == (name == "a")
+        assert same(load_file(tmp_path / name / "model.safetensors"))
+    with pytest.raises(NotFoundError):
+        export(str(tmp_path / "d"), model(), config=str(tmp_path / "nowhere"))
+    export(str(tmp_path / "a"), model(), config={"model_type": "y"}, overwrite=True)
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "y"}
+
+
+@pytest.mark.parametrize("scheme", ["memory:/", "local://"])
+def test_storage_without_shared_files(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path}"
+    export(f"{url}/out", model(), shard_size=1000, config={})
+    export(f"{url}/one.safetensors", model())
+    backend = open_backend(f"{url}/out")
+    shards = [n for n in backend.children() if n.endswith(".safetensors")]
+    assert len(shards) > 1 and {*backend.children()} - {*shards} == {"config.json", "model.safetensors.index.json"}
+    assert same({k: t for n in shards for k, t in load(backend.read(n)).items()})
+    assert same(load(open_backend(url).read("one.safetensors")))
+    assert open_backend(url).children() == ["one.safetensors", "out/"]
+    with pytest.raises(UsageError, match="cannot be replaced"):
+        export(f"{url}/one.safetensors", model(), overwrite=True)
+    assert same(load(open_backend(url).read("one.safetensors")))
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{scheme}{tmp_path}/out"
+
+    def finish(self: exporting._Export) -> None:
+        self.destination.put("config.json", b"{}")
+        raise StorageError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting._Export, "finish", finish)
+        with pytest.raises(StorageError, match="full"):
+            export(url, model(), shard_size=1000, config={})
+    assert open_backend(url).children() == []
+    export(url, model(), shard_size=1000, config={})
+    assert "config.json" in open_backend(url).children()
+
+
+def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(self: PosixSharedObject, offset: int, parts: Any) -> None:
+        if offset == 0:
+            super(PosixSharedObject, self).write(offset, parts)
+
+    monkeypatch.setattr(PosixSharedObject, "write", forgets)
+    with pytest.raises(StorageError, match="all processes together wrote 4096"):
+        export(str(tmp_path / "a.safetensors"), model())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (UsageError, {"dtype": "int8"}),
+        (UsageError, {"shard_size": "many"}),
+        (UsageError, {"memory": 1000}),
+        (UsageError, {"root": "nowhere"}),
+        (UsageError, {"names": "nobody"}),
+        (NamesError, {"only": "nothing.*"}),
+        (NamesError, {"names": "llama", "spelling": "megatron"}),
+        (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
+    ],
+)
+def test_options_that_cannot_be(tmp_path: Path, error: type[CkptError], options: dict[str, Any]) -> None:
+    with pytest.raises(error):
+        export(str(tmp_path / "out"), model(), **options)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_conversion_that_did_not_finish_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "convert.json").write_text('{"format": "ckpt-convert", "version": 1, "id": "0", "digest": "0"}')
+    with pytest.raises(ConflictError, match="a conversion was begun here"):
+        export(str(tmp_path), model(), overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,168 @@
+"""What the ranks of ``test_exporting.py`` do. The oracle is torch's own gathering of the state, and the ``safetensors`` library."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ckpt
+from ckpt.converters import exporting, gathering
+from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.exporting import ExportReport, export
+from ckpt.io_backends import posix_shared
+from ckpt.io_backends.fsspec_writer import GatheringWriter
+from ckpt.io_backends.posix_shared import PosixSharedObject
+from tests.distributed.gathered import differences, full_state
+from tests.distributed.models import mesh_of
+from tests.distributed.plain import build
+
+SHARD = 3_000
+"""Bytes of a file: several for the small models."""
+MEMORY = 9_000
+"""Bytes of windows at once: several rounds."""
+
+
+def use(way: str) -> None:
+    """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
+    no shared ones."""
+    gathering.LONG, gathering.WINDOW, exporting.LEAST = 64, 512, 0
+    if way == "parts":
+        posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
+
+
+def everywhere(layout: str, folder: str) -> list[str]:
+    """Export a model in a layout as shards, and cast as one file, in all ways: what differs from torch's gathered state, and from a save
+    that was converted."""
+    trained = build(layout, 3).steps(1)
+    state = {"model": trained.model}
+    wanted = {n.removeprefix("model."): t for n, t in full_state(trained).items() if n.startswith("model.")}
+    cast = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in wanted.items()}
+    reports = {}
+    for way in ("ranges", "parts", "files"):
+        use(way)
+        root = f"local://{folder}" if way == "files" else folder
+        reports[way] = export(f"{root}/{way}", state, layout=trained.layout, shard_size=SHARD, memory=MEMORY)
+        export(f"{root}/{way}.safetensors", state, layout=trained.layout, dtype="bfloat16")
+    ckpt.save(f"{folder}/saved", state, layout=trained.layout)
+    if dist.get_rank():
+        return []
+    convert_checkpoint(f"{folder}/saved", f"{folder}/converted", to="hf", shard_size=SHARD)
+    expected = contents(f"{folder}/converted")
+    problems = []
+    for way, report in reports.items():
+        problems += differences(loaded(f"{folder}/{way}"), wanted) + differences(load_file(f"{folder}/{way}.safetensors"), cast)
+        found = contents(f"{folder}/{way}")
+        problems += [f"{way}: {n} is not what convert writes" for n in found.keys() | expected.keys() if found.get(n) != expected.get(n)]
+        if len(report.files) < 2 or report.tensor_bytes != sum(t.nbytes for t in wanted.values()):
+            problems.append(f"the report: {report}")
+    return problems
+
+
+def loaded(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of a directory."""
+    return {n: t for path in sorted(Path(folder).glob("*.safetensors")) for n, t in load_file(path).items()}
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """All files of a directory, hidden ones too."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def translated(whole: dict[str, torch.Tensor], config: dict[str, Any], folder: str, way: str) -> None:
+    """Shard tensors in all manners over a mesh of 2 × 2, and export them in another spelling."""
+    use(way)
+    mesh = mesh_of(dp=2, tp=2)
+    manners = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+    state = {}
+    for i, (name, tensor) in enumerate(whole.items()):
+        manner = manners[i % len(manners)]
+        fits = all(not isinstance(p, Shard) or p.dim < tensor.ndim for p in manner)
+        state[name] = distribute_tensor(tensor, mesh, manner if fits else manners[0])
+    export(folder, state, names="llama", config=config, shard_size="40KB")
+
+
+def two(seed: int) -> tuple[dict[str, torch.Tensor], ckpt.Layout]:
+    """A tensor cut by rows, one cut by columns, and a small one that all ranks have."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, columns, small = whole_of_two(seed).values()
+    state = {"rows": rows.chunk(size)[rank].clone(), "columns": columns.chunk(size, 1)[rank].clone(), "small": small}
+    layout = ckpt.Layout({"tp": size}, [("rows", ckpt.Shard(0, "tp")), ("columns", ckpt.Shard(1, "tp")), ("*", ckpt.Replicate())])
+    return state, layout
+
+
+def whole_of_two(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator) for n, s in {"rows": (60, 80), "columns": (32, 96), "small": (7,)}.items()}
+
+
+def export_two(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
+    state, layout = two(seed)
+    return export(url, state, layout=layout, timeout=20, **options)
+
+
+def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
+    """Rank 1 is killed when it is about to write for the time ``at``."""
+    use("ranges")
+    done: list[int] = []
+
+    def dies(write: Any) -> Any:
+        def dying(self: Any, offset: int, parts: Any) -> None:
+            done.append(offset)
+            if dist.get_rank() == 1 and len(done) > at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(self, offset, parts)
+
+        return dying
+
+    for kind in (PosixSharedObject, GatheringWriter):
+        kind.write = dies(kind.write)  # type: ignore[attr-defined]
+    state, layout = two(seed)
+    export(url, state, layout=layout, timeout=3, **options)
+
+
+def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) -> None:
+    """The leader is killed when some files have their names."""
+    publish, done = PosixSharedObject.publish, []
+
+    def dying(self: PosixSharedObject, receipts: Any, *, replace: bool) -> None:
+        done.append(replace)
+        if len(done) > at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(self, receipts, replace=replace)
+
+    PosixSharedObject.publish = dying  # type: ignore[method-assign]
+    state, layout = two(seed)
+    export(url, state, layout=layout, timeout=3, **options)
+
+
+def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:
+    """Rank 1's storage is full; gives what each rank raised."""
+
+    def full(self: PosixSharedObject, offset: int, parts: Any) -> None:
+        raise ckpt.errors.NoSpaceError("the disk is full")
+
+    if dist.get_rank() == 1:
+        PosixSharedObject.write = full  # type: ignore[method-assign]
+    state, layout = two(seed)
+    try:
+        export(url, state, layout=layout, timeout=20, **options)
+    except ckpt.errors.CkptError as err:
+        return f"{type(err).__name__}: {err.message}"
+    return "nothing"
+
+
+def differ(url: str) -> str:
+    """Each rank wants another dtype."""
+    state, layout = two(1)
+    try:
+        export(url, state, layout=layout, timeout=20, dtype=("bfloat16", "float16")[dist.get_rank()])
+    except ckpt.errors.CkptError as err:
+        return type(err).__name__
+    return "nothing"
