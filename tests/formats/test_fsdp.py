@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -77,8 +78,9 @@ def test_files_of_different_saves(tmp_path):
         shutil.copy(source / "local_rank0.pt", tmp_path / f"local_rank{rank}.pt")  # twice the same half
     with pytest.raises(CkptError, match="stored parts of tensor"):
         ckpt.open(str(tmp_path))["model._flat_param"].read()
-    data = (source / "local_rank1.pt").read_bytes()
-    (tmp_path / "local_rank1.pt").write_bytes(data.replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
+    with zipfile.ZipFile(source / "local_rank1.pt") as old, zipfile.ZipFile(tmp_path / "local_rank1.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
     with pytest.raises(CorruptError, match="on one rank"):
         open_catalog(str(tmp_path))
 
