@@ -118,7 +118,11 @@ def numbers(raw: Raw, kind: DType) -> npt.NDArray[Any]:
     wide = {"f": np.float64, "c": np.complex128, "b": np.int64}.get(found.dtype.kind)
     with np.errstate(invalid="ignore"):  # NaNs that signal
         found = found if wide is None else found.astype(wide)
-    return np.asarray(found[..., 0] + 1j * found[..., 1]) if kind.name == "complex32" else found
+    if kind.name != "complex32":
+        return found
+    made = np.empty(raw.shape, np.complex128)  # not a + bj: infinity times 1j is not a number
+    made.real, made.imag = found[..., 0], found[..., 1]
+    return made
 
 
 def _float8(name: str) -> npt.NDArray[np.float64]:

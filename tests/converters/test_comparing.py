@@ -118,6 +118,23 @@ def test_what_is_not_finite(tmp_path: Path) -> None:
     assert {d.name: (d.elements, d.max_abs, d.first) for d in report.differences} == {"nan": (1, inf, (1,)), "inf": (1, inf, (0,))}
 
 
+def test_both_parts_of_complex_numbers_count(tmp_path: Path) -> None:
+    nan, inf = math.nan, math.inf
+    left = {"c": torch.tensor([complex(nan, 1), complex(nan, 2), complex(1, inf)])}
+    right = {"c": torch.tensor([complex(nan, 1), complex(nan, 3), complex(1, nan)])}
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right))
+    assert {d.name: (d.elements, d.first) for d in report.differences} == {"c": (2, (1,))}
+    halves = np.array([[1, inf], [nan, 2]], np.float16).view(np.uint32)[:, 0]
+    found = numbers(halves, DTYPES["complex32"])
+    np.testing.assert_array_equal([found.real, found.imag], [[1, nan], [inf, 2]])
+
+
+def test_a_difference_that_no_number_can_be(tmp_path: Path) -> None:
+    left, right = ({"x": torch.tensor([v], dtype=torch.float64)} for v in (1.7e308, -1.7e308))
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right), tolerances=[Tolerance(glob="*", relative=1.5)])
+    assert [d.elements for d in report.differences] == [1]
+
+
 def test_integers_are_exact(tmp_path: Path) -> None:
     big = (1 << 62) + 1
     left = {"i": torch.tensor([big, -5]), "u": torch.tensor([3], dtype=torch.uint8), "b": torch.tensor([True, False])}
