@@ -107,6 +107,11 @@ class Archive:
             )
         return record
 
+    def crc32(self, storage: StoredStorage, offset: int, length: int) -> int | None:
+        """What the archive says of these bytes of a storage, if they are a whole record."""
+        record = self._record(storage)
+        return record.crc if record.crc and (offset, length) == (0, record.size) else None
+
     def check(self, storage: StoredStorage) -> None:
         """Raise CorruptError if the archive has not all bytes of a storage. Nothing is read."""
         self._record(storage)

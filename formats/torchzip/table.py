@@ -205,10 +205,14 @@ class TensorTable:
         for file, members in _by_file(blocks).items():
             storages = [b.storage for b in members]
             starts |= {(file, s.key): at for s, at in zip(storages, self.archives[file].starts(storages), strict=True)}
-        return [
-            Extent(self.files[self.rows[b.file]].path, starts.get((b.file, b.storage.key), 0) + b.offset if b.length else 0, b.length, None)
-            for b in blocks
-        ]
+        return [self._extent(b, starts[b.file, b.storage.key] if b.length else 0) for b in blocks]
+
+    def _extent(self, block: Block, start: int) -> Extent:
+        path = self.files[self.rows[block.file]].path
+        if not block.length:
+            return Extent(path, 0, 0, None)
+        crc = self.archives[block.file].crc32(block.storage, block.offset, block.length)
+        return Extent(path, start + block.offset, block.length, None, crc32=crc)
 
     def _block(self, entry: TensorEntry, number: int) -> Block:
         name = entry.alias or entry.name
