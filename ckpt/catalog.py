@@ -104,8 +104,8 @@ class DataFile:
 class Extent(NamedTuple):
     """Contiguous bytes that hold one chunk: ``digest`` is the XXH3-64 of these bytes in hex, or None where the format has none.
 
-    ``codec`` names what the bytes are coded with (docs/format.md), None if they are the chunk's own. A checkpoint has very many of these:
-    hence a tuple.
+    ``codec`` names what the bytes are coded with (docs/format.md), None if they are the chunk's own. ``crc32`` is what another format says
+    of these bytes: only ``verify`` looks at it. A checkpoint has very many of these: hence a tuple.
     """
 
     path: str
@@ -113,6 +113,7 @@ class Extent(NamedTuple):
     length: int
     digest: str | None
     codec: str | None = None
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,7 +85,7 @@ def _print(report: VerifyReport, output: Output) -> None:
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
     if report.undigested:
-        output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not compared: this format keeps no digests")
+        output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not compared: this format keeps no digests of them")
 
 
 def _fields(url: str, report: VerifyReport) -> dict[str, Any]:

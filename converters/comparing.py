@@ -291,7 +291,7 @@ def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tole
         return _bits(left, right, box)
     a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
     with np.errstate(all="ignore"):
-        same = (a == b) | ((a != a) & (b != b))
+        same = _same(a, b)
         where = np.nonzero(np.atleast_1d(~same))
         if not len(where[0]):
             return _Found()
@@ -299,12 +299,19 @@ def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tole
         apart = _apart(a, b)
         larger = np.maximum(_size(a), _size(b))
         relative = np.where(np.isfinite(apart), apart / larger, np.inf)
-        outside = ~(apart <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(larger), larger, 0.0))
+        outside = ~(np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(larger), larger, 0.0)))
     if not outside.any():
         return _Found()
     index = int(np.argmax(outside))
     first = tuple(o + int(w[index]) for o, w in zip(box.offset, where, strict=False)) if box.shape else ()
     return _Found(int(outside.sum()), float(apart.max()), float(relative.max()), first)
+
+
+def _same(a: Any, b: Any) -> Any:
+    """Where numbers are equal, NaNs too; of complex ones both parts."""
+    if "c" in (a.dtype.kind, b.dtype.kind):
+        return _same(a.real, b.real) & _same(a.imag, b.imag)
+    return (a == b) | ((a != a) & (b != b))
 
 
 def _apart(a: Any, b: Any) -> Any:

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import read_record
-from ckpt.formats.registry import open_catalog
+from ckpt.formats.registry import CONVERTING, open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
-from .record import Record, begin, digest_of, find
-from .target import Layout, Planned, Target, target
+from .record import MARKS, Record, begin, check_source, digest_of, find
+from .target import Layout, OutFile, Planned, Target, target
 
 MEMORY = 1 << 30
 """Bytes for tensors in memory, unless the caller says."""
@@ -146,7 +146,8 @@ class _Run:
         self.overwrite = overwrite
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
-        self.digest = digest_of(chosen, format.name, shard_size)
+        self._said = (format.name, shard_size)
+        self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
         self._previous = read_record(self.backend) if self.name is None else None
@@ -201,7 +202,8 @@ class _Run:
         elif self._previous is not None and self.overwrite:
             taken = []
         else:
-            taken = [n for n in self.backend.children() if not n.startswith((".", "convert"))]
+            ours = (".", CONVERTING, f"{MARKS}-")
+            taken = [n for n in self.backend.children() if not n.startswith(ours)]
         if taken:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
@@ -214,8 +216,18 @@ class _Run:
         mine = range(self.part[0], len(planned.files), self.part[1])
         if self.record is None:
             return [] if self.part[0] else list(mine)
-        marks = self.record.marks()
-        return [i for i in mine if self.record.mark(i) not in marks]
+        there = self._there(planned, self.record)
+        return [i for i in mine if i not in there]
+
+    def _there(self, planned: Planned, record: Record) -> set[int]:
+        """Files that are durable. A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file."""
+        marks = record.marks()
+        marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
+        if self.name is None:
+            sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list()} if marked else {}
+        else:
+            sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
+        return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
 
     def write(
         self, planned: Planned, missing: Sequence[int], *, memory: int, threads: int | None, verify: bool, progress: Progress | None
@@ -225,8 +237,6 @@ class _Run:
             return 0
         from .streaming import Stream  # imports torch
 
-        for number in missing:
-            self.backend.delete(planned.files[number].path)  # begun and never finished
         stream = Stream(
             self.chosen,
             planned,
@@ -234,10 +244,29 @@ class _Run:
             memory=memory,
             threads=default_threads(threads),
             verify=verify,
+            begin=lambda number: self._clear(planned.files[number], number),
             done=self.record.done,
         )
         stream.write(missing, progress)
         return stream.reader.bytes_read
+
+    def _clear(self, file: OutFile, number: int) -> None:
+        """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
+        record = self.record
+        assert record is not None
+        others = find(self.backend, self.name, self.digest) is None
+        if record.mark(number) in record.marks():
+            others = others or _size(self.backend, file.path) == file.size
+            if not others:
+                record.forget(number)
+        if not others:
+            self.backend.delete(file.path)
+            others = record.mark(number) in record.marks()
+            if others:
+                record.forget(number)  # it was durable by then, and is gone now
+        if others:
+            hint = "let that one go on, or start this one again when it has ended"
+            raise ConflictError("another run of this conversion writes here", where=self.url, hint=hint)
 
     def finish(self, planned: Planned, *, again: bool) -> bool:
         """Make the checkpoint exist, if all files of all processes are there, and no other process does.
@@ -246,12 +275,29 @@ class _Run:
         """
         if self.record is None:
             return False
-        whole = {self.record.mark(i) for i in range(len(planned.files))} <= self.record.marks()
-        if not whole or not (self.record.claim() or (again and self.part[0] == 0)):
+        if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
             return find(self.backend, self.name, self.digest) is None  # then another process has finished it
         planned.finish(self.backend)
         self.record.remove()
         return True
+
+    def _whole(self, planned: Planned, record: Record) -> bool:
+        """Whether all files are durable, those of other processes too, and are of one state of the source."""
+        if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
+            return False
+        lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
+        if lost and find(self.backend, self.name, self.digest) is not None:
+            told = f"a file that was durable is gone: {planned.files[lost[0]].path}"
+            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
+        check_source(self.chosen, self.digest, *self._said)
+        return not lost
+
+
+def _size(backend: Backend, path: str) -> int | None:
+    try:
+        return backend.size(path)
+    except NotFoundError:
+        return None
 
 
 def apart(url: str, *, file: bool) -> tuple[str, str | None]:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.errors import FormatError
+from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.codecs import decode
-from ckpt.geometry import Box, row_major_strides
+from ckpt.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.coalesce import parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import View
@@ -35,6 +35,7 @@ class Elements:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._coded = threading.local()
+        self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
     def of_view(self, view: View, box: Box) -> Raw:
         """A box of a logical tensor; what no stored tensor has is zero.
@@ -57,6 +58,7 @@ class Elements:
         Raises:
             CorruptError, NotFoundError, StorageError, FormatError: it cannot be read.
         """
+        self._check_tiling(entry)
         out: Raw = np.empty(box.shape, _RAW[entry.dtype.itemsize])
         copies = join(entry.grid, box)
         for copy, extent in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True):
@@ -66,6 +68,17 @@ class Elements:
                 chunk = self._decoded(copy, extent, out.dtype)
                 out[slices_of(copy.box, box)] = chunk[slices_of(copy.box, copy.chunk_box)]
         return out
+
+    def _check_tiling(self, entry: TensorEntry) -> None:
+        """Raise CorruptError if some elements are in no chunk, or in several: these would be whatever was in memory before."""
+        key = (id(entry.grid), entry.shape)
+        if entry.grid.boxes is None or key in self._tiled:
+            return
+        fault = find_fault(entry.shape, *entry.grid.boxes)
+        if fault is not None:
+            told = f"{fault.times} stored chunks have {fault.box} of tensor {entry.name}, not one"
+            raise CorruptError(told, where=self.catalog.url, hint="run `ckpt verify` to see what else is damaged")
+        self._tiled.add(key)
 
     def _plain(self, copy: Copy, extent: Extent, box: Box, out: Raw) -> None:
         size = out.dtype.itemsize
@@ -118,7 +131,11 @@ def numbers(raw: Raw, kind: DType) -> npt.NDArray[Any]:
     wide = {"f": np.float64, "c": np.complex128, "b": np.int64}.get(found.dtype.kind)
     with np.errstate(invalid="ignore"):  # NaNs that signal
         found = found if wide is None else found.astype(wide)
-    return np.asarray(found[..., 0] + 1j * found[..., 1]) if kind.name == "complex32" else found
+    if kind.name != "complex32":
+        return found
+    made = np.empty(raw.shape, np.complex128)  # not a + bj: infinity times 1j is not a number
+    made.real, made.imag = found[..., 0], found[..., 1]
+    return made
 
 
 def _float8(name: str) -> npt.NDArray[np.float64]:

@@ -24,7 +24,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.formats.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import Backend, stamp_of
-from ckpt.io_backends.registry import absolute_url, open_backend
+from ckpt.io_backends.registry import absolute_url, is_file_system, join_url, open_backend
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, within
 
@@ -78,7 +78,7 @@ def import_checkpoint(
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
         ConflictError: there is a checkpoint at ``url``.
         CoverageError: a tensor would have elements that no file has.
-        UsageError: ``views`` do not fit, or take a part of a chunk that is coded.
+        UsageError: ``views`` do not fit, or take a part of a chunk that is coded; or ``url`` is the place of what is imported.
     """
     began = time.monotonic()
     backend = open_backend(url)
@@ -88,9 +88,9 @@ def import_checkpoint(
     catalog = open_catalog(source)
     if isinstance(catalog, VirtualCatalog):
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
-    if absolute_url(url).rstrip("/") == absolute_url(catalog.backend.url).rstrip("/"):
-        raise UsageError("a checkpoint cannot point into itself", where=url, hint="import to another URL")
     contents = pointed = _point(catalog, views, only)
+    replaced = previous_files(backend, previous) if previous is not None else ()
+    _check_apart(backend, catalog.backend, previous, replaced, contents)
     if digest:
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     again = _point(open_catalog(source), views, only)
@@ -98,7 +98,6 @@ def import_checkpoint(
         raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
     backend.prepare()
     id = new_id(previous)
-    replaced = previous_files(backend, previous) if previous is not None else ()
     write_index(backend, contents, id=id, world_size=catalog.world_size, previous=previous, features=(VIRTUAL,))
     for path in replaced:
         backend.delete(path)
@@ -114,6 +113,20 @@ def import_checkpoint(
         values=views is None and not only,
         seconds=time.monotonic() - began,
     )
+
+
+def _check_apart(target: Backend, source: Backend, previous: bytes | None, replaced: Sequence[str], contents: Contents) -> None:
+    """Raise UsageError if the checkpoint would point into itself, or at files that go when it replaces ``previous``; whatever the two URLs
+    look like: a link, or another name of the same bucket, leads to the same files."""
+    same = _place(target.url) == _place(source.url) or (previous is not None and read_record(source) == previous)
+    gone = {_place(join_url(target.url, path)) for path in replaced}
+    if same or (gone and any(_place(join_url(s.root, s.path)) in gone for s in contents.sources)):
+        raise UsageError("a checkpoint cannot point into itself", where=target.url, hint="import to another URL")
+
+
+def _place(url: str) -> str:
+    """Where a URL that a backend gave leads, without links."""
+    return os.path.realpath(url) if is_file_system(url) and "://" not in url else url.rstrip("/")
 
 
 def _point(catalog: Catalog, views: Views | None, only: Sequence[str]) -> Contents:

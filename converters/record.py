@@ -13,12 +13,12 @@ import xxhash
 
 from ckpt._version import __version__
 from ckpt.catalog import Catalog
-from ckpt.errors import ConflictError, NotFoundError
+from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import new_id
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.registry import CONVERTING
+from ckpt.formats.registry import CONVERTING, open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
 
 from .choosing import Chosen
@@ -34,6 +34,27 @@ def digest_of(chosen: Chosen, *said: object) -> str:
         digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
     digest.update(json.dumps([chosen.state, {str(r): v for r, v in chosen.ranks.items()}], sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def check_source(chosen: Chosen, digest: str, *said: object) -> None:
+    """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself.
+
+    Raises:
+        CorruptError: files of the source changed meanwhile.
+    """
+    catalog = chosen.catalog
+    try:
+        if isinstance(catalog, VirtualCatalog):
+            again = open_catalog(catalog.url)  # which looks at the sources anew
+            for name in {p.source for w in chosen.tensors.values() for p in w.view.pieces}:
+                entry = again.tensors[name]
+                again.extents(entry, range(len(entry.grid)))
+        same = digest_of(chosen, *said) == digest
+    except NotFoundError:
+        same = False
+    if not same:
+        hint = "what is at the destination is a mixture: remove it, and convert again when nobody writes to the source"
+        raise CorruptError("the files changed while they were converted", where=catalog.url, hint=hint)
 
 
 def _identity(catalog: Catalog) -> object:
@@ -76,6 +97,10 @@ class Record:
         except ConflictError:
             if self.mark(number) not in self.marks():
                 raise
+
+    def forget(self, number: int) -> None:
+        """Take back that file ``number`` is durable."""
+        self.backend.delete(self.mark(number))
 
     def claim(self) -> bool:
         """Whether it is for this process to finish: of all that ask, the first one."""

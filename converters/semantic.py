@@ -99,27 +99,31 @@ def _problem(state: _State, message: str, box: Box | None = None) -> Problem:
 
 def _check_master(elements: Elements, state: _State) -> Problem | None:
     weight = elements.catalog.tensors[state.param]
-    if (
-        weight.dtype.name not in _LOW
-        or state.entry.dtype.name not in _LOW
-        or (state.entry.alias or state.entry.name) == (weight.alias or weight.name)
-    ):
+    if weight.dtype.name not in _LOW or state.entry.dtype.name not in _LOW:
         return None
     shapes = [e.logical or e.shape for e in (weight, state.entry)]
     if shapes[0] != shapes[1]:
         return _problem(state, f"the weight {weight.name} has shape {list(shapes[0])}, the master {list(shapes[1])}")
-    wrong, first = 0, None
+    same = (state.entry.alias or state.entry.name) == (weight.alias or weight.name)
+    wrong, first, odd, first_odd = 0, None, 0, None
     for box in _windows(state.entry):
-        master = rounded(elements.of_tensor(state.entry, box), state.entry.dtype.name, weight.dtype.name)
+        raw = elements.of_tensor(state.entry, box)
+        not_finite = ~np.isfinite(numbers(raw, state.entry.dtype))
+        odd += int(not_finite.sum())
+        if first_odd is None and not_finite.any():
+            first_odd = _element(not_finite, box)
+        if same:
+            continue
+        master = rounded(raw, state.entry.dtype.name, weight.dtype.name)
         low = numbers(elements.of_tensor(weight, box), weight.dtype)
         differ = ~((master == low) | ((master != master) & (low != low)))
         wrong += int(differ.sum())
         if first is None and differ.any():
             first = _element(differ, box)
-    if not wrong:
-        return None
-    many = f"{wrong:,} of {weight.numel:,} elements"
-    return _problem(state, f"the weight {weight.name} is not its master, cast to {weight.dtype.name}, in {many}", first)
+    if wrong:
+        many = f"{wrong:,} of {weight.numel:,} elements"
+        return _problem(state, f"the weight {weight.name} is not its master, cast to {weight.dtype.name}, in {many}", first)
+    return _problem(state, f"{odd:,} elements are not finite", first_odd) if odd else None
 
 
 def rounded(raw: Raw, kind: str, to: str) -> npt.NDArray[Any]:

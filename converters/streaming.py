@@ -60,13 +60,23 @@ _DIGESTS: dict[str, Callable[[], _Digest]] = {"xxh3": xxhash.xxh3_64, "crc32": _
 
 
 class Stream:
-    """Writes files of one plan. ``written`` and ``reader.bytes_read`` count bytes; ``done(number)`` is called when a file is durable.
+    """Writes files of one plan. ``written`` and ``reader.bytes_read`` count bytes; ``begin(number)`` is called before a file is
+    made, ``done(number)`` when it is durable.
 
     ``verify``: read every file again, and compare.
     """
 
     def __init__(
-        self, chosen: Chosen, planned: Planned, backend: Backend, *, memory: int, threads: int, verify: bool, done: Callable[[int], None]
+        self,
+        chosen: Chosen,
+        planned: Planned,
+        backend: Backend,
+        *,
+        memory: int,
+        threads: int,
+        verify: bool,
+        begin: Callable[[int], None],
+        done: Callable[[int], None],
     ) -> None:
         coded = _is_coded(chosen.catalog)
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
@@ -77,6 +87,7 @@ class Stream:
         self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
         self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self.written = 0
+        self._begin = begin
         self._done = done
         self._file: _Open | None = None
         self._seams: dict[str, list[int]] = {}
@@ -138,6 +149,7 @@ class Stream:
     def _put(self, number: int, window: Window, buffer: torch.Tensor, ends: bool) -> None:  # noqa: FBT001  called by place
         file = self.planned.files[number]
         if self._file is None:
+            self._begin(number)
             self._file = _Open(file, self.backend.create(file.path, file.size), self.planned.digest or ("xxh3" if self.verify else None))
         base = window.start // PAGE * PAGE
         data = buffer.numpy().data

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
-from ckpt.formats.native.paths import data_path, index_path
+from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, previous_files, write_index
 from ckpt.geometry import row_major_strides
 from ckpt.io_backends.protocol import Backend
@@ -90,10 +90,12 @@ def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], gri
     contents = Contents(tensors=tensors, files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
     if committed_id(backend) == layout.id:
         return  # by a process that died before it had told
-    for entry in list(backend.list(index_path(layout.id, ""))):
-        backend.delete(entry.path)  # of one that died before it had committed
     gone = previous_files(backend, layout.previous) if layout.previous is not None else ()
-    write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous)
+    try:
+        write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous, shared=True)
+    except ConflictError:
+        if committed_id(backend) != layout.id:  # else another process has just finished it
+            raise
     for path in gone:
         with suppress(CkptError):  # the checkpoint is committed; what stays is debris
             backend.delete(path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.geometry import IntArray
+from ckpt.geometry import Box, IntArray
 
 from .single import SingleFile
 
@@ -29,11 +29,20 @@ class ForeignFile(NamedTuple):
     rank: int | None = None
 
 
+class Replica(NamedTuple):
+    """Another copy of a box of a tensor: whoever compares it reads ``extent``."""
+
+    name: str
+    box: Box
+    extent: Extent
+
+
 class ForeignCatalog:
     """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
 
     ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
-    mappings because their class is not known here.
+    mappings because their class is not known here; ``replicas()`` gives the boxes that are stored more than once, besides the copies that
+    are read.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class ForeignCatalog:
         state: Any = None,
         ranks: Mapping[int, Mapping[str, Any]] | None = None,
         opaque: Mapping[str, str] | None = None,
+        replicas: Callable[[], list[Replica]] = list,
     ) -> None:
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
@@ -58,6 +68,7 @@ class ForeignCatalog:
         self.state = {name: {"$tensor": name} for name in self.tensors} if state is None else state
         self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
         self.opaque: Mapping[str, str] = opaque or {}
+        self.replicas = replicas
         self._locate = locate
         self._sizes = {f.path: f.size for f in self.files}
 

@@ -177,6 +177,15 @@ class WritingRows:
         writer.abort()
         assert everything(backend) == {"d/b": b"x"}
 
+    def test_replaced_while_written(self, backend: Backend) -> None:
+        writer = backend.create("a", 1)
+        if "a" not in everything(backend):
+            pytest.skip("the backend shows nothing before commit")
+        backend.delete("a")
+        put(backend, "a", b"of another")
+        writer.abort()
+        assert everything(backend) == {"a": b"of another"}
+
 
 class PublishingRows:
     def test_publishes_new(self, backend: Backend) -> None:

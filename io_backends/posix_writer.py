@@ -36,6 +36,7 @@ class PosixWriter(Writer):
         self._size = size
         self._fd = fd
         self._made = made
+        self._status = os.fstat(fd)
         self._close_fd = weakref.finalize(self, os.close, fd)  # closes once, also for a Writer that was dropped
         self._written = Written(size)
         self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
@@ -123,7 +124,15 @@ class PosixWriter(Writer):
             if not self._busy:
                 self._close()
         with storage_errors(self._file, "remove the unfinished file"):
-            remove_file(self._file, self._root)
+            if self._is_ours():
+                remove_file(self._file, self._root)
+
+    def _is_ours(self) -> bool:
+        """Whether the name is still that of the file that was created: after somebody removed it, another process may have made its own."""
+        try:
+            return os.path.samestat(self._status, os.stat(self._file, follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return True  # there are only directories to remove
 
 
 def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:

@@ -111,7 +111,7 @@ class Writer(Protocol):
         situation                                     required outcome
         ============================================  ==========================================================================
         open, or ``commit`` failed                    nothing of it is left, not even directories made for it
-        somebody removed the object meanwhile         nothing happens
+        somebody removed the object meanwhile         nothing happens; what somebody else made under its name stays
         aborted before                                nothing happens
         committed before                              nothing happens: the object stays
         a write is running in another thread          that write may end with any error; its bytes reach no other object

@@ -162,7 +162,7 @@ def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
     extents = [exact.extents[i] for i in batch.numbers]
     verified, last = 0, -1
     with fetch.span("verify", batch.length):
-        for i, (_, offset, length, digest, _) in zip(batch.numbers, extents, strict=True):
+        for i, (_, offset, length, digest, _, _) in zip(batch.numbers, extents, strict=True):
             if digest is None or fetch.verify == "off" or offset == last:
                 continue
             if (found := _digest(data[offset - start : offset - start + length])) != digest:

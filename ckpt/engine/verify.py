@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ class VerifyReport:
     files: int
     chunks: int
     undigested: int
-    """Chunks that were read but have no digest to compare with: their format does not keep any."""
+    """Chunks that were read but have no digest or checksum to compare with: their format does not keep any, or not of them."""
     bytes: int
     seconds: float
     problems: tuple[Problem, ...]
@@ -102,7 +103,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
         chunks=len(chunks),
-        undigested=sum(c.extent.digest is None for c in chunks),
+        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in chunks),
         bytes=done.bytes,
         seconds=time.monotonic() - began,
         problems=tuple(problems),
@@ -186,7 +187,7 @@ class _Reader:
                 self._backend.read_into(job[0].extent.path, start, buffer)
         except FAILURES as err:
             return self._split(job, err)
-        wrong = [_wrong(c, xxhash.xxh3_64_hexdigest(buffer[c.extent.offset - start : c.end - start])) for c in job if c.extent.digest]
+        wrong = [_wrong(c, buffer[c.extent.offset - start : c.end - start]) for c in job]
         return _Result(end - start, [p for p in wrong if p is not None])
 
     def _split(self, job: list[_Chunk], err: CkptError) -> _Result:
@@ -197,15 +198,18 @@ class _Reader:
         return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
 
     def _check_long(self, chunk: _Chunk) -> _Result:
-        digest = xxhash.xxh3_64()
+        digest, crc = xxhash.xxh3_64(), 0
         for at in range(chunk.extent.offset, chunk.end, BUFFER):
             piece = self._buffer(min(BUFFER, chunk.end - at))
             try:
                 self._backend.read_into(chunk.extent.path, at, piece)
             except FAILURES as err:
                 return _Result(at - chunk.extent.offset, [chunk.problem("read", err.message)])
-            digest.update(piece)
-        wrong = _wrong(chunk, digest.hexdigest()) if chunk.extent.digest else None
+            if chunk.extent.digest is not None:
+                digest.update(piece)
+            elif chunk.extent.crc32 is not None:
+                crc = zlib.crc32(piece, crc)
+        wrong = _differs(chunk, digest.hexdigest(), crc)
         return _Result(chunk.extent.length, [wrong] if wrong else [])
 
     def _check_coded(self, chunk: _Chunk) -> _Result:
@@ -215,7 +219,7 @@ class _Reader:
             self._backend.read_into(chunk.extent.path, chunk.extent.offset, blob)
         except FAILURES as err:
             return _Result(0, [chunk.problem("read", err.message)])
-        wrong = _wrong(chunk, xxhash.xxh3_64_hexdigest(blob)) if chunk.extent.digest else None
+        wrong = _wrong(chunk, blob)
         if wrong is None:
             assert chunk.extent.codec is not None
             try:
@@ -232,7 +236,17 @@ class _Reader:
         return held[:size]
 
 
-def _wrong(chunk: _Chunk, digest: str) -> Problem | None:
-    if digest == chunk.extent.digest:
-        return None
-    return chunk.problem("digest", f"the bytes changed after they were written: XXH3-64 is {digest}, should be {chunk.extent.digest}")
+def _wrong(chunk: _Chunk, data: memoryview) -> Problem | None:
+    """Compare the bytes of a chunk with its digest, or with the checksum of another format."""
+    digest = xxhash.xxh3_64_hexdigest(data) if chunk.extent.digest is not None else ""
+    crc = zlib.crc32(data) if chunk.extent.digest is None and chunk.extent.crc32 is not None else 0
+    return _differs(chunk, digest, crc)
+
+
+def _differs(chunk: _Chunk, digest: str, crc: int) -> Problem | None:
+    wanted, crc_wanted = chunk.extent.digest, chunk.extent.crc32
+    if wanted is not None and digest != wanted:
+        return chunk.problem("digest", f"the bytes changed after they were written: XXH3-64 is {digest}, should be {wanted}")
+    if wanted is None and crc_wanted is not None and crc != crc_wanted:
+        return chunk.problem("digest", f"the bytes changed after they were written: CRC-32 is {crc:08x}, should be {crc_wanted:08x}")
+    return None

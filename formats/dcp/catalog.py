@@ -20,7 +20,7 @@ from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
 
-from .items import WHOLE, box_start, open_items
+from .items import WHOLE, box_place, open_items
 from .metadata import METADATA, Metadata, StoredBox, StoredTensor, read_metadata
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _Tensors:
         self._first = files[0].path if files else ""
         self._boxes = {name: boxes for name, (_, boxes) in described.items()}
         self._backend = backend
-        self._starts: dict[tuple[str, int], int] = {}
+        self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
     def locate(self, wanted: Wanted) -> list[Extent]:
@@ -130,13 +130,14 @@ class _Tensors:
         ]
 
     def _extent(self, entry: TensorEntry, box: StoredBox) -> Extent:
-        return Extent(box.item.path, self._starts[box.item[:2]], math.prod(box.shape) * entry.dtype.itemsize, None)
+        start, crc = self._places[box.item[:2]]
+        return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
 
     def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
-        new = {box.item: (entry, box) for entry, box in wanted if box.item[:2] not in self._starts}
+        new = {box.item: (entry, box) for entry, box in wanted if box.item[:2] not in self._places}
         archives = open_items(self._backend, list(new), self.sizes)
         for (item, (entry, box)), archive in zip(new.items(), archives, strict=True):
-            self._starts[item[:2]] = box_start(archive, entry.name, entry.dtype.name, box)
+            self._places[item[:2]] = box_place(archive, entry.name, entry.dtype.name, box)
 
 
 # ------------------------------------------------------------------------------------------------------------- state

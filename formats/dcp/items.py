@@ -6,6 +6,7 @@ items that follow one another take one small read each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,12 @@ def _ranges(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[
 
 
 def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
-    """Where in its file the bytes of a stored box begin.
+    """Where in its file the bytes of a stored box begin; errors are as for :func:`box_place`."""
+    return box_place(archive, name, dtype, box)[0]
+
+
+def box_place(archive: Archive, name: str, dtype: str, box: StoredBox) -> tuple[int, int | None]:
+    """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it.
 
     Raises:
         CorruptError: the archive holds something else than the metadata say.
@@ -84,4 +90,6 @@ def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
         hint = "load it with torch.distributed.checkpoint, and save contiguous tensors"
         what = found.lazy or f"its strides are {list(found.strides)}"
         raise FormatError(f"tensor {name} of shape {list(box.shape)} is not stored row by row: {what}", where=archive.where, hint=hint)
-    return archive.starts([found.storage])[0] + rows[0].start * found.itemsize
+    offset = rows[0].start * found.itemsize
+    crc = archive.crc32(found.storage, offset, math.prod(box.shape) * found.itemsize)
+    return archive.starts([found.storage])[0] + offset, crc

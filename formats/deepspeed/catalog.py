@@ -108,6 +108,7 @@ class _Opened:
             state=state,
             ranks=ranks,
             opaque=self.opaque,
+            replicas=self.table.replicas,
         )
 
     # ---- weights
@@ -227,6 +228,7 @@ class _Opened:
         for (stage, rank), path in sorted(self.directory.models.items()):
             number, alone = stage * self.per_stage + rank, len(self.directory.models) == 1
             nodes[number] = self._values_of(self.by_path[path], None if alone else number)
+        self._check_steps(nodes)
         own = {name for name, entry in self.table.entries.items() if entry.rank is not None}
         values = RankValues(own)
         state = dict(values.merge(nodes, ""))
@@ -237,6 +239,13 @@ class _Opened:
         if self.others is not None:
             state[_OTHERS] = self.others
         return state, values.ranks
+
+    def _check_steps(self, nodes: Mapping[int, Mapping[str, tree.Node]]) -> None:
+        """What ranks say that they saved must be the same step."""
+        steps = sorted({tree.text(node["global_steps"]) for node in nodes.values() if "global_steps" in node})
+        if len(steps) > 1:
+            hint = "a process did not save, or files were not copied: get those of one step"
+            raise CorruptError(f"the files of ranks are of different steps: {', '.join(steps)}", where=self.backend.url, hint=hint)
 
     def _values_of(self, file: Pickled, rank: int | None) -> dict[str, tree.Node]:
         """Everything in a model's file that is neither weights nor about them."""

@@ -154,12 +154,23 @@ class StateTable:
         values = {(f.rank, f.group): self.ranks[f.rank].file.meaning(self.ranks[f.rank].keys[f.group][key]) for f in found.fragments}
         first = found.fragments[0]
         value = values[first.rank, first.group]
+        if key == "step":
+            self._same_step(found, name, values)
         if type(value) is not StoredView:
             self.values.setdefault(found.name, {})[said] = (self.ranks[first.rank].file, value)
         elif value.shape == () or (math.prod(value.shape) == 1 and self._master(first).shape[0] != 1):
             self.table.add(f"{name}.{said}", self.ranks[first.rank].file.file, value)
         else:
             self._flat(f"{name}.{said}", found, grid, parts, values)
+
+    def _same_step(self, found: Partitioned, name: str, values: Mapping[tuple[int, int], Any]) -> None:
+        """The ranks that have parts of a parameter made the same number of steps. Those in tensors are not read here: they are replicas."""
+        (first, value), *others = values.items()
+        for (rank, _), other in others:
+            if type(value) is StoredView and type(other) is StoredView and value.shape == other.shape == ():
+                self.table.add_copy(f"{name}.step", self.ranks[rank].file.file, (), other)
+            elif type(value) in (int, float) and value != other:
+                self.ranks[rank].file.damaged(f"step {other} of {found.name}, and {value} in {self.ranks[first[0]].file.path}")
 
     def _grid(self, found: Partitioned) -> tuple[Grid, list[tuple[Fragment, Box, int]]]:
         """The chunks of a parameter: for each its fragment, its box, and how far into the fragment it begins."""

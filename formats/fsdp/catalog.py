@@ -101,6 +101,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
         state=state,
         ranks=values.ranks,
         opaque=joined.opaque,
+        replicas=joined.table.replicas,
     )
 
 

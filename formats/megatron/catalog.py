@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.protocol import Format
 
-from .pieces import PieceTable, Replica
+from .pieces import PieceTable
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -29,8 +29,7 @@ _MAX_JSON = 1 << 16
 class MegatronCatalog(ForeignCatalog):
     """A Megatron checkpoint. ``arguments`` are those of the job that wrote it, as far as they are plain values.
 
-    ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known. ``replicas()`` gives the boxes that
-    are stored more than once, besides the copies that are read.
+    ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class MegatronCatalog(ForeignCatalog):
             world_size=world_size,
             state=state,
             opaque=opaque,
+            replicas=table.replicas,
         )
         self.arguments = arguments
         self.notes = tuple(notes)
         self.suspect = suspect
         self.table = table
-        self.replicas: Callable[[], list[Replica]] = table.replicas
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:

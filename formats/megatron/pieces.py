@@ -13,7 +13,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import box_start, open_items
 from ckpt.formats.dcp.metadata import Item, StoredBox
 from ckpt.formats.elements import read_extent
-from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
+from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
 from ckpt.formats.pickles.values import StoredView
 from ckpt.formats.strided import reach, strided
 from ckpt.formats.torchzip.archive import Archive
@@ -64,14 +64,6 @@ class Piece(NamedTuple):
     source: Source
     start: int = 0
     strides: tuple[int, ...] | None = None
-
-
-class Replica(NamedTuple):
-    """Another copy of a box of a tensor: whoever compares it reads ``extent``."""
-
-    name: str
-    box: Box
-    extent: Extent
 
 
 class PieceTable:

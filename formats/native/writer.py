@@ -33,12 +33,14 @@ def write_index(
     features: tuple[str, ...] = (),
     kept: Kept | None = None,
     metrics: Mapping[str, float] | None = None,
+    shared: bool = False,
 ) -> CommitRecord:
     """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded.
     ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
+    ``shared``: others may do the same at the same time. Index files then appear whole, are taken as they are, and are never removed.
     If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
     the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
     ``committed_id`` has shown that it is not the committed one.
@@ -54,7 +56,10 @@ def write_index(
     made: list[str] = []
     try:
         for name, data in files.items():
-            _write(backend, record.index[name].path, data, made)
+            if shared:
+                _put(backend, record.index[name].path, data)
+            else:
+                _write(backend, record.index[name].path, data, made)
     except BaseException:
         _remove(backend, made)
         raise
@@ -182,6 +187,16 @@ def _write(backend: Backend, path: str, data: bytes, made: list[str]) -> None:
     except ConflictError:
         made.remove(path)  # somebody else's
         raise
+
+
+def _put(backend: Backend, path: str, data: bytes) -> None:
+    """Make a file that others may make too."""
+    try:
+        backend.publish(path, data, replaces=None)
+    except ConflictError:
+        there = backend.read(path)
+        if there != data:  # by another version of a library
+            backend.publish(path, data, replaces=there)
 
 
 def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str]) -> None:

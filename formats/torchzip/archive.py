@@ -6,6 +6,7 @@ Layout: all records lie in one directory: ``data.pkl`` the pickle, ``data/<key>`
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,11 @@ class Archive:
             hint = f"at most {limit:,} are read; keep arrays as tensors, which lie in records of their own"
             raise FormatError(f"the record {name!r} has {record.size:,} bytes", where=self.where, hint=hint)
         header = self._window.read(record.header, header_length(record))
-        return self._window.read(data_offset(record, header, self.where), record.size)
+        data = self._window.read(data_offset(record, header, self.where), record.size)
+        if record.crc and zlib.crc32(data) != record.crc:
+            told = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
+            raise CorruptError(told, where=self.where, hint="get the file again")
+        return data
 
     def starts(self, storages: Sequence[StoredStorage]) -> list[int]:
         """Where in the file the bytes of these storages begin. Reads their local headers, near ones together; each once.
@@ -101,6 +106,11 @@ class Archive:
                 f"the storage {storage.key!r} of {storage.nbytes:,} bytes has {has}", where=self.where, hint="get the file again"
             )
         return record
+
+    def crc32(self, storage: StoredStorage, offset: int, length: int) -> int | None:
+        """What the archive says of these bytes of a storage, if they are a whole record."""
+        record = self._record(storage)
+        return record.crc if record.crc and (offset, length) == (0, record.size) else None
 
     def check(self, storage: StoredStorage) -> None:
         """Raise CorruptError if the archive has not all bytes of a storage. Nothing is read."""

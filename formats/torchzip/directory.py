@@ -24,17 +24,20 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 LOCAL_SIZE = _LOCAL.size
+_DESCRIPTOR, _DESCRIPTOR64 = 16, 24
 _MAX_COMMENT = 0xFFFF
 _FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
 class Record(NamedTuple):
-    """One record: where its local header is, how many bytes of data it has, and where these must have ended."""
+    """One record: where its local header is, how many bytes of data it has, and where these must have ended; and their CRC-32, or 0 if
+    the archive does not say (``torch.serialization.set_crc32_options(False)``)."""
 
     name: str
     header: int
     size: int
     limit: int
+    crc: int
 
 
 def read_directory(window: Window) -> dict[str, Record]:
@@ -89,7 +92,7 @@ def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Rec
     for _ in range(count):
         if at + _ENTRY.size > len(data):
             _damaged(window, "a directory that ends too early")
-        magic, _, _, flags, method, _, _, _, packed, size, name_len, extra_len, note_len, *_, header = _ENTRY.unpack_from(data, at)
+        magic, _, _, flags, method, _, _, crc, packed, size, name_len, extra_len, note_len, *_, header = _ENTRY.unpack_from(data, at)
         stop = at + _ENTRY.size + name_len + extra_len + note_len
         if magic != b"PK\1\2" or stop > len(data):
             _damaged(window, "a directory that is not one")
@@ -99,7 +102,7 @@ def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Rec
         if method or flags & 0x41 or size != packed:
             how = "encrypted" if flags & 0x41 else "compressed"
             raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
-        found.append(Record(name, header, size, 0))
+        found.append(Record(name, header, size, 0, crc))
         at = stop
     return _checked(window, found, end)
 
@@ -159,11 +162,24 @@ def data_offset(record: Record, header: bytes, where: str) -> int:
     magic, _, flags, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(header)
     start: int = record.header + LOCAL_SIZE + name_len + extra_len
     named = header[LOCAL_SIZE : LOCAL_SIZE + name_len] == record.name.encode()
-    if magic != b"PK\3\4" or not named or method or flags & 0x41 or start + record.size > record.limit:
+    if magic != b"PK\3\4" or not named or method or flags & 0x41 or not _ends(record, start, described=bool(flags & 8)):
         raise CorruptError(
             f"the record {record.name!r} is not where the directory of the archive says", where=where, hint="get the file again"
         )
     return start
+
+
+def _ends(record: Record, start: int, *, described: bool) -> bool:
+    """Whether data from ``start`` on end where what comes next begins. Nothing but this shows a wrong length of what stands before them.
+
+    A local header may say that sizes follow the data: 16 bytes, or 24 where they are long.
+    """
+    gap = record.limit - start - record.size
+    if not record.size:
+        return gap >= 0
+    if not described:
+        return gap == 0
+    return gap == _DESCRIPTOR or (gap == _DESCRIPTOR64 and max(record.size, record.header) >= _FULL)
 
 
 def _damaged(window: Window, what: str) -> NoReturn:

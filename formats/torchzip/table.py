@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignFile, Wanted, grid_of, whole
+from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
 from ckpt.formats.pickles.values import StoredStorage, StoredView
-from ckpt.geometry import row_major_strides
+from ckpt.geometry import Box, row_major_strides
 
 from .archive import Archive
 
@@ -81,6 +81,7 @@ class TensorTable:
     _problems: dict[str, str] = field(default_factory=dict)
     _known: dict[tuple[int, StoredView], str] = field(default_factory=dict)
     _rows_used: int = 0
+    _copies: list[tuple[str, Box, Block]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = self.rows or range(len(self.archives))
@@ -107,7 +108,8 @@ class TensorTable:
         self._put(name, dtype(view.dtype).name, view.shape, [(row, file, view.storage, view.itemsize) for row in rows], rank)
 
     def add_parts(self, name: str, kind: str, shape: tuple[int, ...], parts: Sequence[tuple[int, tuple[int, ...], StoredView]]) -> None:
-        """A tensor of which several files have parts: file, offset of the box, and view. Of equal boxes, replicas, the first counts.
+        """A tensor of which several files have parts: file, offset of the box, and view. Of equal boxes the first counts; the others
+        are its replicas.
 
         Raises:
             CorruptError: as for :meth:`add`, or a part has another dtype or does not lie in the tensor.
@@ -120,7 +122,10 @@ class TensorTable:
             if not inside or view.dtype != kind:
                 what = f"a part {view.dtype} {list(view.shape)} at {list(offset)} of the tensor {name}, {kind} {list(shape)}"
                 raise CorruptError(f"there is {what}", where=self.archives[file].where, hint="the files are of different saves")
-            if (offset, view.shape) in seen or not math.prod(view.shape):
+            if not math.prod(view.shape):
+                continue
+            if (offset, view.shape) in seen:
+                self.add_copy(name, file, offset, view)
                 continue
             seen.add((offset, view.shape))
             self.archives[file].check(view.storage)
@@ -159,6 +164,19 @@ class TensorTable:
         first = self.entries[self.entries[of].alias or of]
         self.entries[name] = TensorEntry(name=name, dtype=first.dtype, shape=first.shape, grid=first.grid, alias=first.name)
 
+    def add_copy(self, name: str, file: int, offset: tuple[int, ...], view: StoredView) -> None:
+        """A further copy of a box of the tensor ``name``; see :meth:`replicas`."""
+        for row in () if view.lazy else self._rows(view) or ():
+            box = Box(tuple(a + b for a, b in zip(offset, row.offset, strict=True)), row.shape)
+            self._copies.append((name, box, Block(file, view.storage, row.start * view.itemsize, math.prod(row.shape) * view.itemsize)))
+
+    def replicas(self) -> list[Replica]:
+        """All copies of boxes that are stored more than once, besides those that are read; without those that are not stored row by row,
+        or whose elements have more than 8 bytes."""
+        known = [c for c in self._copies if c[0] not in self._problems and self.entries[c[0]].dtype.itemsize <= 8]
+        found = self._extents([block for _, _, block in known])
+        return [Replica(name, box, extent) for (name, box, _), extent in zip(known, found, strict=True)]
+
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None
     ) -> None:
@@ -180,15 +198,21 @@ class TensorTable:
 
     def locate(self, wanted: Wanted) -> list[Extent]:
         """The extents of chunks. Reads local headers of records, many at once."""
-        blocks = [self._block(entry, number) for entry, number in wanted]
+        return self._extents([self._block(entry, number) for entry, number in wanted])
+
+    def _extents(self, blocks: Sequence[Block]) -> list[Extent]:
         starts: dict[tuple[int, str], int] = {}
         for file, members in _by_file(blocks).items():
             storages = [b.storage for b in members]
             starts |= {(file, s.key): at for s, at in zip(storages, self.archives[file].starts(storages), strict=True)}
-        return [
-            Extent(self.files[self.rows[b.file]].path, starts.get((b.file, b.storage.key), 0) + b.offset if b.length else 0, b.length, None)
-            for b in blocks
-        ]
+        return [self._extent(b, starts[b.file, b.storage.key] if b.length else 0) for b in blocks]
+
+    def _extent(self, block: Block, start: int) -> Extent:
+        path = self.files[self.rows[block.file]].path
+        if not block.length:
+            return Extent(path, 0, 0, None)
+        crc = self.archives[block.file].crc32(block.storage, block.offset, block.length)
+        return Extent(path, start + block.offset, block.length, None, crc32=crc)
 
     def _block(self, entry: TensorEntry, number: int) -> Block:
         name = entry.alias or entry.name

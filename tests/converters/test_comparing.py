@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
@@ -25,7 +26,7 @@ from ckpt.converters.elements import numbers
 from ckpt.converters.importing import import_checkpoint
 from ckpt.converters.spelling import translated
 from ckpt.dtypes import DTYPES
-from ckpt.errors import NamesError, UsageError
+from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.geometry import Box
 from tests.formats.reading import FIXTURES
 
@@ -116,6 +117,32 @@ def test_what_is_not_finite(tmp_path: Path) -> None:
     right = {"same": torch.tensor([-nan, inf, -inf, -0.0]), "nan": torch.tensor([1.0, 1.0]), "inf": torch.tensor([-inf, 1.0])}
     report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right), tolerances=[Tolerance(glob="*", absolute=9, relative=9)])
     assert {d.name: (d.elements, d.max_abs, d.first) for d in report.differences} == {"nan": (1, inf, (1,)), "inf": (1, inf, (0,))}
+
+
+def test_both_parts_of_complex_numbers_count(tmp_path: Path) -> None:
+    nan, inf = math.nan, math.inf
+    left = {"c": torch.tensor([complex(nan, 1), complex(nan, 2), complex(1, inf)])}
+    right = {"c": torch.tensor([complex(nan, 1), complex(nan, 3), complex(1, nan)])}
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right))
+    assert {d.name: (d.elements, d.first) for d in report.differences} == {"c": (2, (1,))}
+    halves = np.array([[1, inf], [nan, 2]], np.float16).view(np.uint32)[:, 0]
+    found = numbers(halves, DTYPES["complex32"])
+    np.testing.assert_array_equal([found.real, found.imag], [[1, nan], [inf, 2]])
+
+
+def test_a_difference_that_no_number_can_be(tmp_path: Path) -> None:
+    left, right = ({"x": torch.tensor([v], dtype=torch.float64)} for v in (1.7e308, -1.7e308))
+    report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right), tolerances=[Tolerance(glob="*", relative=1.5)])
+    assert [d.elements for d in report.differences] == [1]
+
+
+def test_stored_parts_with_a_hole_are_equal_to_nothing(tmp_path: Path) -> None:
+    """Shards of a tensor whose parts have as many elements as it, one of them twice and another one not at all."""
+    for number, offset in enumerate((0, 0, 4)):
+        said = json.dumps({"w": {"saved_offsets": [offset]}})
+        save_file({"w": torch.ones(2)}, tmp_path / f"shard-{number}-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": said})
+    with pytest.raises(CorruptError, match=r"2 stored chunks have \[0:2\] of tensor w"):
+        compare(str(tmp_path), str(tmp_path))
 
 
 def test_integers_are_exact(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_moments_that_cannot_be(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_master_that_is_not_finite_nor_its_weight(tmp_path: Path, value: float) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[f"{PREFIX}fc1.bias.master"][3] = state["model.fc1.bias"][3] = value
+
+    (problem,) = checked(tmp_path, change).problems
+    assert (problem.tensor, problem.message) == (f"{PREFIX}fc1.bias.master", "1 elements are not finite")
+    assert problem.box is not None and problem.box.offset == (3,)
+
+
 def test_an_optimizer_of_torch(tmp_path: Path) -> None:
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.AdamW(model.parameters())

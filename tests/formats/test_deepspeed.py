@@ -19,6 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.converters.comparing import compare
 from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.semantic import check_semantic
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.reading import FIXTURES, counted, same
@@ -504,3 +505,36 @@ def test_a_latest_that_leads_nowhere(text: str, tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(text.encode("utf-8", "surrogateescape"))
     shutil.copytree(DEEPSPEED / "zero1", tmp_path / "zero1")
     assert find_format(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_of_different_steps(zero: int, tmp_path: Path) -> None:
+    """Files of two saves with the same shapes: their steps tell."""
+    Job(zero=zero, ranks=2, shapes=SOME, slices=False).write(tmp_path)
+    first, second = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+
+    def steps(name: str, step: Any) -> None:
+        def change(held: Any) -> None:
+            base = held["optimizer_state_dict"]
+            for state in base["optimizer_state_dict" if zero == 3 else "base_optimizer_state"]["state"].values():
+                state["step"] = step
+
+        rewrite(tmp_path, name, change)
+
+    steps(first, torch.tensor(7.0))
+    steps(second, torch.tensor(7.0))
+    report = check_semantic(open_catalog(str(tmp_path)))
+    assert report.problems == () and report.replicas > 0
+    steps(second, torch.tensor(99.0))
+    problems = check_semantic(open_catalog(str(tmp_path))).problems
+    assert any(f"differ from the copy in {second}" in p.message for p in problems)
+    steps(first, 7)
+    steps(second, 99)
+    refused(tmp_path, CorruptError, "step 99 of")
+
+
+def test_models_of_ranks_of_different_steps(tmp_path: Path) -> None:
+    Job(zero=3, ranks=2, shapes=SOME).write(tmp_path)
+    for rank in range(2):
+        rewrite(tmp_path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", lambda held, rank=rank: held.update(global_steps=3 + rank))
+    refused(tmp_path, CorruptError, "different steps: 3, 4")

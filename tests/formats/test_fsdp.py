@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
 import ckpt
+from ckpt.converters.semantic import check_semantic
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.fsdp.catalog import rank_sets
 from ckpt.formats.registry import open_catalog
@@ -77,8 +79,9 @@ def test_files_of_different_saves(tmp_path):
         shutil.copy(source / "local_rank0.pt", tmp_path / f"local_rank{rank}.pt")  # twice the same half
     with pytest.raises(CkptError, match="stored parts of tensor"):
         ckpt.open(str(tmp_path))["model._flat_param"].read()
-    data = (source / "local_rank1.pt").read_bytes()
-    (tmp_path / "local_rank1.pt").write_bytes(data.replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
+    with zipfile.ZipFile(source / "local_rank1.pt") as old, zipfile.ZipFile(tmp_path / "local_rank1.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b"M\x71\x07", b"M\x72\x07"))  # 1905 elements become 1906
     with pytest.raises(CorruptError, match="on one rank"):
         open_catalog(str(tmp_path))
 
@@ -91,3 +94,20 @@ def test_files_of_ranks_that_are_missing(present, tmp_path):
     with pytest.raises(CkptError, match=f"files of ranks are missing: {absent}"):
         ckpt.open(str(tmp_path))
     assert ckpt.open(str(tmp_path / f"model_world_size_4_rank_{present[0]}.pt")).state() == {"a": present[0]}
+
+
+def test_copies_of_a_box_that_differ(tmp_path):
+    """What hybrid sharding writes: each part in the files of several ranks."""
+    source = FIXTURES / "fsdp/fsdp1_local_orig0"
+    for rank in range(4):
+        shutil.copy(source / f"local_rank{rank % 2}.pt", tmp_path / f"local_rank{rank}.pt")
+    report = check_semantic(open_catalog(str(tmp_path)))
+    assert (report.replicas, report.problems) == (2, ())
+    half = ckpt.open(str(tmp_path))["model._flat_param"].read()[953:].numpy().tobytes()
+    path = tmp_path / "local_rank3.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(half) + 40] ^= 1
+    path.write_bytes(data)
+    (problem,) = check_semantic(open_catalog(str(tmp_path))).problems
+    assert (problem.tensor, problem.box.offset) == ("model._flat_param", (963,))
+    assert problem.message == "1 of 952 elements differ from the copy in local_rank3.pt"

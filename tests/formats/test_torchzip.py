@@ -454,6 +454,50 @@ def test_damage_ends_in_tensors_or_an_error(tmp_path_factory, changes):
         opened(tmp_path_factory.mktemp("damaged"), bytes(data))
 
 
+WRITTEN = io.BytesIO()
+torch.save({"a": torch.arange(100.0), "b": torch.ones(3), "step": 5}, WRITTEN)
+
+
+def test_no_flipped_byte_outside_of_tensors_gives_other_tensors_or_values(tmp_path):
+    """As torch writes it: records have a CRC-32, and end where the next one begins."""
+    path, good = tmp_path / "made.pt", WRITTEN.getvalue()
+    tensors = [torch.arange(100.0).numpy().tobytes(), torch.ones(3).numpy().tobytes()]
+    inside = {i for t in tensors for i in range(good.index(t), good.index(t) + len(t))}
+    named = {i for i in range(len(good)) if good[i : i + 2] == b"PK"}
+    headers = {i for at in named for i in range(at + 4, min(at + 46, len(good)), 2)} | set(range(64, 900, 9))
+    for at in sorted(headers - inside):
+        data = bytearray(good)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        with contextlib.suppress(CkptError):
+            view = ckpt.open(str(path))
+            assert view.state()["step"] == 5, at
+            for name, tensor in (("a", torch.arange(100.0)), ("b", torch.ones(3))):
+                with contextlib.suppress(CkptError):
+                    assert same(view[name].read(), tensor), at
+
+
+def test_a_wrong_length_of_what_stands_before_the_bytes(tmp_path):
+    """Eight bytes more of padding: what is read then begins two elements too late, and ends within what follows."""
+    data = bytearray(WRITTEN.getvalue())
+    header = data.rindex(b"PK\3\4", 0, data.index(b"/data/0"))
+    length = struct.unpack_from("<H", data, header + 28)[0]
+    struct.pack_into("<H", data, header + 28, length + 8)
+    with pytest.raises(CorruptError, match="not where the directory"):
+        opened(tmp_path, bytes(data))
+
+
+def test_records_without_a_checksum_are_read(tmp_path):
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes them")
+    torch.serialization.set_crc32_options(False)
+    try:
+        url = saved(tmp_path, {"a": torch.arange(5.0), "step": 5})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert ckpt.open(url).state()["step"] == 5 and same(ckpt.open(url)["a"].read(), torch.arange(5.0))
+
+
 def test_two_keys_that_make_one_name(tmp_path):
     with pytest.raises(CorruptError, match=r"two tensors have the name 'a\.1'"):
         open_catalog(saved(tmp_path, {"a": {1: torch.ones(1), "1": torch.zeros(1)}}))

@@ -1,0 +1,179 @@
+"""What several runs, links and sources that change must not lose: nothing that was there goes, and no "finished" is false."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt
+from ckpt.converters.converting import _Run, convert_checkpoint
+from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.record import Record
+from ckpt.engine.verify import verify
+from ckpt.errors import ConflictError, CorruptError, UsageError
+from ckpt.formats.native import writer
+from ckpt.formats.native.commit import COMMIT_PATH
+
+HELD = {f"w{i}": torch.full((4000,), float(i)) for i in range(3)}
+
+
+def same(url: str) -> bool:
+    view = ckpt.open(url)
+    return set(view) == set(HELD) and all(torch.equal(view[n].read(), t) for n, t in HELD.items())
+
+
+@pytest.mark.parametrize("name", ["link", "file://", "data"])
+def test_importing_a_checkpoint_over_itself_by_another_name(tmp_path: Path, name: str) -> None:
+    url = str(tmp_path / "real")
+    ckpt.save(url, HELD)
+    os.symlink("real", tmp_path / "link")
+    source = {"link": str(tmp_path / "link"), "file://": f"file://{url}", "data": f"{url}/data"}[name]  # its data files are safetensors
+    with pytest.raises(UsageError, match="into itself"):
+        import_checkpoint(source, url, overwrite=True)
+    assert same(url) and verify(url).ok
+
+
+def test_importing_a_file_that_links_into_what_is_replaced(tmp_path: Path) -> None:
+    url = str(tmp_path / "real")
+    ckpt.save(url, HELD)
+    (file,) = (tmp_path / "real" / "data").iterdir()
+    (tmp_path / "hf").mkdir()
+    os.symlink(file, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UsageError, match="into itself"):
+        import_checkpoint(str(tmp_path / "hf"), url, overwrite=True)
+    assert same(url)
+
+
+def test_importing_beside_linked_files(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    save_file({"a": torch.ones(5)}, tmp_path / "real" / "model.safetensors")
+    os.symlink("real", tmp_path / "link")
+    with pytest.raises(UsageError, match="into itself"):
+        import_checkpoint(str(tmp_path / "link"), str(tmp_path / "real"))
+    assert os.listdir(tmp_path / "real") == ["model.safetensors"]
+
+
+# --------------------------------------------------------------------------------------------------------- several runs
+
+
+class Dead(BaseException):
+    """A process that was killed: nothing handles it."""
+
+
+def convert(source: str, url: str, to: str, **options: Any) -> Any:
+    return convert_checkpoint(source, url, to=to, shard_size=None if to == "torch" else 20_000, threads=1, **options)
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch"])
+def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found no file there, and removes what the first has made since as a leftover; then it dies. The first must not say that all is
+    there."""
+    source, url = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(source, HELD)
+    write, done = _Run.write, Record.done
+    looked, first_is_done = threading.Event(), threading.Event()
+
+    def slow(self: _Run, planned: Any, missing: Any, **options: Any) -> int:
+        if threading.current_thread().name != "second":
+            return write(self, planned, missing, **options)
+        looked.set()
+        assert first_is_done.wait(30)
+        with pytest.raises(ConflictError, match="another run"):
+            write(self, planned, missing, **options)  # it looks again
+        self.backend.delete(planned.files[0].path)  # as if it had looked just before
+        raise Dead
+
+    def second_run() -> None:
+        with pytest.raises(Dead):
+            convert(source, url, to)
+
+    def then_the_second(self: Record, number: int) -> None:
+        done(self, number)
+        if number == 0:
+            first_is_done.set()
+            second.join()
+
+    monkeypatch.setattr(_Run, "write", slow)
+    monkeypatch.setattr(Record, "done", then_the_second)
+    second = threading.Thread(target=second_run, name="second")
+    second.start()
+    assert looked.wait(30)
+    with pytest.raises(ConflictError, match="durable is gone"):
+        convert(source, url, to)
+    monkeypatch.undo()
+    assert to == "torch" or not Path(url, COMMIT_PATH).exists()
+    report = convert(source, url, to)
+    assert report.finished and report.written_files == 1 and same(url)
+
+
+def test_two_that_finish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins to finish when the first has written the index and not yet committed."""
+    source, url = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(source, HELD)
+    publish, inside = writer._publish, []
+
+    def twice(*arguments: Any) -> None:
+        if not inside:
+            inside.append(True)
+            assert convert(source, url, "native").finished
+        publish(*arguments)
+
+    monkeypatch.setattr(writer, "_publish", twice)
+    assert convert(source, url, "native").finished
+    assert inside and same(url) and verify(url).ok and not list(Path(url).glob("convert*"))
+
+
+def test_files_that_went_between_two_runs_are_written_again(tmp_path: Path) -> None:
+    source, url = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(source, HELD)
+    ckpt.save(url, {"old": torch.ones(2)})
+    convert(source, url, "native", overwrite=True, part=(0, 2))
+    ckpt.save(url, {"newer": torch.ones(2)})  # which removes the files of saves that were not committed
+    with pytest.raises(ConflictError, match="durable is gone"):
+        convert(source, url, "native", overwrite=True, part=(1, 2))
+    assert convert(source, url, "native", overwrite=True).finished and same(url) and verify(url).ok
+
+
+def test_what_only_looks_like_a_conversions_file_is_in_the_way(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path / "s"), HELD)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "converted.safetensors").write_text("mine")
+    with pytest.raises(ConflictError, match=r"converted\.safetensors"):
+        convert(str(tmp_path / "s"), str(tmp_path / "made"), "hf")
+
+
+# ------------------------------------------------------------------------------------------------- a source that changes
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch"])
+def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, virtual: bool) -> None:
+    file, url = tmp_path / "s.safetensors", str(tmp_path / "made")
+    save_file(HELD, file)
+    source = str(file)
+    if virtual:
+        source = str(tmp_path / "virtual")
+        import_checkpoint(str(file), source)
+    done = Record.done
+
+    def then_changed(self: Record, number: int) -> None:
+        done(self, number)
+        if number == 0:
+            save_file({n: t + 1 for n, t in HELD.items()}, file)
+            os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(Record, "done", then_changed)
+    with pytest.raises(CorruptError, match="changed"):
+        convert(source, url, to)
+    monkeypatch.undo()
+    if to != "torch":
+        with pytest.raises(ckpt.CkptError):
+            ckpt.open(url)
+    with pytest.raises(ckpt.CkptError):  # and is not gone on with
+        convert(source, url, to)
