@@ -148,6 +148,16 @@ def test_what_only_looks_like_a_conversions_file_is_in_the_way(tmp_path: Path) -
         convert(str(tmp_path / "s"), str(tmp_path / "made"), "hf")
 
 
+@pytest.mark.parametrize(("to", "name"), [("hf", "other.safetensors"), ("torch", "model.pt")])
+def test_a_file_among_those_of_the_source(tmp_path: Path, to: str, name: str) -> None:
+    """It would make the source one with a tensor in two files, or of an unknown format."""
+    save_file(HELD, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="taken for one of the source"):
+        convert(str(tmp_path), str(tmp_path / name), to)
+    assert same(str(tmp_path)) and os.listdir(tmp_path) == ["model.safetensors"]
+    assert convert(str(tmp_path / "model.safetensors"), str(tmp_path / name), to).finished  # of one file alone
+
+
 # ------------------------------------------------------------------------------------------------- a source that changes
 
 
