@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import CONVERTING, open_catalog
@@ -197,6 +198,10 @@ class _Run:
         return self.format.plan(self.chosen, Layout(id=id, shard_size=self.shard_size, name=self.name, previous=self._previous))
 
     def _check_empty(self) -> None:
+        source = self.chosen.catalog
+        if self.name is not None and isinstance(source, ForeignCatalog) and source.url.rstrip("/") == self.backend.url.rstrip("/"):
+            hint = "convert to another directory, or give the URL of the source's file"
+            raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
         if self.name is not None:
             taken = [n for n in self.backend.children() if n.rstrip("/") == self.name]
         elif self._previous is not None and self.overwrite:

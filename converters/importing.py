@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, CoverageError, UsageError
+from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -70,7 +73,8 @@ def import_checkpoint(
     Args:
         views: from the shapes of the stored tensors to what the virtual checkpoint shall have; by default the same tensors.
         only: globs of names; others are left out.
-        digest: read all bytes once, so that loads can verify them. Without it a changed file is noticed by its size and time alone.
+        digest: read all bytes once, so that loads can verify them; digests that the source has are compared. Without it a changed file is
+            noticed by its size and time alone.
         overwrite: replace a checkpoint that is at ``url``.
         progress: called with the bytes that were read so far and all bytes, with ``digest``.
 
@@ -92,6 +96,7 @@ def import_checkpoint(
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
     if digest:
+        _check_parts(catalog, contents)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     again = _point(open_catalog(source), views, only)
     if (again.sources, again.extents) != (pointed.sources, pointed.extents):
@@ -261,6 +266,19 @@ def _grid(shape: tuple[int, ...], boxes: Sequence[Box], files: np.ndarray[Any, n
     return Grid(boxes=(offsets, np.array([b.shape for b in boxes], dtype=np.int64)), files=files)
 
 
+def _check_parts(catalog: Catalog, contents: Contents) -> None:
+    """Parts of chunks get digests of their own: those of the whole chunks have to be right first, else damage would have a digest.
+
+    Raises:
+        CorruptError: a chunk is damaged.
+    """
+    if not isinstance(catalog, NativeCatalog) or all(e.digest for extents in contents.extents.values() for e in extents):
+        return
+    report = verify(catalog.url)
+    if not report.ok:
+        raise CorruptError(str(report.problems[0]), where=catalog.url, hint="`ckpt verify` lists all that is damaged")
+
+
 def _digested(backend: Backend, contents: Contents, progress: Progress | None) -> dict[str, list[Extent]]:
     """The extents with the digest of their bytes, read in parallel."""
     paths = [s.path for s in contents.sources]
@@ -275,13 +293,18 @@ def _digested(backend: Backend, contents: Contents, progress: Progress | None) -
 
     def digest(row: tuple[str, int, str, Extent]) -> str:
         _, _, path, extent = row
-        state = xxhash.xxh3_64()
+        state, crc = xxhash.xxh3_64(), 0
         buffer = np.empty(min(_BUFFER, extent.length), dtype=np.uint8).data
         for at in range(0, extent.length, _BUFFER):
             view = buffer[: min(_BUFFER, extent.length - at)]
             backend.read_into(path, extent.offset + at, view)
             state.update(view)
-        return state.hexdigest()
+            crc = crc if extent.crc32 is None else zlib.crc32(view, crc)
+        found = state.hexdigest()
+        if found != (extent.digest or found) or crc != (extent.crc32 or crc):
+            told = f"bytes {extent.offset} to {extent.offset + extent.length} of {path} are not what their digest says"
+            raise CorruptError(told, where=backend.url, hint="`ckpt verify` tells which tensors are damaged")
+        return found
 
     with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1)), thread_name_prefix="ckpt-import") as pool:
         for (name, i, _, extent), hexdigest in zip(rows, pool.map(digest, rows), strict=True):

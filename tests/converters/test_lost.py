@@ -19,6 +19,7 @@ from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native import writer
 from ckpt.formats.native.commit import COMMIT_PATH
+from ckpt.plan.views import Box, part, whole
 
 HELD = {f"w{i}": torch.full((4000,), float(i)) for i in range(3)}
 
@@ -148,6 +149,16 @@ def test_what_only_looks_like_a_conversions_file_is_in_the_way(tmp_path: Path) -
         convert(str(tmp_path / "s"), str(tmp_path / "made"), "hf")
 
 
+@pytest.mark.parametrize(("to", "name"), [("hf", "other.safetensors"), ("torch", "model.pt")])
+def test_a_file_among_those_of_the_source(tmp_path: Path, to: str, name: str) -> None:
+    """It would make the source one with a tensor in two files, or of an unknown format."""
+    save_file(HELD, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="taken for one of the source"):
+        convert(str(tmp_path), str(tmp_path / name), to)
+    assert same(str(tmp_path)) and os.listdir(tmp_path) == ["model.safetensors"]
+    assert convert(str(tmp_path / "model.safetensors"), str(tmp_path / name), to).finished  # of one file alone
+
+
 # ------------------------------------------------------------------------------------------------- a source that changes
 
 
@@ -177,3 +188,32 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, to: str, mo
             ckpt.open(url)
     with pytest.raises(ckpt.CkptError):  # and is not gone on with
         convert(source, url, to)
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_damage_gets_no_digest_of_its_own(tmp_path: Path, parts: bool) -> None:
+    """An import with digests reads all bytes: those of damaged chunks must not become right by that."""
+    source, url = str(tmp_path / "s"), str(tmp_path / "virtual")
+    ckpt.save(source, HELD)
+    (file,) = (tmp_path / "s" / "data").iterdir()
+    data = bytearray(file.read_bytes())
+    data[data.index(HELD["w2"].numpy().tobytes()) + 8] ^= 1
+    file.write_bytes(data)
+    halves = (lambda shapes: {n: part(whole(n, s), Box((2,), (2,))) for n, s in shapes.items()}) if parts else None
+    with pytest.raises(CorruptError, match="digest"):
+        import_checkpoint(source, url, views=halves, digest=True)
+    assert not Path(url).exists()
+
+
+def test_a_damaged_archive_gets_no_digest(tmp_path: Path) -> None:
+    file, url = tmp_path / "s.pt", str(tmp_path / "virtual")
+    torch.save(HELD, file)
+    import_checkpoint(str(file), url, digest=True)
+    data = bytearray(file.read_bytes())
+    data[data.index(HELD["w2"].numpy().tobytes()) + 8] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="digest"):
+        import_checkpoint(str(file), url, digest=True, overwrite=True)
