@@ -61,13 +61,13 @@ class Delivery:
         for f, rank in enumerate(self.gathering.heads):
             if rank == self.rank:
                 self._put(f, 0, memoryview(self._head(f)))
-        self._run_windows(peers, alive)
+        self._run_windows(peers, threads, alive)
         tasks = [partial(self._put_piece, f, i, p, alive) for f, i, p in self.planner.direct_pieces(self.gathering, self.rank)]
         run_tasks(tasks, threads, "ckpt-export")
 
     # ---- windows
 
-    def _run_windows(self, peers: Peers | None, alive: Callable[[], None]) -> None:
+    def _run_windows(self, peers: Peers | None, threads: int, alive: Callable[[], None]) -> None:
         rounds: dict[int, list[Window]] = defaultdict(list)
         for window in self.gathering.windows:
             if window.keeper == self.rank or self.rank in window.sizes:
@@ -78,7 +78,8 @@ class Delivery:
                 images = self._round(rounds[number], peers, alive)
                 if writing is not None:
                     writing.result()
-                writing = Pending(partial(self._put_windows, images, alive), "ckpt-export")
+                tasks = [partial(self._put_window, window, image, alive) for window, image in images]
+                writing = Pending(partial(run_tasks, tasks, threads, "ckpt-export"), "ckpt-export")
         finally:
             if writing is not None:
                 writing.wait()
@@ -92,24 +93,13 @@ class Delivery:
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         images = []
         for window in windows:
-            if window.keeper != self.rank:
-                for rank, segment, piece in self._moves(window):
-                    if rank == self.rank:
-                        outgoing[window.keeper].append(self._values(piece, self._wanted(window, segment).dtype))
-                continue
-            image = self._image(window)
-            images.append((window, image))
-            for rank, segment, piece in self._moves(window):
-                target = _part_of(image, window, segment, piece, self._wanted(window, segment).dtype)
-                if rank == self.rank:
-                    self._fill(piece, target)
-                    continue
-                room = writable_bytes(target)
-                if room is None:
-                    later.append((target, torch.empty(target.shape, dtype=target.dtype)))
-                    room = writable_bytes(later[-1][1])
-                assert room is not None
-                incoming[rank].append(room)
+            if window.keeper == self.rank:
+                images.append((window, self._image(window)))
+                self._expect(*images[-1], incoming, later)
+            else:
+                outgoing[window.keeper] += [
+                    self._values(piece, self._dtype(window, segment)) for rank, segment, piece in self._moves(window) if rank == self.rank
+                ]
             alive()
         self.sent += sum(view.nbytes for views in outgoing.values() for view in views)
         if peers is not None:
@@ -118,8 +108,24 @@ class Delivery:
             raw_view(target).copy_(raw_view(held))
         return images
 
-    def _wanted(self, window: Window, segment: Segment) -> Wanted:
-        return self.tensors[self.files[window.file].items[segment.item].name]
+    def _expect(
+        self, window: Window, image: torch.Tensor, incoming: dict[int, list[memoryview]], later: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Put what this rank has of its window there, and make room for what others have: in the window, or beside it for ``later``."""
+        for rank, segment, piece in self._moves(window):
+            target = _part_of(image, window, segment, piece, self._dtype(window, segment))
+            if rank == self.rank:
+                self._fill(piece, target)
+                continue
+            room = writable_bytes(target)
+            if room is None:
+                later.append((target, torch.empty(target.shape, dtype=target.dtype)))
+                room = writable_bytes(later[-1][1])
+            assert room is not None
+            incoming[rank].append(room)
+
+    def _dtype(self, window: Window, segment: Segment) -> DType:
+        return self.tensors[self.files[window.file].items[segment.item].name].dtype
 
     def _moves(self, window: Window) -> Iterator[tuple[int, Segment, Piece]]:
         """Who has what of a window, and for which of its segments."""
@@ -136,14 +142,13 @@ class Delivery:
         image.numpy()[: len(mine)] = memoryview(mine)
         return image
 
-    def _put_windows(self, images: Sequence[tuple[Window, torch.Tensor]], alive: Callable[[], None]) -> None:
-        for window, image in images:
-            data = image.numpy().data
-            for start, stop in self._runs(window):
-                self._put(window.file, start, data[start - window.start : stop - window.start])
-            for segment in window.segments:
-                self._count(window.file, segment.item, segment.length)
-            alive()
+    def _put_window(self, window: Window, image: torch.Tensor, alive: Callable[[], None]) -> None:
+        data = image.numpy().data
+        for start, stop in self._runs(window):
+            self._put(window.file, start, data[start - window.start : stop - window.start])
+        for segment in window.segments:
+            self._count(window.file, segment.item, segment.length)
+        alive()
 
     def _runs(self, window: Window) -> list[tuple[int, int]]:
         """What of a window is written: all of it, or, if other ranks write between its segments, these."""

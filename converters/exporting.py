@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.engine.background import settle
+from ckpt.engine.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.group import Call, Row, current_group
 from ckpt.io_backends.registry import open_backend
@@ -150,7 +151,7 @@ class _Export:
         """Agree, write, publish."""
         try:
             said = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
-            found = self.call.agree("write", lambda: self.write(said), self.leader_publish)
+            self.call.agree("write", lambda: self.write(said), self.leader_publish)
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
@@ -163,7 +164,7 @@ class _Export:
             self.sinks.close()
         if self.call.is_leader:
             self.call.see_off()
-        return self.report(found)
+        return self.report()
 
     # ---- begin
 
@@ -192,8 +193,8 @@ class _Export:
         if len({row["options"] for row in rows.values()}) > 1:
             raise ConsistencyError("the ranks export with different options", where=self.call.url, hint="give the same ones on every rank")
         self._configuration = read_configuration(self.config)
-        tables = [[digest, ranks] for digest, ranks in _grouped(rows, "table")]
-        state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in _grouped(rows, "state")])
+        tables = [[digest, ranks] for digest, ranks in grouped(rows, "table")]
+        state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         said: Row = {
             "tables": tables,
             "state": self.call.share(json.dumps(state).encode()),
@@ -252,7 +253,7 @@ class _Export:
         for number in _opened(planner, gathering, group.rank):
             self.sinks.open(number)
         peers = peers_of(group, timeout=self.call.timeout) if group.size > 1 and gathering.rounds else None
-        self.delivery.run(peers, self.threads, self.call.look)
+        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.look)
         receipts = self.call.alive_while(self.sinks.flush, self.call.timeout)
         return {
             "receipts": {str(f): receipt for f, receipt in receipts.items()},
@@ -277,8 +278,7 @@ class _Export:
                 self.destination.put(name, data)
         self.planned.finish(self.destination.backend)
 
-    def report(self, found: Row) -> ExportReport:
-        del found
+    def report(self) -> ExportReport:
         files = self.planned.files
         taken = {p.source for w in self.tensors.values() for p in w.view.pieces}
         return ExportReport(
@@ -317,10 +317,3 @@ def _check_counts(files: Sequence[OutFile], counted: Sequence[Mapping[str, Mappi
             if written != item.length:
                 told = f"tensor {item.name}: {item.length} bytes were planned, but all ranks together wrote {written}"
                 raise StorageError(told, where=url, hint="please report this")
-
-
-def _grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank, row in rows.items():
-        found.setdefault(row[key], []).append(rank)
-    return list(found.items())
