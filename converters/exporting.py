@@ -24,6 +24,7 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.peers import peers_of
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
+from ckpt.plan.views import filled
 from ckpt.rules import Layout as Rules
 
 from .choosing import Choice, Chosen
@@ -35,7 +36,7 @@ from .live import LiveCatalog
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
-from .target import Layout, OutFile, Planned
+from .target import Layout, Planned
 from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 MEMORY = 256 << 20
 """Bytes of tensors that a rank has in windows, unless the caller says."""
 LEAST = 32 << 20
+SHARES = 3
+"""Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +104,7 @@ def export(
         dtype: of floating-point tensors: ``"bfloat16"`` and the like. By default as they are.
         shard_size: bytes of a file, about: ``"5GB"``. A single file is never cut.
         config: what becomes ``config.json``: its content, or the path of such a file, or of a directory with it, whose tokenizer comes too.
-            Only the leading rank reads it.
+            Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
             go; if the job dies in that moment, nothing can be opened there until it is exported again.
@@ -244,7 +247,7 @@ class _Export:
             self.lay_out(said)
         group, files = self.call.group, self.planned.files
         planner = Planner(self.catalog, self.tensors, files, group.ranks)
-        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // 2)
+        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // SHARES)
         mine = self.begun.shared if self.begun is not None else None
         self.sinks = Sinks(self.destination, files, said["tokens"], mine)
         placer = self.collected.placer
@@ -262,7 +265,7 @@ class _Export:
 
     def leader_publish(self, rows: dict[int, Row]) -> Row:
         """Every byte of every tensor was written once: make the files exist."""
-        _check_counts(self.planned.files, [row["counted"] for row in rows.values()], self.call.url)
+        self.check_counts([row["counted"] for row in rows.values()])
         receipts: dict[int, list[Any]] = {}
         for row in rows.values():
             for f, receipt in row["receipts"].items():
@@ -270,6 +273,16 @@ class _Export:
         assert self.begun is not None
         self.begun.publish(receipts, self.finish)
         return {}
+
+    def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
+        """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
+        for f, file in enumerate(self.planned.files):
+            for i, item in enumerate(file.items):
+                written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
+                planned = filled(self.tensors[item.name].view) * item.itemsize
+                if written != planned:
+                    told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
+                    raise StorageError(told, where=self.call.url, hint="please report this")
 
     def finish(self) -> None:
         """The small files beside the weights; the index last."""
@@ -307,13 +320,3 @@ def _opened(planner: Planner, gathering: Gathering, rank: int) -> list[int]:
     found |= {f for f, head in enumerate(gathering.heads) if head == rank}
     found |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
     return sorted(found)
-
-
-def _check_counts(files: Sequence[OutFile], counted: Sequence[Mapping[str, Mapping[str, int]]], url: str) -> None:
-    """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
-    for f, file in enumerate(files):
-        for i, item in enumerate(file.items):
-            written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
-            if written != item.length:
-                told = f"tensor {item.name}: {item.length} bytes were planned, but all ranks together wrote {written}"
-                raise StorageError(told, where=url, hint="please report this")
