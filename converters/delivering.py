@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,11 +31,26 @@ Write = Callable[[int, int, memoryview], None]
 """Writes bytes of the file of a number from an offset on. May be called from several threads."""
 
 
+@dataclass(eq=False)
+class _Image:
+    """A window that this rank puts together, and the bytes of each item that ranks have put there."""
+
+    window: Window
+    memory: torch.Tensor
+    counted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def part(self, segment: Segment, piece: Piece, dtype: DType) -> torch.Tensor:
+        """The memory that a piece belongs into."""
+        start = segment.start - self.window.start
+        whole = self.memory[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
+        return whole[piece.box.relative_to(segment.box.offset).slices]
+
+
 class Delivery:
     """One rank's share of an export. ``local`` are its tensors, tied ones under each of their names.
 
-    ``counted`` has for each file and item the bytes of it that this rank has handed to ``write``; ``writes`` how often it did, ``sent``
-    the bytes that went to other ranks.
+    ``counted`` has for each file and item the bytes of ranks' tensors that this one has handed to ``write``; ``writes`` how often it did,
+    ``sent`` the bytes that went to other ranks.
     """
 
     def __init__(self, planner: Planner, gathering: Gathering, local: Mapping[str, LocalTensor], rank: int, write: Write) -> None:
@@ -61,13 +77,13 @@ class Delivery:
         for f, rank in enumerate(self.gathering.heads):
             if rank == self.rank:
                 self._put(f, 0, memoryview(self._head(f)))
-        self._run_windows(peers, alive)
+        self._run_windows(peers, threads, alive)
         tasks = [partial(self._put_piece, f, i, p, alive) for f, i, p in self.planner.direct_pieces(self.gathering, self.rank)]
         run_tasks(tasks, threads, "ckpt-export")
 
     # ---- windows
 
-    def _run_windows(self, peers: Peers | None, alive: Callable[[], None]) -> None:
+    def _run_windows(self, peers: Peers | None, threads: int, alive: Callable[[], None]) -> None:
         rounds: dict[int, list[Window]] = defaultdict(list)
         for window in self.gathering.windows:
             if window.keeper == self.rank or self.rank in window.sizes:
@@ -78,38 +94,28 @@ class Delivery:
                 images = self._round(rounds[number], peers, alive)
                 if writing is not None:
                     writing.result()
-                writing = Pending(partial(self._put_windows, images, alive), "ckpt-export")
+                tasks = [partial(self._put_window, image, alive) for image in images]
+                writing = Pending(partial(run_tasks, tasks, threads, "ckpt-export"), "ckpt-export")
         finally:
             if writing is not None:
                 writing.wait()
         if writing is not None:
             writing.result()
 
-    def _round(self, windows: Sequence[Window], peers: Peers | None, alive: Callable[[], None]) -> list[tuple[Window, torch.Tensor]]:
+    def _round(self, windows: Sequence[Window], peers: Peers | None, alive: Callable[[], None]) -> list[_Image]:
         """Exchange what belongs into these windows; those that this rank keeps, put together."""
         outgoing: dict[int, list[memoryview]] = defaultdict(list)
         incoming: dict[int, list[memoryview]] = defaultdict(list)
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         images = []
         for window in windows:
-            if window.keeper != self.rank:
-                for rank, segment, piece in self._moves(window):
-                    if rank == self.rank:
-                        outgoing[window.keeper].append(self._values(piece, self._wanted(window, segment).dtype))
-                continue
-            image = self._image(window)
-            images.append((window, image))
-            for rank, segment, piece in self._moves(window):
-                target = _part_of(image, window, segment, piece, self._wanted(window, segment).dtype)
-                if rank == self.rank:
-                    self._fill(piece, target)
-                    continue
-                room = writable_bytes(target)
-                if room is None:
-                    later.append((target, torch.empty(target.shape, dtype=target.dtype)))
-                    room = writable_bytes(later[-1][1])
-                assert room is not None
-                incoming[rank].append(room)
+            if window.keeper == self.rank:
+                images.append(self._image(window))
+                self._expect(images[-1], incoming, later)
+            else:
+                outgoing[window.keeper] += [
+                    self._values(piece, self._dtype(window, segment)) for rank, segment, piece in self._moves(window) if rank == self.rank
+                ]
             alive()
         self.sent += sum(view.nbytes for views in outgoing.values() for view in views)
         if peers is not None:
@@ -118,8 +124,23 @@ class Delivery:
             raw_view(target).copy_(raw_view(held))
         return images
 
-    def _wanted(self, window: Window, segment: Segment) -> Wanted:
-        return self.tensors[self.files[window.file].items[segment.item].name]
+    def _expect(self, image: _Image, incoming: dict[int, list[memoryview]], later: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put what this rank has of its window there, and make room for what others have: in the window, or beside it for ``later``."""
+        for rank, segment, piece in self._moves(image.window):
+            target = image.part(segment, piece, self._dtype(image.window, segment))
+            image.counted[segment.item] += target.nbytes
+            if rank == self.rank:
+                self._fill(piece, target)
+                continue
+            room = writable_bytes(target)
+            if room is None:
+                later.append((target, torch.empty(target.shape, dtype=target.dtype)))
+                room = writable_bytes(later[-1][1])
+            assert room is not None
+            incoming[rank].append(room)
+
+    def _dtype(self, window: Window, segment: Segment) -> DType:
+        return self.tensors[self.files[window.file].items[segment.item].name].dtype
 
     def _moves(self, window: Window) -> Iterator[tuple[int, Segment, Piece]]:
         """Who has what of a window, and for which of its segments."""
@@ -127,23 +148,22 @@ class Delivery:
             for move in self.planner.moves(window.file, segment):
                 yield move.rank, segment, move.piece
 
-    def _image(self, window: Window) -> torch.Tensor:
+    def _image(self, window: Window) -> _Image:
         """Memory for a window: zeros where no rank has anything, and the header of the file."""
         head = self._head(window.file) if self.gathering.heads[window.file] is None else b""
         full = sum(window.sizes.values()) == window.stop - window.start
-        image = (torch.empty if full else torch.zeros)(window.stop - window.start, dtype=torch.uint8)
+        memory = (torch.empty if full else torch.zeros)(window.stop - window.start, dtype=torch.uint8)
         mine = head[window.start : window.stop]
-        image.numpy()[: len(mine)] = memoryview(mine)
-        return image
+        memory.numpy()[: len(mine)] = memoryview(mine)
+        return _Image(window, memory)
 
-    def _put_windows(self, images: Sequence[tuple[Window, torch.Tensor]], alive: Callable[[], None]) -> None:
-        for window, image in images:
-            data = image.numpy().data
-            for start, stop in self._runs(window):
-                self._put(window.file, start, data[start - window.start : stop - window.start])
-            for segment in window.segments:
-                self._count(window.file, segment.item, segment.length)
-            alive()
+    def _put_window(self, image: _Image, alive: Callable[[], None]) -> None:
+        window, data = image.window, image.memory.numpy().data
+        for start, stop in self._runs(window):
+            self._put(window.file, start, data[start - window.start : stop - window.start])
+        for item, nbytes in image.counted.items():
+            self._count(window.file, item, nbytes)
+        alive()
 
     def _runs(self, window: Window) -> list[tuple[int, int]]:
         """What of a window is written: all of it, or, if other ranks write between its segments, these."""
@@ -209,10 +229,3 @@ class Delivery:
         if reads_otherwise(source):
             source = source.resolve_conj().resolve_neg()
         raw_view(target).copy_(raw_view(source))
-
-
-def _part_of(image: torch.Tensor, window: Window, segment: Segment, piece: Piece, dtype: DType) -> torch.Tensor:
-    """The memory in a window's image that a piece belongs into."""
-    start = segment.start - window.start
-    whole = image[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
-    return whole[piece.box.relative_to(segment.box.offset).slices]

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.engine.background import settle
+from ckpt.engine.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.group import Call, Row, current_group
 from ckpt.io_backends.registry import open_backend
 from ckpt.peers import peers_of
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
+from ckpt.plan.views import filled
 from ckpt.rules import Layout as Rules
 
 from .choosing import Choice, Chosen
@@ -34,7 +36,7 @@ from .live import LiveCatalog
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
-from .target import Layout, OutFile, Planned
+from .target import Layout, Planned
 from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 MEMORY = 256 << 20
 """Bytes of tensors that a rank has in windows, unless the caller says."""
 LEAST = 32 << 20
+SHARES = 3
+"""Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +104,7 @@ def export(
         dtype: of floating-point tensors: ``"bfloat16"`` and the like. By default as they are.
         shard_size: bytes of a file, about: ``"5GB"``. A single file is never cut.
         config: what becomes ``config.json``: its content, or the path of such a file, or of a directory with it, whose tokenizer comes too.
-            Only the leading rank reads it.
+            Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
             go; if the job dies in that moment, nothing can be opened there until it is exported again.
@@ -150,7 +154,7 @@ class _Export:
         """Agree, write, publish."""
         try:
             said = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
-            found = self.call.agree("write", lambda: self.write(said), self.leader_publish)
+            self.call.agree("write", lambda: self.write(said), self.leader_publish)
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
@@ -163,7 +167,7 @@ class _Export:
             self.sinks.close()
         if self.call.is_leader:
             self.call.see_off()
-        return self.report(found)
+        return self.report()
 
     # ---- begin
 
@@ -192,8 +196,8 @@ class _Export:
         if len({row["options"] for row in rows.values()}) > 1:
             raise ConsistencyError("the ranks export with different options", where=self.call.url, hint="give the same ones on every rank")
         self._configuration = read_configuration(self.config)
-        tables = [[digest, ranks] for digest, ranks in _grouped(rows, "table")]
-        state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in _grouped(rows, "state")])
+        tables = [[digest, ranks] for digest, ranks in grouped(rows, "table")]
+        state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         said: Row = {
             "tables": tables,
             "state": self.call.share(json.dumps(state).encode()),
@@ -243,7 +247,7 @@ class _Export:
             self.lay_out(said)
         group, files = self.call.group, self.planned.files
         planner = Planner(self.catalog, self.tensors, files, group.ranks)
-        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // 2)
+        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // SHARES)
         mine = self.begun.shared if self.begun is not None else None
         self.sinks = Sinks(self.destination, files, said["tokens"], mine)
         placer = self.collected.placer
@@ -252,7 +256,7 @@ class _Export:
         for number in _opened(planner, gathering, group.rank):
             self.sinks.open(number)
         peers = peers_of(group, timeout=self.call.timeout) if group.size > 1 and gathering.rounds else None
-        self.delivery.run(peers, self.threads, self.call.look)
+        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.look)
         receipts = self.call.alive_while(self.sinks.flush, self.call.timeout)
         return {
             "receipts": {str(f): receipt for f, receipt in receipts.items()},
@@ -261,7 +265,7 @@ class _Export:
 
     def leader_publish(self, rows: dict[int, Row]) -> Row:
         """Every byte of every tensor was written once: make the files exist."""
-        _check_counts(self.planned.files, [row["counted"] for row in rows.values()], self.call.url)
+        self.check_counts([row["counted"] for row in rows.values()])
         receipts: dict[int, list[Any]] = {}
         for row in rows.values():
             for f, receipt in row["receipts"].items():
@@ -270,6 +274,16 @@ class _Export:
         self.begun.publish(receipts, self.finish)
         return {}
 
+    def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
+        """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
+        for f, file in enumerate(self.planned.files):
+            for i, item in enumerate(file.items):
+                written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
+                planned = filled(self.tensors[item.name].view) * item.itemsize
+                if written != planned:
+                    told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
+                    raise StorageError(told, where=self.call.url, hint="please report this")
+
     def finish(self) -> None:
         """The small files beside the weights; the index last."""
         if self.destination.name is None:
@@ -277,8 +291,7 @@ class _Export:
                 self.destination.put(name, data)
         self.planned.finish(self.destination.backend)
 
-    def report(self, found: Row) -> ExportReport:
-        del found
+    def report(self) -> ExportReport:
         files = self.planned.files
         taken = {p.source for w in self.tensors.values() for p in w.view.pieces}
         return ExportReport(
@@ -307,20 +320,3 @@ def _opened(planner: Planner, gathering: Gathering, rank: int) -> list[int]:
     found |= {f for f, head in enumerate(gathering.heads) if head == rank}
     found |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
     return sorted(found)
-
-
-def _check_counts(files: Sequence[OutFile], counted: Sequence[Mapping[str, Mapping[str, int]]], url: str) -> None:
-    """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
-    for f, file in enumerate(files):
-        for i, item in enumerate(file.items):
-            written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
-            if written != item.length:
-                told = f"tensor {item.name}: {item.length} bytes were planned, but all ranks together wrote {written}"
-                raise StorageError(told, where=url, hint="please report this")
-
-
-def _grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank, row in rows.items():
-        found.setdefault(row[key], []).append(rank)
-    return list(found.items())

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ckpt.errors import StorageError
+
 from .posix_files import create_file, storage_errors, sync_directories
 from .posix_publish import give_name
 from .posix_writer import PosixWriter
@@ -35,7 +37,7 @@ class PosixSharedObject(PosixWriter):
         head, name = os.path.split(file)
         aside = os.path.join(head, aside_name(name, self._token))
         with storage_errors(aside, "open the file"):
-            fd, made = create_file(aside) if self._began else (os.open(aside, os.O_RDWR | os.O_CLOEXEC), [])
+            fd, made = create_file(aside) if self._began else (_joined(aside), [])
             try:
                 if self._began:
                     os.ftruncate(fd, size)
@@ -61,6 +63,7 @@ class PosixSharedObject(PosixWriter):
         check_total(sum(receipts), self._size, self._final)
         with self._lock, storage_errors(self._final, "publish"):
             self._check_open()
+            os.fsync(self._fd)  # its size is this process's
             self._check_linked()
             if replace:
                 os.rename(self._file, self._final)
@@ -87,6 +90,15 @@ class PosixSharedObject(PosixWriter):
             self._state = "aborted"
             if not self._busy:
                 self._close()
+
+
+def _joined(aside: str) -> int:
+    try:
+        return os.open(aside, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise StorageError(
+            "the file that another process has begun is not there", where=aside, hint="the URL must be on storage that all ranks share"
+        ) from None
 
 
 def _is_coherent(file: str) -> bool:

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load, load_file
 
 from ckpt.converters import exporting
+from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import export
+from ckpt.converters.gathering import Planner
+from ckpt.converters.spelling import translated
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import open_backend
+from ckpt.io_backends import open_backend, posix_shared
 from ckpt.io_backends.posix_shared import PosixSharedObject
 
 
@@ -123,3 +126,38 @@ def test_a_conversion_that_did_not_finish_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="a conversion was begun here"):
         export(str(tmp_path), model(), overwrite=True)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("way", ["ranges", "parts"])
+def test_tensors_that_are_lost_on_the_way_are_missed(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "parts":
+        monkeypatch.setattr(posix_shared, "COHERENT", frozenset())
+        moves = Planner.moves
+        monkeypatch.setattr(Planner, "moves", lambda self, f, segment: list(moves(self, f, segment))[:-1])
+    else:
+        pieces = Planner.direct_pieces
+        monkeypatch.setattr(Planner, "direct_pieces", lambda *args: list(pieces(*args))[:-1])
+    with pytest.raises(StorageError, match="bytes were planned, but all ranks together wrote 0"):
+        export(str(tmp_path / "a.safetensors"), model())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
+    """Into Megatron's spelling, as ``ckpt convert`` writes it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
+    )
+    llama = transformers.LlamaForCausalLM(config)
+    llama.save_pretrained(tmp_path / "hf")
+    numbers = {"padded_vocabulary": 64}
+    convert_checkpoint(
+        str(tmp_path / "hf"),
+        str(tmp_path / "converted.safetensors"),
+        to="hf",
+        views=translated(str(tmp_path / "hf"), "llama", "megatron", numbers),
+    )
+    config_json = str(tmp_path / "hf" / "config.json")
+    export(str(tmp_path / "a.safetensors"), llama, names="llama", spelling="megatron", numbers=numbers, config=config_json)
+    assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()

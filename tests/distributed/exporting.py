@@ -88,22 +88,36 @@ def translated(whole: dict[str, torch.Tensor], config: dict[str, Any], folder: s
     export(folder, state, names="llama", config=config, shard_size="40KB")
 
 
-def two(seed: int) -> tuple[dict[str, torch.Tensor], ckpt.Layout]:
-    """A tensor cut by rows, one cut by columns, and a small one that all ranks have."""
+def some(seed: int) -> tuple[dict[str, torch.Tensor], ckpt.Layout]:
+    """Tensors cut by rows, by columns, in flat ranges, and with padding, and a small one that all ranks have."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    rows, columns, small = whole_of_two(seed).values()
-    state = {"rows": rows.chunk(size)[rank].clone(), "columns": columns.chunk(size, 1)[rank].clone(), "small": small}
-    layout = ckpt.Layout({"tp": size}, [("rows", ckpt.Shard(0, "tp")), ("columns", ckpt.Shard(1, "tp")), ("*", ckpt.Replicate())])
-    return state, layout
+    rows, columns, flat, table, small = whole_of(seed).values()
+    length, padding = -(-flat.numel() // size), torch.full((-len(table) % size, table.shape[1]), 5.0)
+    state = {
+        "rows": rows.chunk(size)[rank].clone(),
+        "columns": columns.chunk(size, 1)[rank].clone(),
+        "flat": flat.flatten()[rank * length : (rank + 1) * length].clone(),
+        "table": torch.cat([table, padding]).chunk(size)[rank].clone(),
+        "small": small,
+    }
+    rules = [
+        ("rows", ckpt.Shard(0, "tp")),
+        ("columns", ckpt.Shard(1, "tp")),
+        ("flat", ckpt.Flat("tp"), ckpt.GlobalShape(tuple(flat.shape))),
+        ("table", ckpt.Shard(0, "tp"), ckpt.Padded(0, len(table))),
+        ("small", ckpt.Replicate()),
+    ]
+    return state, ckpt.Layout({"tp": size}, rules)
 
 
-def whole_of_two(seed: int) -> dict[str, torch.Tensor]:
+def whole_of(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(s, generator=generator) for n, s in {"rows": (60, 80), "columns": (32, 96), "small": (7,)}.items()}
+    shapes = {"rows": (60, 80), "columns": (32, 96), "flat": (7, 11), "table": (5, 3), "small": (7,)}
+    return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
 
 
-def export_two(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
-    state, layout = two(seed)
+def export_some(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
+    state, layout = some(seed)
     return export(url, state, layout=layout, timeout=20, **options)
 
 
@@ -123,7 +137,7 @@ def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
 
     for kind in (PosixSharedObject, GatheringWriter):
         kind.write = dies(kind.write)  # type: ignore[attr-defined]
-    state, layout = two(seed)
+    state, layout = some(seed)
     export(url, state, layout=layout, timeout=3, **options)
 
 
@@ -138,7 +152,7 @@ def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) 
         publish(self, receipts, replace=replace)
 
     PosixSharedObject.publish = dying  # type: ignore[method-assign]
-    state, layout = two(seed)
+    state, layout = some(seed)
     export(url, state, layout=layout, timeout=3, **options)
 
 
@@ -150,7 +164,7 @@ def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:
 
     if dist.get_rank() == 1:
         PosixSharedObject.write = full  # type: ignore[method-assign]
-    state, layout = two(seed)
+    state, layout = some(seed)
     try:
         export(url, state, layout=layout, timeout=20, **options)
     except ckpt.errors.CkptError as err:
@@ -160,7 +174,7 @@ def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:
 
 def differ(url: str) -> str:
     """Each rank wants another dtype."""
-    state, layout = two(1)
+    state, layout = some(1)
     try:
         export(url, state, layout=layout, timeout=20, dtype=("bfloat16", "float16")[dist.get_rank()])
     except ckpt.errors.CkptError as err:

@@ -49,7 +49,7 @@ def test_transformers_loads_a_translated_export(ranks: Ranks, tmp_path: Path, wa
 
 def right(url: Path, seed: int) -> bool:
     found = load_file(url) if url.is_file() else work.loaded(str(url))
-    wanted = work.whole_of_two(seed)
+    wanted = work.whole_of(seed)
     return found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
@@ -66,7 +66,7 @@ def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path, name: str, at: int) -> N
     assert all(isinstance(x, Lost) for x in found) and found[1].exitcode == -9
     assert all(isinstance(found[r].error, GroupError) for r in (0, 2))
     assert visible(tmp_path) == ["out"] and visible(tmp_path / "out") == []
-    ranks.run(2, work.export_two, str(tmp_path / name), 2, options)
+    ranks.run(2, work.export_some, str(tmp_path / name), 2, options)
     assert right(tmp_path / name, 2)
     assert [p.name for p in tmp_path.rglob(".*")] == []
 
@@ -74,12 +74,12 @@ def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path, name: str, at: int) -> N
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_killed_while_it_would_replace(ranks: Ranks, tmp_path: Path, name: str) -> None:
     url, options = tmp_path / name, {"overwrite": True, **(MANY if name == "out" else {})}
-    export(str(url), work.whole_of_two(5), shard_size=20_000)
+    export(str(url), work.whole_of(5), shard_size=20_000)
     before = work.contents(str(url)) if name == "out" else url.read_bytes()
     ranks.run(2, work.die_at_write, str(url), 1, options, 1, allow_death=True)
     assert right(url, 5)
     assert before == ({n: b for n, b in work.contents(str(url)).items() if n[0] != "."} if name == "out" else url.read_bytes())
-    ranks.run(2, work.export_two, str(url), 2, options)
+    ranks.run(2, work.export_some, str(url), 2, options)
     assert right(url, 2)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_is_killed_where_files_cannot_be_shared(ranks: Ranks, tmp_path: P
     found = ranks.run(2, work.die_at_write, f"local://{url}", 1, MANY, 0, allow_death=True)
     assert found[1].exitcode == -9 and isinstance(found[0].error, GroupError)
     assert not [n for n in visible(url) if n.endswith("safetensors")]
-    ranks.run(2, work.export_two, f"local://{url}", 2, MANY)
+    ranks.run(2, work.export_some, f"local://{url}", 2, MANY)
     assert right(url, 2) and "convert.json" not in visible(url)
 
 
@@ -99,14 +99,14 @@ def test_killed_while_files_get_their_names(ranks: Ranks, tmp_path: Path) -> Non
     assert "convert.json" in visible(url) and "model-00001-of-00003.safetensors" in visible(url)
     with pytest.raises(NotCommittedError):
         ckpt.open(str(url))
-    ranks.run(2, work.export_two, str(url), 2, MANY)
+    ranks.run(2, work.export_some, str(url), 2, MANY)
     assert right(url, 2) and "convert.json" not in visible(url) and not list(tmp_path.rglob(".*"))
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_a_rank_that_fails_ends_it_on_all_and_leaves_what_was_there(ranks: Ranks, tmp_path: Path, name: str) -> None:
     url, options = tmp_path / name, {"overwrite": True, **(MANY if name == "out" else {})}
-    ranks.run(2, work.export_two, str(url), 1, options)
+    ranks.run(2, work.export_some, str(url), 1, options)
     before = sorted(tmp_path.rglob("*"))
     told = ranks.run(3, work.fail_at_write, str(url), 2, options)
     assert told[1] == "NoSpaceError: the disk is full"
@@ -116,25 +116,25 @@ def test_a_rank_that_fails_ends_it_on_all_and_leaves_what_was_there(ranks: Ranks
 
 def test_nothing_is_replaced_unless_asked(ranks: Ranks, tmp_path: Path) -> None:
     one, many = tmp_path / "a.safetensors", tmp_path / "many"
-    ranks.run(2, work.export_two, str(one), 1, {})
-    ranks.run(2, work.export_two, str(many), 1, MANY)
+    ranks.run(2, work.export_some, str(one), 1, {})
+    ranks.run(2, work.export_some, str(many), 1, MANY)
     for url in (one, many):
-        found = ranks.run(2, work.export_two, str(url), 2, {}, allow_death=True)
+        found = ranks.run(2, work.export_some, str(url), 2, {}, allow_death=True)
         assert all("ConflictError" in x.text for x in found) and right(url, 1)
-    ranks.run(2, work.export_two, str(one), 2, {"overwrite": True})
-    ranks.run(3, work.export_two, str(many), 2, {"overwrite": True})
+    ranks.run(2, work.export_some, str(one), 2, {"overwrite": True})
+    ranks.run(3, work.export_some, str(many), 2, {"overwrite": True})
     assert right(one, 2) and right(many, 2) and visible(many) == ["model.safetensors"]
-    ranks.run(2, work.export_two, str(many), 3, {"overwrite": True, **MANY})
+    ranks.run(2, work.export_some, str(many), 3, {"overwrite": True, **MANY})
     assert right(many, 3) and "model.safetensors" not in visible(many)
 
 
 def test_other_things_are_never_replaced(ranks: Ranks, tmp_path: Path) -> None:
     ckpt.save(str(tmp_path / "step"), {"a": torch.ones(2)})
-    found = ranks.run(2, work.export_two, str(tmp_path / "step"), 1, {"overwrite": True}, allow_death=True)
+    found = ranks.run(2, work.export_some, str(tmp_path / "step"), 1, {"overwrite": True}, allow_death=True)
     assert all("ConflictError" in x.text for x in found)
     assert ckpt.open(str(tmp_path / "step"))["a"][0] == 1
     save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
-    ranks.run(2, work.export_two, str(tmp_path / "b.safetensors"), 1, {})
+    ranks.run(2, work.export_some, str(tmp_path / "b.safetensors"), 1, {})
     assert visible(tmp_path) == ["b.safetensors", "other.safetensors", "step"]
 
 
@@ -145,8 +145,8 @@ def test_different_options(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_few_writes_and_no_gathering(ranks: Ranks, tmp_path: Path) -> None:
     """Columns go to windows, rows straight to the file: no rank sends more than its share, and none writes small runs."""
-    reports = ranks.run(2, work.export_two, str(tmp_path / "a.safetensors"), 1, {})
-    columns, rest = 32 * 96 * 4, (60 * 80 + 7) * 4
+    reports = ranks.run(2, work.export_some, str(tmp_path / "a.safetensors"), 1, {})
+    columns, rest = 32 * 96 * 4, (60 * 80 + 7 * 11 + 5 * 3 + 7) * 4
     assert sum(r.rank_bytes for r in reports) == columns + rest
-    assert sum(r.sent_bytes for r in reports) == columns // 2
-    assert sum(r.writes for r in reports) == 5  # the header, two halves of the rows, the columns, the small one
+    assert columns // 2 <= sum(r.sent_bytes for r in reports) < columns // 2 + 5 * 3 * 4
+    assert sum(r.writes for r in reports) <= 11  # the header, two of rows and table, at most four of flat, the columns, the small one

@@ -72,6 +72,13 @@ def test_a_name_that_is_taken(backend: PosixBackend, tmp_path: Path, link: bool,
     assert (tmp_path / "a").read_bytes() == DATA and os.listdir(tmp_path) == ["a"]
 
 
+def test_who_joins_on_other_storage_is_told(backend: PosixBackend, tmp_path: Path) -> None:
+    shared = backend.share("a", 1)
+    with pytest.raises(StorageError, match="that another process has begun is not there"):
+        PosixBackend(str(tmp_path / "elsewhere")).share("a", 1, shared.token)
+    shared.abort()
+
+
 def test_what_the_dead_leave_is_found(backend: PosixBackend, tmp_path: Path) -> None:
     backend.share("model.safetensors", 10).close()
     (tmp_path / ".model.safetensors.tmp").touch()
