@@ -193,7 +193,9 @@ class _Run:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        return self.format.plan(self.chosen, Layout(id=id, shard_size=self.shard_size, name=self.name, previous=self._previous))
+        return self.format.plan(
+            self.chosen, Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous)
+        )
 
     def _check_empty(self) -> None:
         if self.name is not None:
