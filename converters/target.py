@@ -78,6 +78,7 @@ _BUILTIN = {
     "hf": "ckpt.converters.to_hf:TARGET",
     "torch": "ckpt.converters.to_torch:TARGET",
     "dcp": "ckpt.converters.to_dcp:TARGET",
+    "torch_dist": "ckpt.converters.to_torch_dist:TARGET",
 }
 
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 FORMAT_NAME = "Megatron torch_dist"
 COMMON = "common.pt"
+RESHARDABLE = "fully_reshardable"
+MARK = "ckpt_version"
+"""A key of the common part: of checkpoints that Megatron-Core did not write itself, and not wrongly."""
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
@@ -136,7 +139,7 @@ class _TorchDist:
             world_size=max((f.rank + 1 for f in self.table.files if f.rank is not None), default=1),
             arguments=self.arguments,
             notes=notes,
-            suspect=_SUSPECT if form == "fully_reshardable" else None,
+            suspect=_SUSPECT if form == RESHARDABLE and MARK not in self.common else None,
             opaque=opaque,
         )
 
