@@ -30,9 +30,13 @@ Group = Mapping[str, Any]
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """The plain values in an ``argparse.Namespace``."""
+    """The plain values in an ``argparse.Namespace``, and lists of them."""
     said = value.attributes() if isinstance(value, Made) else value if isinstance(value, dict) else {}
-    return {k: v for k, v in said.items() if isinstance(k, str) and isinstance(v, (type(None), bool, int, float, str))}
+    return {k: v for k, v in said.items() if isinstance(k, str) and (_is_plain(v) or (isinstance(v, list) and all(map(_is_plain, v))))}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (type(None), bool, int, float, str))
 
 
 def state_node(table: PieceTable, archive: int, common: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
