@@ -39,17 +39,32 @@ Places = dict[MetadataIndex, _StorageInfo]
 Described = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
-class Stored(NamedTuple):
-    """One item: a box of a tensor that is converted, or what is pickled already, as ``data``."""
+class InTensor(NamedTuple):
+    """An item that is a box of the tensor ``fqn``: the elements of ``part`` of what is converted, in the shape of ``box``."""
 
     fqn: str
-    wanted: Wanted | None
-    box: Box | None
-    data: bytes
+    box: Box
+    wanted: Wanted
+    part: Box
 
     @property
     def nbytes(self) -> int:
-        return len(self.data) if self.wanted is None or self.box is None else self.box.numel * self.wanted.dtype.itemsize
+        return self.part.numel * self.wanted.dtype.itemsize
+
+
+class Pickled(NamedTuple):
+    """An item that is known already, as ``torch.save`` writes it: a value, or a small tensor, whose only box is ``box``."""
+
+    fqn: str
+    data: bytes
+    box: Box | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+Stored = InTensor | Pickled
 
 
 def saved(value: Any) -> bytes:
@@ -94,13 +109,13 @@ def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> 
     values: list[tuple[int, bytes]] = []
     at = 0
     for member in members:
-        if member.wanted is None or member.box is None:
+        if isinstance(member, Pickled):
             values.append((at, member.data))
             size = len(member.data)
         else:
             stand = Stand(0, member.wanted.dtype, member.box.shape)
             archives.append(Archive(stand, [stand], at))
-            items.append(Item(member.wanted.name, member.box, archives[-1].starts[0], stand.dtype.itemsize))
+            items.append(Item(member.wanted.name, member.part, archives[-1].starts[0], stand.dtype.itemsize))
             size = archives[-1].size
         places[index_of(member.fqn, member.box)] = _StorageInfo(name, at, size)
         after = -(-(at + size) // 64) * 64  # items begin where tensors may

@@ -13,7 +13,7 @@ from ckpt.adapters.tensors import torch_dtype
 from ckpt.geometry import Box
 
 from .choosing import Chosen, Wanted, choose
-from .dcp_files import METADATA, Stored, boxes_of, data_files, described, metadata, saved
+from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, metadata, saved
 from .nested import nested_state
 from .target import Layout, Planned, Target, publish_once
 
@@ -50,8 +50,8 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
     marked = known.get(id(value))
     if marked is None:
-        return [Stored(fqn, None, Box.whole(value.shape) if isinstance(value, torch.Tensor) else None, saved(value))]
-    return [Stored(fqn, marked.wanted, box, b"") for box in marked.boxes]
+        return [Pickled(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
+    return [InTensor(fqn, box, marked.wanted, box) for box in marked.boxes]
 
 
 def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata | BytesStorageMetadata:

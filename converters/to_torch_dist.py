@@ -11,8 +11,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -27,10 +26,9 @@ from ckpt.formats.megatron.params import gated_layers
 from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
-from ckpt.plan.views import View, stack
 
 from .choosing import Choice, Chosen, Wanted, choose
-from .dcp_files import METADATA, Stored, boxes_of, data_files, described, index_of, metadata, saved
+from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, index_of, metadata, saved
 from .megatron_common import Optimizer, common_node, optimizer_of
 from .target import Layout, Planned, Target, publish_once
 
@@ -43,14 +41,21 @@ _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "commo
 _ITERATION = re.compile(rf"iter_\d{{7,}}|{RELEASE}")
 
 
+class Member(NamedTuple):
+    """A parameter, or an optimizer's tensor of one, which is stored at a place along the leading axes of a tensor. ``gated``: its rows are
+    those of a gate and then as many of an up projection."""
+
+    at: tuple[int, ...]
+    wanted: Wanted
+    gated: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChosenParameters(Chosen):
-    """Tensors by the keys that they are stored under. ``leading`` says how many of a tensor's first axes are layers and experts, ``gated``
-    which have the rows of a gate and then those of an up projection, ``objects`` the names of what has to be there besides tensors.
+    """``members`` are of the tensors that are stored, by their keys, and ``objects`` the names of what has to be there besides tensors.
     ``iteration`` is None if the source has none."""
 
-    leading: Mapping[str, int]
-    gated: frozenset[str]
+    members: Mapping[str, Sequence[Member]]
     objects: tuple[str, ...]
     iteration: int | None
 
@@ -72,19 +77,14 @@ def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
     said = chosen.state if isinstance(chosen.state, dict) else {}
     arguments = said["args"] if isinstance(said.get("args"), dict) else {}
     stacked = not are_listed(arguments) and are_alike({n: (w.shape, w.dtype.name) for n, w in weights.items()})
-    called = spelled(weights, local=arguments.get("transformer_impl") == "local")
-    made = _Joined(stacked=stacked, url=catalog.url)
-    gated = gated_layers({n: w.shape for n, w in weights.items()})
-    made.add({called[n]: w for n, w in weights.items()}, "", gated)
-    for kind, own in _states(optimizer, called).items():
-        made.add(own, f"{STATE}{kind}.", gated)
+    members = _members(weights, optimizer, stacked=stacked, local=arguments.get("transformer_impl") == "local")
+    _check(members, catalog.url)
     return ChosenParameters(
         catalog=catalog,
-        tensors=made.tensors,
+        tensors={m.wanted.name: m.wanted for own in members.values() for m in own},
         state=common_node(chosen, optimizer, stacked=stacked),
         ranks={},
-        leading=made.leading,
-        gated=frozenset(made.gated),
+        members=members,
         objects=tuple(extra_states(weights, stacked=stacked)),
         iteration=said["iteration"] if type(said.get("iteration")) is int else None,
     )
@@ -103,50 +103,35 @@ def _weights(chosen: Chosen, head: str) -> dict[str, Wanted]:
     return found
 
 
-def _states(optimizer: Optimizer | None, called: Mapping[str, str]) -> dict[str, dict[str, Wanted]]:
-    """An optimizer's tensors by the kind of state and by what Megatron calls the parameter."""
-    if optimizer is None:
-        return {}
-    return {kind: {called[n]: own[key] for n, own in optimizer.states.items()} for key, kind in STATES.items()}
+def _members(weights: Mapping[str, Wanted], optimizer: Optimizer | None, *, stacked: bool, local: bool) -> dict[str, list[Member]]:
+    """Of each tensor that is stored what it is made of."""
+    called, gated = spelled(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
+    found: dict[str, list[Member]] = {}
+
+    def add(prefix: str, name: str, wanted: Wanted) -> None:
+        place = place_of(called[name], stacked=stacked)
+        found.setdefault(prefix + place.key, []).append(Member(place.at, wanted, name in gated))
+
+    for name, wanted in weights.items():
+        add("", name, wanted)
+    for name, own in optimizer.states.items() if optimizer is not None else ():
+        for key, wanted in own.items():
+            add(f"{STATE}{STATES[key]}.", name, wanted)
+    return found
 
 
-class _Joined:
-    """Puts parameters together to the tensors that are stored."""
-
-    def __init__(self, *, stacked: bool, url: str) -> None:
-        self.stacked = stacked
-        self.url = url
-        self.tensors: dict[str, Wanted] = {}
-        self.leading: dict[str, int] = {}
-        self.gated: set[str] = set()
-
-    def add(self, members: Mapping[str, Wanted], prefix: str, gated: frozenset[str]) -> None:
-        """Tensors by the parameter's name; ``gated`` are names too."""
-        by_key: dict[str, dict[tuple[int, ...], Wanted]] = {}
-        for name, wanted in members.items():
-            place = place_of(name, stacked=self.stacked)
-            by_key.setdefault(prefix + place.key, {})[place.at] = wanted
-            if name in gated:
-                self.gated.add(prefix + place.key)
-        for key, own in by_key.items():
-            self.tensors[key] = self._joined(key, own)
-            self.leading[key] = len(next(iter(own)))
-
-    def _joined(self, key: str, members: Mapping[tuple[int, ...], Wanted]) -> Wanted:
-        sizes = [max(numbers) + 1 for numbers in zip(*members, strict=True)]
-        some = next(iter(members.values()))
-        alike = all((w.dtype, w.shape) == (some.dtype, some.shape) for w in members.values())
-        if len(members) != Box.whole(sizes).numel or not alike:
+def _check(members: Mapping[str, Sequence[Member]], url: str) -> None:
+    """Raise UsageError if parts of a tensor are missing, or do not fit each other."""
+    for key, own in members.items():
+        alike = len({(m.wanted.dtype.name, m.wanted.shape) for m in own}) == 1
+        if len(own) != Box.whole(_leading(own)).numel or not alike:
             what = "some are missing" if alike else "they differ in shape or dtype"
-            raise UsageError(f"the parts of {key} cannot be one tensor: {what}", where=self.url, hint="convert all of them, or none")
-        return Wanted(name=key, view=_stacked(members, sizes), dtype=some.dtype)
+            raise UsageError(f"the parts of {key} cannot be one tensor: {what}", where=url, hint="take all layers and all experts, or none")
 
 
-def _stacked(members: Mapping[tuple[int, ...], Wanted], sizes: Sequence[int], at: tuple[int, ...] = ()) -> View:
-    """The members that lie below a place, along as many leading axes as are left."""
-    if len(at) == len(sizes):
-        return members[at].view
-    return stack([_stacked(members, sizes, (*at, number)) for number in range(sizes[len(at)])], 0)
+def _leading(members: Sequence[Member]) -> tuple[int, ...]:
+    """The leading axes of the tensor that these make up."""
+    return tuple(max(numbers) + 1 for numbers in zip(*(m.at for m in members), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -156,13 +141,17 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     """Data files, and what makes them a checkpoint: at last ``metadata.json``, and for a run the file that says which is the latest."""
     assert isinstance(chosen, ChosenParameters)
     folder = _folder(chosen, layout.url)
-    boxes = {key: _boxes(wanted, chosen.leading[key], gated=key in chosen.gated) for key, wanted in chosen.tensors.items()}
-    stored = [Stored(key, chosen.tensors[key], box, b"") for key, own in boxes.items() for box in own]
-    stored += [Stored(name, None, None, saved([None])) for name in chosen.objects[:1]]
+    rows: dict[str, Any] = {}
+    stored: list[Stored] = []
+    for key, members in chosen.members.items():
+        boxes = [item for member in members for item in _items(key, member)]
+        wanted = members[0].wanted
+        rows[key] = described((*_leading(members), *wanted.shape), torch_dtype(wanted.dtype), [item.box for item in boxes])
+        stored += boxes
+    stored += [Pickled(name, saved([None])) for name in chosen.objects[:1]]
     files, places = data_files(stored, layout.shard_size, folder=folder)
     for name in chosen.objects[1:]:
         places[index_of(name, None)] = places[index_of(chosen.objects[0], None)]  # all are None, so the bytes are the same
-    rows: dict[str, Any] = {key: described(w.shape, torch_dtype(w.dtype), boxes[key]) for key, w in chosen.tensors.items()}
     rows |= {name: BytesStorageMetadata() for name in chosen.objects}
     small = {COMMON: _common(chosen), METADATA: metadata(rows, places), METADATA_JSON: json.dumps(_CONFIG).encode()}
 
@@ -182,17 +171,17 @@ def _folder(chosen: ChosenParameters, url: str) -> str:
     return f"{RELEASE}/" if chosen.iteration is None else f"iter_{chosen.iteration:07d}/"
 
 
-def _boxes(wanted: Wanted, leading: int, *, gated: bool) -> list[Box]:
-    """The stored boxes of a tensor: each layer and expert for itself, and gate and up apart, as loads ask for them."""
-    inner = wanted.shape[leading:]
-    cuts = (0, inner[0] // 2, inner[0]) if gated else (0, *inner[:1])
-    rows = list(pairwise(cuts)) if inner else []
-    found = []
-    for at in product(*(range(n) for n in wanted.shape[:leading])):
-        ones = (1,) * leading
-        whole = [Box((*at, start, *(0 for _ in inner[1:])), (*ones, stop - start, *inner[1:])) for start, stop in rows] or [Box(at, ones)]
-        found += [box for part in whole for box in boxes_of(part, wanted.dtype.itemsize)]
-    return found
+def _items(key: str, member: Member) -> list[InTensor]:
+    """The items of a parameter: gate and up apart, as loads ask for them."""
+    at, wanted, gated = member
+    parts = _halves(wanted.shape) if gated else [Box.whole(wanted.shape)]
+    boxes = [box for part in parts for box in boxes_of(part, wanted.dtype.itemsize)]
+    return [InTensor(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
+
+
+def _halves(shape: Sequence[int]) -> list[Box]:
+    rows, inner = shape[0] // 2, tuple(shape[1:])
+    return [Box((start, *(0,) * len(inner)), (rows, *inner)) for start in (0, rows)]
 
 
 def _common(chosen: ChosenParameters) -> bytes:

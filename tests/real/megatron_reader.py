@@ -1,5 +1,5 @@
-"""Loads a ``torch_dist`` checkpoint into a tiny GPTModel and its distributed optimizer by Megatron-Core itself, as Megatron-LM does, on CPUs,
-and writes what it then has as ``DIR/legacy``. Run with torchrun, with the options of megatron_writer.py:
+"""Loads a ``torch_dist`` checkpoint into a tiny GPTModel and its distributed optimizer, by Megatron-Core itself, on CPUs and as Megatron-LM
+does it; writes what they then have as ``DIR/legacy``. Run with torchrun, with the options of megatron_writer.py:
 
     torchrun --nproc-per-node 4 tests/real/megatron_reader.py --load CHECKPOINT --pp 2 --out DIR
 
