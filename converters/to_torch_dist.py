@@ -21,7 +21,7 @@ from ckpt.catalog import Catalog
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.megatron.keys import are_alike, are_listed, extra_states, is_known, place_of, spelled
-from ckpt.formats.megatron.names import EMBEDDING, LAYER
+from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT
 from ckpt.formats.megatron.params import gated_layers
 from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME
 from ckpt.geometry import Box
@@ -92,8 +92,10 @@ def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
 
 def _weights(chosen: Chosen, head: str) -> dict[str, Wanted]:
     """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
-    own = {n: w for n, w in chosen.tensors.items() if w.alias is None and w.rank is None}
+    own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
     found = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(STATE)}
+    if len({found[n].alias or found[n].name for n in (EMBEDDING, OUTPUT) if n in found}) == 1 and EMBEDDING in found:
+        found.pop(OUTPUT, None)
     if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in found):
         hint = "give a translation (--names llama --spelling megatron), or the key that the model has (--root)"
         raise UsageError("the tensors do not have the names of Megatron-Core's parameters", where=chosen.catalog.url, hint=hint)
