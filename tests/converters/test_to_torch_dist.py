@@ -21,13 +21,19 @@ import ckpt
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.converters.spelling import told_by, translated
-from ckpt.errors import UsageError
+from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.keys import spelled
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, unpacked, whole_model
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
+VALUES = {
+    "checkpoint_version": 3.0,
+    "iteration": 12,
+    "opt_param_scheduler": {"max_lr": 0.5, "num_steps": 96, "lr_decay_style": "cosine"},
+    "num_floating_point_operations_so_far": 10**21,
+}
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -168,7 +174,7 @@ def saved(folder: Path, model: dict[str, torch.Tensor], **arguments: object) -> 
     """A checkpoint of one rank without an optimizer, as Megatron-LM lays it out."""
     rank = folder / "iter_0000012" / "mp_rank_00"
     rank.mkdir(parents=True)
-    state = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 12, "model": model}
+    state = {"args": argparse.Namespace(**arguments), **VALUES, "model": model, "rng_state": [{"random_rng_state": 1}]}
     torch.save(state, rank / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("12")
     return folder
@@ -191,10 +197,13 @@ def mixed(dense: int, layers: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dense", "frequency"), [(1, [0, 1, 1]), (0, [1, 1, 1]), (0, 2)], ids=["differ", "asked for by a list", "asked for by a number"]
+    ("dense", "frequency", "wide"),
+    [(1, 1, 4), (0, 1, 5), (1, [0, 1, 1], 4), (0, [1, 1, 1], 4), (0, 2, 4)],
+    ids=["names differ", "shapes differ", "both", "asked for by a list", "asked for by a number"],
 )
-def test_layers_one_by_one(tmp_path, dense, frequency):
+def test_layers_one_by_one(tmp_path, dense, frequency, wide):
     model = mixed(dense)
+    model["decoder.layers.1.self_attention.linear_proj.weight"] = torch.randn(4, wide)
     folder = converted(saved(tmp_path / "s", model, moe_layer_freq=frequency), tmp_path / "c")
     expected = {n: t for n, t in model.items() if "experts" not in n}
     for n in range(dense, 3):
@@ -203,12 +212,9 @@ def test_layers_one_by_one(tmp_path, dense, frequency):
             expected[f"decoder.layers.{n}.mlp.experts.experts.{layer}.weight"] = torch.stack(own)
     same(stored(folder), expected)
     state = common(folder)
-    assert state["content_metadata"] == {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "non_homogeneous_layers": True,
-    }
-    assert state["args"].moe_layer_freq == frequency and state["args"].no_save_optim is True and state["iteration"] == 12
+    form = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "non_homogeneous_layers": True}
+    assert vars(state.pop("args")) == {"moe_layer_freq": frequency, "no_save_rng": True, "no_save_optim": True}
+    assert state == {**VALUES, "content_metadata": form}
     names = objects(folder)
     assert "decoder.layers.2.mlp.experts.experts.linear_fc1._extra_state/shard_1_2" in names
     assert "decoder.layers.0.self_attention.linear_proj._extra_state/shard_0_1" in names
@@ -325,6 +331,17 @@ def test_what_is_not_megatrons(files, tmp_path):
     with pytest.raises(UsageError, match="some are missing"):
         convert_checkpoint(str(saved(tmp_path / "e", mixed(1))), str(tmp_path / "f"), to="torch_dist", exclude=["*.1.*.local_experts.0.*"])
     assert not (tmp_path / "a").exists() and not (tmp_path / "f").exists()
+
+
+def test_processes_divide_the_files(files, tmp_path):
+    """Whoever finds all files there finishes, and nothing can be opened before."""
+    source, target = str(files / "dp2" / "legacy"), str(tmp_path / "c")
+    first = convert_checkpoint(source, target, to="torch_dist", shard_size=100_000, part=(1, 2))
+    assert not first.finished and first.written_files and not list((tmp_path / "c").rglob("metadata.json"))
+    with pytest.raises(NotCommittedError):
+        open_catalog(target)
+    assert convert_checkpoint(source, target, to="torch_dist", shard_size=100_000, part=(0, 2)).finished
+    assert_same(read_all(target), read_all(source))
 
 
 def test_what_makes_it_a_checkpoint_comes_last(files, tmp_path):
