@@ -194,9 +194,8 @@ class _Run:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        return self.format.plan(
-            self.chosen, Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous)
-        )
+        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous)
+        return self.format.plan(self.chosen, layout)
 
     def _check_empty(self) -> None:
         if self.name is not None:

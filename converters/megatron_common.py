@@ -14,21 +14,20 @@ from ckpt import tree
 from ckpt._version import __version__
 from ckpt.adapters.optimizers import decode_inline
 from ckpt.formats.megatron.names import NOT_TRAINED
-from ckpt.formats.megatron.torch_dist import MARK, RESHARDABLE
-from ckpt.formats.megatron.training import KEPT
+from ckpt.formats.megatron.torch_dist import RESHARDABLE
+from ckpt.formats.megatron.training import CONTENT, KEPT, MARK
 
 from .choosing import Chosen, Wanted
 
-STATE_KEYS = ("master", "exp_avg", "exp_avg_sq")
-"""The tensors that a distributed optimizer has of each parameter."""
-_CONTENT = "content_metadata"
+STATES: Mapping[str, str] = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""The tensors that a distributed optimizer has of each parameter: what they are called here, and in the form ``fully_reshardable``."""
 _VERSION = 3.0
 """The order of the rows of QKV that is written (``checkpoint_version``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The state of a distributed optimizer: tensors by parameter and by ``STATE_KEYS``, and the nodes of its groups, each with its step."""
+    """The state of a distributed optimizer: tensors by parameter and by ``STATES``, and the nodes of its groups, each with its step."""
 
     states: Mapping[str, Mapping[str, Wanted]]
     groups: Sequence[dict[str, Any]]
@@ -36,10 +35,10 @@ class Optimizer:
 
 def optimizer_of(chosen: Chosen, head: str, parameters: Mapping[str, Wanted]) -> Optimizer | None:
     """The optimizer's state of ``parameters``, which lie below ``head``. None if something is missing that Megatron asks for: one of
-    ``STATE_KEYS`` of a parameter, or in its groups what Megatron tells them apart by, or the step."""
+    ``STATES`` of a parameter, or in its groups what Megatron tells them apart by, or the step."""
     found: dict[str, dict[str, Wanted]] = {}
     for name in parameters:
-        own = {key: chosen.tensors.get(f"optimizer.state.{head}.{name}.{key}") for key in STATE_KEYS}
+        own = {key: chosen.tensors.get(f"optimizer.state.{head}.{name}.{key}") for key in STATES}
         there = {key: wanted for key, wanted in own.items() if wanted is not None and wanted.shape == parameters[name].shape}
         if len(there) == len(own):
             found[name] = there
@@ -57,7 +56,7 @@ def _groups(node: Any) -> list[dict[str, Any]]:
     if not isinstance(steps, dict):
         return []
     if isinstance(named, dict) and "$param_groups" in named:
-        asked = [(g["options"], g["params"]) for g in named["$param_groups"]]
+        asked = [(g["options"], [*g["params"], *steps]) for g in named["$param_groups"]]  # a group may have none
     else:
         asked = [(options, list(steps)) for options in plain] if isinstance(plain, list) else []
     found = []
@@ -85,7 +84,7 @@ def common_node(chosen: Chosen, optimizer: Optimizer | None, *, stacked: bool) -
     The arguments say that there are no random number generators, and whether there is an optimizer: Megatron then does not ask for them.
     """
     state = chosen.state if isinstance(chosen.state, dict) and tree.tag_of(chosen.state) is None else {}
-    node = {key: state[key] for key in KEPT if key in state and key != _CONTENT and not tree.refers(state[key])}
+    node = {key: state[key] for key in KEPT if key in state and key not in (CONTENT, MARK) and not tree.refers(state[key])}
     node.setdefault("checkpoint_version", _VERSION)
     node.setdefault("iteration", 0)
     if isinstance(state.get("args"), dict):
@@ -96,9 +95,16 @@ def common_node(chosen: Chosen, optimizer: Optimizer | None, *, stacked: bool) -
     if optimizer is not None:
         content["distrib_optim_sharding_type"] = RESHARDABLE
         node["optimizer"] = _optimizer_node(optimizer)
-        if getattr(chosen.catalog, "suspect", None) is None:
+        if not _is_suspect(chosen, state):
             node[MARK] = __version__
-    return {**node, _CONTENT: content}
+    return {**node, CONTENT: content}
+
+
+def _is_suspect(chosen: Chosen, state: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core may have written the optimizer's state wrongly, be this a copy of what it wrote."""
+    content = state.get(CONTENT)
+    said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return getattr(chosen.catalog, "suspect", None) is not None or (said == RESHARDABLE and MARK not in state)
 
 
 def _optimizer_node(optimizer: Optimizer) -> dict[str, Any]:

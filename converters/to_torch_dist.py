@@ -29,12 +29,10 @@ from ckpt.io_backends.protocol import Backend
 
 from .choosing import Choice, Chosen, Wanted, choose
 from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, index_of, metadata, saved
-from .megatron_common import Optimizer, common_node, optimizer_of
+from .megatron_common import STATES, Optimizer, common_node, optimizer_of
 from .target import Layout, Planned, Target, publish_once
 
 STATE = "optimizer.state."
-STATES: Mapping[str, str] = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""What an optimizer's tensors are called here, and what in the form ``fully_reshardable``."""
 RELEASE = "release"
 """What Megatron-LM calls a checkpoint without an iteration: a training begins with it."""
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}

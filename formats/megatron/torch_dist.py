@@ -27,7 +27,7 @@ from .catalog import MegatronCatalog
 from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
 from .pieces import InItem, Piece, PieceTable
 from .stored_buffers import BUCKET_SPACE, HINT
-from .training import KEYS, LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
+from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 FORMAT_NAME = "Megatron torch_dist"
 COMMON = "common.pt"
 RESHARDABLE = "fully_reshardable"
-MARK = "ckpt_version"
-"""A key of the common part: of checkpoints that Megatron-Core did not write itself, and not wrongly."""
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 import ckpt
+from ckpt.converters import to_torch_dist
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.converters.spelling import told_by, translated
+from ckpt.converters.target import publish_once
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.keys import spelled
@@ -162,9 +164,12 @@ def test_who_may_be_wrong_is_said_only_of_those(files, tmp_path):
         assert isinstance(catalog, MegatronCatalog)
         return catalog.suspect
 
-    converted(files / "dp2" / "legacy", tmp_path / "right")
-    converted(files / "dp2" / "fully_reshardable", tmp_path / "wrong")
-    assert suspect(tmp_path / "right") is None and suspect(tmp_path / "wrong") is not None
+    for name, form in (("right", "legacy"), ("wrong", "fully_reshardable")):
+        converted(files / "dp2" / form, tmp_path / name)
+        convert_checkpoint(str(tmp_path / name), str(tmp_path / f"native-{name}"), to="native")
+        converted(tmp_path / f"native-{name}", tmp_path / f"again-{name}")
+    assert [suspect(tmp_path / f"{way}right") for way in ("", "again-")] == [None, None]
+    assert None not in [suspect(tmp_path / f"{way}wrong") for way in ("", "again-")]
 
 
 # -------------------------------------------------------------------------------------------------- layers that differ
@@ -344,8 +349,25 @@ def test_processes_divide_the_files(files, tmp_path):
     assert_same(read_all(target), read_all(source))
 
 
-def test_what_makes_it_a_checkpoint_comes_last(files, tmp_path):
-    """Megatron-Core takes a directory with metadata.json for a checkpoint, and Megatron-LM what the file of the run names."""
-    converted(files / "dp2" / "legacy", tmp_path / "c")
-    order = sorted((p for p in (tmp_path / "c").rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
-    assert [p.name for p in order] == ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"]
+SMALL = ["common.pt", ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_died_while_finishing(files, tmp_path, monkeypatch, number):
+    """Megatron-Core takes a directory with metadata.json for a checkpoint, and Megatron-LM what the run's file names: these are last."""
+
+    def dies(backend: Any, path: str, data: bytes) -> None:
+        if path.endswith(SMALL[number]):
+            raise KeyboardInterrupt
+        publish_once(backend, path, data)
+
+    source, target = str(files / "dp2" / "legacy"), tmp_path / "c"
+    with monkeypatch.context() as patched:
+        patched.setattr(to_torch_dist, "publish_once", dies)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(source, str(target), to="torch_dist")
+    assert {p.name for p in target.rglob("*")} & set(SMALL) == set(SMALL[:number])
+    with pytest.raises(NotCommittedError):
+        open_catalog(str(target))
+    assert convert_checkpoint(source, str(target), to="torch_dist").written_files == 0
+    assert_same(read_all(target), read_all(source))

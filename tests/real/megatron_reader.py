@@ -9,12 +9,11 @@ The model and the optimizer are others than those that were saved until they are
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_writer import config_of, models_of, options, save_legacy, save_weights, trained, without_gpus
+from megatron_writer import config_of, models_of, options, save_legacy, save_weights, started, trained
 
 
 def with_steps() -> None:
@@ -68,19 +67,7 @@ def main() -> None:
     parser.add_argument("--load", required=True)
     parser.add_argument("--weights", action="store_true")
     a = parser.parse_args()
-    without_gpus()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state as ps
-
-    ps.initialize_model_parallel(
-        a.tp,
-        a.pp,
-        virtual_pipeline_model_parallel_size=a.vpp,
-        expert_model_parallel_size=a.ep,
-        expert_tensor_parallel_size=a.etp,
-        create_gloo_process_groups=True,
-    )
+    started(a)
     with_steps()
     config = config_of(a)
     models = models_of(a, config)

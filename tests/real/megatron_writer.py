@@ -239,8 +239,8 @@ def save_weights(a: argparse.Namespace, models: list[Any], more: dict[str, Any])
     return folder
 
 
-def main() -> None:
-    a = options().parse_args()
+def started(a: argparse.Namespace) -> None:
+    """Begin as a job of this parallelism."""
     without_gpus()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("gloo")
@@ -254,6 +254,11 @@ def main() -> None:
         expert_tensor_parallel_size=a.etp,
         create_gloo_process_groups=True,
     )
+
+
+def main() -> None:
+    a = options().parse_args()
+    started(a)
     config = config_of(a)
     models = models_of(a, config)
     optimizer = trained(a, config, models)

@@ -78,7 +78,7 @@ def groups(url: Path) -> object:
 @pytest.mark.parametrize(
     ("ranks", "options", "form", "loads"),
     [
-        (4, "--tp 2 --pp 2 --vpp 2 --types", "legacy", [(1, ""), (2, "--tp 2"), (2, "--pp 2"), (4, "--tp 2 --bucket 5000")]),
+        (4, "--tp 2 --pp 2 --vpp 2 --types", "legacy", [(1, ""), (2, "--pp 2"), (4, "--tp 2 --bucket 5000")]),
         (4, "--pp 2 --tied --bucket 100000 --types dp_reshardable", "dp_reshardable", [(4, "--tp 2 --tied"), (2, "--pp 2 --tied")]),
         (4, "--tp 2 --ep 2 --experts 4 --types", "legacy", [(2, "--ep 2 --experts 4"), (4, "--tp 2 --pp 2 --ep 2 --etp 1 --experts 4")]),
         (4, "--tp 2 --ep 2 --experts 4 --dense 1 --types", "legacy", [(4, "--pp 2 --ep 2 --experts 4 --dense 1")]),
