@@ -32,13 +32,15 @@ def _size(text: str) -> int:
 @click.command("convert", short_help="Write a checkpoint in another format.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch or dcp.")
+@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch, dcp or torch_dist (Megatron-Core).")
 @translating
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
 @click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
-@click.option("--root", metavar="KEY", help="For hf: the key of the state that has the model. [default: the only one]")
+@click.option(
+    "--root", metavar="KEY", help="Key of the state that has the model. For hf [default: the only one] and torch_dist [default: model]."
+)
 @click.option("--shard-size", type=_size, help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
 @click.option("--memory", type=_size, default="1GiB", show_default=True, help="Memory for tensors.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
@@ -77,6 +79,7 @@ def command(
     Example:
       ckpt convert --to hf runs/a/step-00001000 export/
       ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
+      ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """

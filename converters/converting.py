@@ -77,7 +77,8 @@ def convert_checkpoint(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch`` or ``dcp``.
+    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``,
+    ``dcp`` or ``torch_dist``.
 
     A conversion that was killed goes on when the same call is made again; files that are whole stay.
 
@@ -86,7 +87,7 @@ def convert_checkpoint(
         only, exclude: globs of new names.
         optimizer: take optimizers too. ``hf`` never does.
         dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
-        root: for ``hf``, the key of the state that has the model; by default the only one with tensors.
+        root: the key of the state that has the model: for ``hf`` by default the only one with tensors, for ``torch_dist`` ``model``.
         shard_size: bytes of a file, about. By default 5 GB for ``hf`` and 4 GiB for others; ``torch`` has one file.
         memory: bytes for tensors in memory.
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
@@ -195,7 +196,8 @@ class _Run:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        return self.format.plan(self.chosen, Layout(id=id, shard_size=self.shard_size, name=self.name, previous=self._previous))
+        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous)
+        return self.format.plan(self.chosen, layout)
 
     def _check_empty(self) -> None:
         source = self.chosen.catalog

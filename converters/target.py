@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from ckpt.errors import UsageError
+from ckpt.errors import ConflictError, UsageError
 
 from .choosing import Choice, Chosen
 from .windows import Item
@@ -50,11 +50,12 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``shard_size`` in bytes,
-    or None for what the target thinks best; ``name`` of the only file, where the destination is one; ``previous`` is the commit record
-    that is replaced, if any."""
+    """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
+    destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
+    ``previous`` is the commit record that is replaced, if any."""
 
     id: str
+    url: str
     shard_size: int | None
     name: str | None
     previous: bytes | None
@@ -77,6 +78,7 @@ _BUILTIN = {
     "hf": "ckpt.converters.to_hf:TARGET",
     "torch": "ckpt.converters.to_torch:TARGET",
     "dcp": "ckpt.converters.to_dcp:TARGET",
+    "torch_dist": "ckpt.converters.to_torch_dist:TARGET",
 }
 
 
@@ -98,6 +100,19 @@ def target(name: str) -> Target:
             given: Target = point.load()
             return given
     raise UsageError(f"{name!r} is no format to convert to", hint=f"one of {', '.join(_BUILTIN)}")
+
+
+def publish_once(backend: Backend, path: str, data: bytes) -> None:
+    """Make a small file, unless the same is there: another process may have died after it had made it.
+
+    Raises:
+        ConflictError: something else is there.
+    """
+    try:
+        backend.publish(path, data, replaces=None)
+    except ConflictError:
+        if backend.read(path) != data:
+            raise
 
 
 def in_groups(sizes: Sequence[int], most: int) -> list[range]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ckpt.catalog import Catalog
 from ckpt.dtypes import FROM_SAFETENSORS
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import UsageError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.geometry import Box
@@ -18,7 +18,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 
 from .choosing import Chosen, Wanted, choose_weights
-from .target import Layout, OutFile, Planned, Target, in_groups
+from .target import Layout, OutFile, Planned, Target, in_groups, publish_once
 from .windows import Item
 
 SHARD = 5_000_000_000
@@ -49,9 +49,9 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         if alone:
             return
         for name, data in _beside(chosen.catalog):
-            _put(backend, name, data)
+            publish_once(backend, name, data)
         if len(files) > 1:
-            _put(backend, INDEX, _index(names, shards))
+            publish_once(backend, INDEX, _index(names, shards))
 
     return Planned(files=files, digest=None, finish=finish)
 
@@ -78,15 +78,6 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[Wanted]]) -> bytes:
     held = [w for shard in shards for w in shard]
     metadata = {"total_parameters": sum(Box.whole(w.shape).numel for w in held), "total_size": sum(w.nbytes for w in held)}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2).encode() + b"\n"
-
-
-def _put(backend: Backend, path: str, data: bytes) -> None:
-    """Make a small file, unless the same is there."""
-    try:
-        backend.publish(path, data, replaces=None)
-    except ConflictError:
-        if backend.read(path) != data:
-            raise
 
 
 def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:

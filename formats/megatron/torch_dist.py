@@ -27,13 +27,14 @@ from .catalog import MegatronCatalog
 from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
 from .pieces import InItem, Piece, PieceTable
 from .stored_buffers import BUCKET_SPACE, HINT
-from .training import KEYS, LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
+from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 FORMAT_NAME = "Megatron torch_dist"
 COMMON = "common.pt"
+RESHARDABLE = "fully_reshardable"
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
@@ -136,7 +137,7 @@ class _TorchDist:
             world_size=max((f.rank + 1 for f in self.table.files if f.rank is not None), default=1),
             arguments=self.arguments,
             notes=notes,
-            suspect=_SUSPECT if form == "fully_reshardable" else None,
+            suspect=_SUSPECT if form == RESHARDABLE and MARK not in self.common else None,
             opaque=opaque,
         )
 

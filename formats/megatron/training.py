@@ -22,7 +22,10 @@ MODEL = "model."
 STATE = "optimizer.state.model."
 KEYS: Mapping[str, str] = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What Megatron calls the tensors of an optimizer's state, and what they are called here: ``master`` is the parameter in full precision."""
-KEPT = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", "content_metadata")
+CONTENT = "content_metadata"
+MARK = "ckpt_version"
+"""Who wrote an optimizer's state in place of Megatron-Core, some versions of which wrote it wrongly."""
+KEPT = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", CONTENT, MARK)
 """Values of a checkpoint that are kept as they are."""
 LEFT_OUT = "random number generators and the extra state of Transformer Engine are left out"
 
@@ -30,9 +33,13 @@ Group = Mapping[str, Any]
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """The plain values in an ``argparse.Namespace``."""
+    """The plain values in an ``argparse.Namespace``, and lists of them."""
     said = value.attributes() if isinstance(value, Made) else value if isinstance(value, dict) else {}
-    return {k: v for k, v in said.items() if isinstance(k, str) and isinstance(v, (type(None), bool, int, float, str))}
+    return {k: v for k, v in said.items() if isinstance(k, str) and (_is_plain(v) or (isinstance(v, list) and all(map(_is_plain, v))))}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (type(None), bool, int, float, str))
 
 
 def state_node(table: PieceTable, archive: int, common: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -51,7 +51,7 @@ def _on_cpu(make: Any) -> Any:
     return made
 
 
-def parsed() -> argparse.Namespace:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("experts", 0), ("bucket", 2000)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -60,8 +60,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", required=True)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--singleton", action="store_true")
+    parser.add_argument("--dense", type=int, default=0, help="first layers without experts")
     parser.add_argument("--types", nargs="*", default=TYPES)
-    return parser.parse_args()
+    return parser
 
 
 def config_of(a: argparse.Namespace) -> Any:
@@ -75,6 +76,7 @@ def config_of(a: argparse.Namespace) -> Any:
         ffn_hidden_size=SIZES["ffn"],
         num_moe_experts=a.experts or None,
         moe_ffn_hidden_size=SIZES["expert"] if a.experts else None,
+        moe_layer_freq=_frequency(a),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
@@ -96,6 +98,10 @@ def config_of(a: argparse.Namespace) -> Any:
     )
 
 
+def _frequency(a: argparse.Namespace) -> int | list[int]:
+    return [int(n >= a.dense) for n in range(SIZES["layers"])] if a.dense else 1
+
+
 def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
     """What Megatron-LM's training script would have kept as ``args``."""
     return argparse.Namespace(
@@ -112,6 +118,7 @@ def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
         kv_channels=SIZES["hidden"] // SIZES["heads"],
         ffn_hidden_size=SIZES["ffn"],
         num_experts=a.experts or None,
+        moe_layer_freq=_frequency(a),
         vocab_size=SIZES["vocabulary"],
         padded_vocab_size=SIZES["padded"],
         swiglu=True,
@@ -124,7 +131,7 @@ def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
 
 def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     from megatron.core import parallel_state as ps
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(1234)
@@ -137,7 +144,9 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
             stage = {"ignore_virtual": False, "vp_stage": chunk}
         model = GPTModel(
             config,
-            spec,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk if a.vpp else None)
+            if a.dense
+            else spec,
             vocab_size=SIZES["padded"],
             max_sequence_length=64,
             pre_process=ps.is_pipeline_first_stage(**stage),
@@ -207,6 +216,12 @@ def _key(number: int, models: list[Any]) -> str:
 
 
 def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
+    folder = save_weights(a, models, {"optimizer": optimizer.state_dict()})
+    optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+
+
+def save_weights(a: argparse.Namespace, models: list[Any], more: dict[str, Any]) -> Path:
+    """The files of ranks without the parameter state of the optimizer; gives the directory of this rank."""
     from megatron.core import parallel_state as ps
 
     root = Path(a.out, "legacy")
@@ -215,17 +230,17 @@ def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> Non
     name += f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else ""
     folder = root / f"iter_{STEPS:07d}" / name
     folder.mkdir(parents=True, exist_ok=True)
-    optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
         state = {_key(i, models): m.state_dict_for_save_checkpoint() for i, m in enumerate(models)}
-        state |= {"args": arguments_of(a), "checkpoint_version": 3.0, "iteration": STEPS, "optimizer": optimizer.state_dict()}
+        state |= {"args": arguments_of(a), "checkpoint_version": 3.0, "iteration": STEPS, **more}
         torch.save(state, folder / "model_optim_rng.pt")
     if dist.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    return folder
 
 
-def main() -> None:
-    a = parsed()
+def started(a: argparse.Namespace) -> None:
+    """Begin as a job of this parallelism."""
     without_gpus()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("gloo")
@@ -239,6 +254,11 @@ def main() -> None:
         expert_tensor_parallel_size=a.etp,
         create_gloo_process_groups=True,
     )
+
+
+def main() -> None:
+    a = options().parse_args()
+    started(a)
     config = config_of(a)
     models = models_of(a, config)
     optimizer = trained(a, config, models)

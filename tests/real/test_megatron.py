@@ -9,25 +9,33 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.semantic import check_semantic
+from ckpt.converters.spelling import told_by, translated
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import assert_same, dense_norms, read_all, whole_model
+from tests.formats.megatron_files import Arrays, assert_same, dense_norms, read_all, whole_model
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 pytestmark = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed")
-WRITER = Path(__file__).with_name("megatron_writer.py")
+WRITER, READER = (Path(__file__).with_name(f"megatron_{name}.py") for name in ("writer", "reader"))
+
+
+def run(script: Path, folder: Path, ranks: int, options: Sequence[str]) -> Path:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([*launcher, str(script), "--out", str(folder), *options], timeout=300, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return folder
 
 
 def written(folder: Path, ranks: int, *options: str) -> Path:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    subprocess.run([*launcher, str(WRITER), "--out", str(folder), *options], check=True, timeout=300, env=environment, capture_output=True)
-    return folder
+    return run(WRITER, folder, ranks, options)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +65,46 @@ def test_weights_are_those_of_the_files(tmp_path):
     found = read_all(folder / "fully_reshardable")
     for name, array in expected.items():
         assert np.array_equal(found[name], array), name
+
+
+# ----------------------------------------------------------------------------------------- what Megatron-Core loads of ours
+
+
+def groups(url: Path) -> object:
+    """Options of groups with the parameters that are theirs, and steps."""
+    return open_catalog(str(url)).state["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "form", "loads"),
+    [
+        (4, "--tp 2 --pp 2 --vpp 2 --types", "legacy", [(1, ""), (2, "--pp 2"), (4, "--tp 2 --bucket 5000")]),
+        (4, "--pp 2 --tied --bucket 100000 --types dp_reshardable", "dp_reshardable", [(4, "--tp 2 --tied"), (2, "--pp 2 --tied")]),
+        (4, "--tp 2 --ep 2 --experts 4 --types", "legacy", [(2, "--ep 2 --experts 4"), (4, "--tp 2 --pp 2 --ep 2 --etp 1 --experts 4")]),
+        (4, "--tp 2 --ep 2 --experts 4 --dense 1 --types", "legacy", [(4, "--pp 2 --ep 2 --experts 4 --dense 1")]),
+        (1, "--experts 4 --singleton --types fully_reshardable", "fully_reshardable", [(2, "--tp 2 --experts 4")]),
+    ],
+    ids=["dense", "tied", "experts", "some layers with experts", "from singletons"],
+)
+def test_converted_and_loaded_by_megatron(tmp_path, ranks, options, form, loads):
+    """Whatever the parallelism of the job that loads it, model and optimizer are those that were saved, bit for bit."""
+    source = written(tmp_path / "c", ranks, *options.split())
+    convert_checkpoint(str(source / form), str(tmp_path / "m"), to="torch_dist")
+    truth = read_all(source / form)
+    for number, (count, other) in enumerate(loads):
+        asked = ["--load", str(tmp_path / "m" / "iter_0000003"), *other.split()]
+        loaded = run(READER, tmp_path / f"l{number}", count, asked) / "legacy"
+        assert_same(read_all(loaded), truth)
+        assert groups(loaded) == groups(source / form)
+
+
+def test_weights_of_transformers_loaded_by_megatron(tmp_path):
+    source = written(tmp_path / "c", 1, "--types") / "legacy"
+    hf, numbers = str(tmp_path / "hf"), told_by(str(source))
+    convert_checkpoint(str(source), hf, to="hf", views=translated(str(source), "llama", "huggingface", {}))
+    convert_checkpoint(hf, str(tmp_path / "m"), to="torch_dist", views=translated(hf, "llama", "megatron", numbers))
+    loaded = run(READER, tmp_path / "l", 2, ["--load", str(tmp_path / "m" / "release"), "--weights", "--tp", "2"])
+    expected: Arrays = {n: a.copy() for n, a in dense_norms(whole_model(source / "iter_0000003")).items()}
+    for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
+        expected[name][numbers["vocabulary"] :] = 0  # padding
+    assert_same(dense_norms(whole_model(loaded / "legacy" / "iter_0000003", tp=2)), expected)
