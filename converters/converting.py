@@ -7,7 +7,7 @@ Invariants: nothing can be opened at the destination before all of it is durable
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, UsageError
@@ -20,6 +20,7 @@ from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
 from .record import Record, begin, digest_of, find
+from .repairing import Mending, repaired
 from .target import Layout, Planned, Target, target
 
 MEMORY = 1 << 30
@@ -54,6 +55,8 @@ class ConvertReport:
     finished: bool
     """Whether the checkpoint exists at the destination; False if other processes are not ready, and with ``dry_run``."""
     seconds: float
+    repair: Mending | None = None
+    """What was repaired of the source on the way; None if that was not asked for."""
 
 
 def convert_checkpoint(
@@ -74,6 +77,8 @@ def convert_checkpoint(
     verify: bool = False,
     part: tuple[int, int] = (0, 1),
     dry_run: bool = False,
+    repair: bool = False,
+    job: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch`` or ``dcp``.
@@ -91,12 +96,14 @@ def convert_checkpoint(
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
         verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
         part: number of this process, and how many there are that make the same call, at once or one after another.
+        repair: put right what is known to be written wrong, and say what (``converters.repairing``). Masters are read twice more for it.
+        job: for ``repair``, arguments of the Megatron job that the checkpoint does not keep: ``{"data_parallel_size": 12}``.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
         ConflictError: something is at ``url``: a checkpoint, or another conversion.
         NamesError: a glob fits nothing, or views do not fit.
-        UsageError: the options do not fit each other or the checkpoint.
+        UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
     """
     began = time.monotonic()
@@ -105,8 +112,12 @@ def convert_checkpoint(
     format = target(to)
     choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root)
     catalog = open_catalog(source)
-    chosen = format.choose(catalog, choice)
-    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite)
+    chosen, mending = format.choose(catalog, choice), None
+    if repair:
+        chosen, mending = repaired(chosen, job or {})
+    elif job:
+        raise UsageError("arguments of the job are for a repair", hint="--repair")
+    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite, mending=mending)
     planned = run.look() if dry_run else run.begin(part)
     missing = run.missing(planned)
     read = 0
@@ -130,13 +141,16 @@ def convert_checkpoint(
         left_out=tuple(sorted(n for n in catalog.tensors if n not in taken)),
         finished=not dry_run and run.finish(planned, again=not missing),
         seconds=time.monotonic() - began,
+        repair=mending,
     )
 
 
 class _Run:
     """One process of one conversion."""
 
-    def __init__(self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool) -> None:
+    def __init__(
+        self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool, mending: Mending | None = None
+    ) -> None:
         if overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
         self.format = format
@@ -146,7 +160,7 @@ class _Run:
         self.overwrite = overwrite
         self.root, self.name = _apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
-        self.digest = digest_of(chosen, format.name, shard_size)
+        self.digest = digest_of(chosen, format.name, shard_size, *([mending] if mending is not None and mending.needed else []))
         self.record: Record | None = None
         self.part = (0, 1)
         self._previous = read_record(self.backend) if self.name is None else None
