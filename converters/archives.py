@@ -124,8 +124,8 @@ def _central(record: _Record, crc: int) -> bytes:
 
 
 def _pickled(value: Any, key: int) -> tuple[bytes, list[bytes]]:
-    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are in
-    it as they are, which get keys from ``key`` on."""
+    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are
+    in it as they are, which get keys from ``key`` on."""
     held = io.BytesIO()
     pickler = _Pickler(held, key)
     pickler.dump(value)

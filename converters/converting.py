@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, UsageError
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.conversion import Begun
+from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
@@ -180,15 +181,17 @@ class _Run:
         """The plan, said at the destination."""
         self.part = part
         self.record = find(self.backend, self.name, self.digest)
+        id = new_id() if self.record is None else self.record.id
+        planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
-            planned = self._plan("0" * 16)  # what cannot be planned leaves nothing behind
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
-            self.record = self._begun()
+            files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
+            self.record = self._begun(Begun(id=id, digest=self.digest, files=files))
         self._check_previous(self.record)
-        return self._plan(self.record.id)
+        return planned if self.record.id == id else self._plan(self.record.id)
 
-    def _begun(self) -> Record:
+    def _begun(self, begun: Begun) -> Record:
         try:
             self._check_empty()
         except ConflictError:
@@ -197,7 +200,7 @@ class _Run:
                 raise
             return found
         self.backend.prepare()
-        return begin(self.backend, self.name, self.digest)
+        return begin(self.backend, self.name, begun)
 
     def _check_previous(self, record: Record) -> None:
         """Raise ConflictError if somebody else has saved here since the conversion was begun."""

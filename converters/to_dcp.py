@@ -90,7 +90,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
             if backend.read(METADATA) != data:
                 raise
 
-    return Planned(files=tuple(files), digest="crc32", finish=finish)
+    return Planned(files=tuple(files), digest="crc32", finish=finish, last=(METADATA,))
 
 
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[_Stored]:

@@ -1,0 +1,64 @@
+"""What a conversion leaves at its destination while it goes on (docs/converting.md): a record, and a mark for each file that is durable.
+
+``convert.json`` and ``convert-<id>/``, or ``NAME.convert.json`` and ``NAME.convert-<id>/`` where the destination is the one file NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .native.paths import path_problem
+
+CONVERTING = "convert.json"
+CLAIM = "finish"
+"""The mark of the process that finishes."""
+_MARKS = "convert"
+_ID = re.compile(r"[0-9a-z]{16}")
+_PLACE = r"(?:(?P<directory>[^/]+)/)?(?:(?P<name>[^/]+)\.)?"
+RECORD_PATH = re.compile(rf"{_PLACE}convert\.json")
+MARK_PATH = re.compile(rf"{_PLACE}convert-(?P<id>[0-9a-z]{{16}})/(?P<mark>[^/]+)")
+"""Paths below a root that is the destination, or the directory in which it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A record: ``digest`` is of everything that the result depends on, ``files`` are those that are written, with their sizes in bytes, or
+    None for what is not known before."""
+
+    id: str
+    digest: str
+    files: Mapping[str, int | None]
+
+    def to_bytes(self) -> bytes:
+        said = {"format": "ckpt-convert", "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
+        return json.dumps(said).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Begun | None:
+        """None if it is no record, or one of a version that did not say all of this."""
+        try:
+            said = json.loads(data)
+            found = cls(id=said["id"], digest=said["digest"], files=dict(said["files"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+        sizes = all(path_problem(path) is None and (size is None or type(size) is int) for path, size in found.files.items())
+        fits = said.get("format") == "ckpt-convert" and isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
+        return found if sizes and fits and isinstance(found.digest, str) else None
+
+
+def record_path(name: str | None) -> str:
+    """Where the record is; ``name`` is that of the only file, if the destination is one."""
+    return CONVERTING if name is None else f"{name}.{CONVERTING}"
+
+
+def marks_prefix(name: str | None, id: str) -> str:
+    """What the paths of all marks begin with."""
+    return f"{_MARKS if name is None else f'{name}.{_MARKS}'}-{id}/"
+
+
+def mark_name(number: int) -> str:
+    """The mark of file ``number``, in the order of the record's files."""
+    return f"{number:05d}"
