@@ -115,7 +115,7 @@ def convert_checkpoint(
     catalog = open_catalog(source)
     chosen, mending = format.choose(catalog, choice), None
     if repair:
-        chosen, mending = repaired(chosen, job or {})
+        chosen, mending = repaired(chosen, job or {}, threads=threads)
     elif job:
         raise UsageError("arguments of the job are for a repair", hint="--repair")
     run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite, mending=mending)

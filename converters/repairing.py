@@ -47,7 +47,7 @@ class Mending:
         return sum(t.filled for t in self.tensors)
 
 
-def repaired(chosen: Chosen, job: Mapping[str, int]) -> tuple[Chosen, Mending]:
+def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = None) -> tuple[Chosen, Mending]:
     """The same choice of a repaired checkpoint. All masters are read and compared with the weights, before and after.
 
     Args:
@@ -68,13 +68,13 @@ def repaired(chosen: Chosen, job: Mapping[str, int]) -> tuple[Chosen, Mending]:
         raise UsageError(
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
         )
-    masters, problems = misfit_masters(catalog, first=True)
+    masters, problems = misfit_masters(catalog, threads=threads, first=True)
     if not problems:
         return chosen, Mending(needed=False, reason="every master is its weight", masters=masters)
     arguments = {**catalog.arguments, **job}
     tried = likely_buckets(arguments)
     for buckets in tried:
-        found = _mended(catalog, buckets, arguments)
+        found = _mended(catalog, buckets, arguments, threads)
         if found is not None:
             mended, tensors = found
             mending = Mending(
@@ -93,7 +93,7 @@ def repaired(chosen: Chosen, job: Mapping[str, int]) -> tuple[Chosen, Mending]:
 
 
 def _mended(
-    catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, object]
+    catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, object], threads: int | None
 ) -> tuple[MegatronCatalog, tuple[MendedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
@@ -103,5 +103,5 @@ def _mended(
     except UsageError:
         return None
     mended, tensors = mended_catalog(catalog, found)
-    _, problems = misfit_masters(mended, first=True)
+    _, problems = misfit_masters(mended, threads=threads, first=True)
     return None if problems else (mended, tensors)
