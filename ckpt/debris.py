@@ -89,7 +89,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
         elif save is not None:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
-            conversions.took(entry)
+            conversions.look(entry)
     uploads = [_upload(upload, grace, now) for upload in backend.unfinished()]
     busy = {d.path for d in uploads if not d.goes}
 

@@ -62,14 +62,13 @@ class Conversions:
         self._records: dict[Place, Entry] = {}
         self._marks: dict[tuple[Place, str], list[Entry]] = {}
 
-    def took(self, entry: Entry) -> bool:
-        """Whether it is one of these; then it is kept."""
+    def look(self, entry: Entry) -> None:
+        """Keep it if it is one of these."""
         record, mark = RECORD_PATH.fullmatch(entry.path), MARK_PATH.fullmatch(entry.path)
         if record is not None:
             self._records[Place(record["directory"] or "", record["name"])] = entry
         elif mark is not None:
             self._marks.setdefault((Place(mark["directory"] or "", mark["name"]), mark["id"]), []).append(entry)
-        return record is not None or mark is not None
 
     def left(self, backend: Backend, saves: Saves, committed: Committed, age: Age, busy: Set[str]) -> Iterator[Left]:
         """What there is of each conversion; ``busy`` are paths of files of which an upload may go on."""
@@ -102,20 +101,15 @@ class Conversions:
 def _unfinished(
     backend: Backend, place: Place, begun: Begun, record: Entry, marks: tuple[Entry, ...], save: Sequence[Entry], age: Age, busy: Set[str]
 ) -> Left:
-    files = {e.path: e for e in save}
-    for inner in begun.files:
-        path = place.path(inner)
-        try:
-            files[path] = Entry(path, backend.size(path))
-        except NotFoundError:
-            files.pop(path, None)
+    own = {place.path(inner) for inner in begun.files}
+    files = {e.path: e for e in (*save, *(e for e in backend.list(place.path(place.name or "")) if e.path in own))}
     claims = tuple(e for e in marks if e.path.endswith(f"/{CLAIM}"))  # first: whoever begins again has to be able to claim
     stages = (claims, tuple(e for e in marks if e not in claims), tuple(files.values()), (record,))
     other = _not_its_own(place, begun, {e.path: e.size for e in files.values()}, {e.path.rpartition("/")[2] for e in marks})
     if other is not None:
         reason = f"{other} is not as the conversion left it, so somebody else may have written it"
         return Left(place=place, id=begun.id, stages=stages, goes=False, reason=reason)
-    if busy & {place.path(inner) for inner in begun.files}:
+    if busy & own:
         return Left(place=place, id=begun.id, stages=stages, goes=False, reason="a file of it is being uploaded")
     return _judged(place, begun.id, stages, age)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt.errors import UsageError
+from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.mended import MendedTensor, mended_catalog
@@ -69,6 +69,8 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
         )
     masters, problems = misfit_masters(catalog, threads=threads, first=True)
+    if not masters:
+        raise FormatError("no master can be compared with its weight, so nobody knows whether states are displaced", where=catalog.url)
     if not problems:
         return chosen, Mending(needed=False, reason="every master is its weight", masters=masters)
     arguments = {**catalog.arguments, **job}

@@ -88,12 +88,13 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
 
 
 def misfit_masters(catalog: Catalog, *, threads: int | None = None, first: bool = False) -> tuple[int, list[Problem]]:
-    """How many masters there are, and those that are not their weights; with ``first`` no more than one of them.
+    """How many masters can be compared with their weights, and those that are not; with ``first`` no more than one of them.
 
     Raises:
         CorruptError, NotFoundError, StorageError, FormatError: a tensor cannot be read.
     """
-    masters, elements = _masters(catalog, _states(catalog)), Elements(catalog)
+    elements = Elements(catalog)
+    masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
     found: list[Problem] = []
     with _pool(threads) as pool:
         for problem in pool.map(lambda s: _check_master(elements, s), masters):

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .native.paths import path_problem
+from .native.commit import COMMIT_PATH
+from .native.paths import id_of, path_problem
 
 CONVERTING = "convert.json"
 CLAIM = "finish"
@@ -44,9 +45,14 @@ class Begun:
             found = cls(id=said["id"], digest=said["digest"], files=dict(said["files"]))
         except (ValueError, KeyError, TypeError):
             return None
-        sizes = all(path_problem(path) is None and (size is None or type(size) is int) for path, size in found.files.items())
-        fits = said.get("format") == "ckpt-convert" and isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
-        return found if sizes and fits and isinstance(found.digest, str) else None
+        known = said.get("format") == "ckpt-convert" and isinstance(found.digest, str)
+        named = isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
+        return found if known and named and all(_is_its_own(found.id, *file) for file in found.files.items()) else None
+
+
+def _is_its_own(id: str, path: str, size: object) -> bool:
+    """Whether a conversion may have such a file: none of a checkpoint that is there, and none elsewhere."""
+    return path_problem(path) is None and path != COMMIT_PATH and id_of(path) in (None, id) and (size is None or type(size) is int)
 
 
 def record_path(name: str | None) -> str:

@@ -140,7 +140,17 @@ def test_a_file_that_somebody_else_wrote_there(source: str, tmp_path: Path) -> N
     assert [d.directory for d in looked(tmp_path, 9 * DAY)] == ["export"]
 
 
-@pytest.mark.parametrize("files", [None, {"../source/checkpoint.json": 5}, {"/etc/passwd": 1}, {"a": "b"}])
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        {"../source/checkpoint.json": 5},
+        {"/etc/passwd": 1},
+        {"a": "b"},
+        {"checkpoint.json": 9},
+        {"data/0mwpsxo3h46af000-00000.safetensors": 9},
+    ],
+)
 def test_a_record_that_is_not_ours(source: str, tmp_path: Path, files: object) -> None:
     said = {"format": "ckpt-convert", "version": 1, "id": "0mwpsxo3h46af2rm", "digest": "0"}
     put(open_backend(str(tmp_path / "run")), "convert.json", json.dumps(said if files is None else said | {"files": files}).encode())

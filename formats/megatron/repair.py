@@ -161,7 +161,7 @@ class _Repair:
     def _written(self, name: str, block: Block, start: int, used: int) -> list[Segment]:
         """The segments that were written as a block from ``start`` on. Beyond ``used`` are zeros for what was not there."""
         found, elements, own = [], 0, Box(block.offset, block.shape)
-        for piece in self.table.pieces(name):
+        for piece in self.table.pieces(name) if name in self.table.entries else ():
             box = Box(piece.offset, piece.shape)
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
