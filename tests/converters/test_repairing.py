@@ -120,6 +120,7 @@ def test_a_checkpoint_that_fits_again(files: Path, tmp_path: Path) -> None:
     convert_checkpoint(str(files / "ep3/fully_reshardable"), str(tmp_path / "wrong.pt"), to="torch")
     repaired(files, "ep3", tmp_path / "right.pt")
     wrong, right = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("wrong", "right"))
+    assert {s["step"].item() for s in right["optimizer"]["state"].values()} == {3.0}
     assert all(torch.equal(right["model"][n], t) for n, t in wrong["model"].items())
     changed = {
         f"optimizer.state.model.{n}.{k}"
