@@ -1,8 +1,8 @@
-"""What killed and failed saves and copies left below a run, and whether it may go. No torch.
+"""What killed and failed saves, copies and conversions left below a run, and whether it may go. No torch.
 
 A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
-of a save, or a copy, that goes on. One case needs no time: beside a committed checkpoint, a save that began before it can never commit
-any more. Touched is what the storage says of the files; where it keeps no times, the begin of the save, which its id tells.
+of a save, a copy or a conversion that goes on. One case needs no time: beside a committed checkpoint, a save that began before it can
+never commit any more. Touched is what the storage says of the files; where it keeps no times, the begin of the save, which its id tells.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.protocol import Backend, Entry, Unfinished
 from ckpt.spread import spread
 
+from .debris_conversions import Conversions, Left, is_still
+
 GRACE = 86_400.0
 """Seconds; the default."""
 
@@ -28,20 +30,25 @@ _THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Debris:
-    """Something left behind: the files of a ``save`` below ``directory`` (relative to the root), a ``temporary`` file, or an ``upload``."""
+    """Something left behind: the files of a ``save`` or a ``conversion`` below ``directory`` (relative to the root), a ``temporary`` file,
+    or an ``upload``."""
 
-    what: Literal["save", "temporary", "upload"]
+    what: Literal["save", "temporary", "upload", "conversion"]
     directory: str
     id: str | None = None
-    """Of the save that the files belong to."""
+    """Of the save or conversion that the files belong to."""
     entries: tuple[Entry, ...] = ()
     upload: Unfinished | None = None
+    left: Left | None = None
+    """Of a conversion."""
     goes: bool
     reason: str
 
     @property
     def path(self) -> str:
         """The directory of a save, the file or the object; empty for the root itself."""
+        if self.left is not None and self.left.place.name is not None:
+            return self.left.place.path(self.left.place.name)
         return self.upload.path if self.upload else self.entries[0].path if self.what == "temporary" else self.directory
 
     @property
@@ -69,6 +76,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
     """
     directories: dict[str, _Directory] = {}
     found: list[Debris] = []
+    conversions = Conversions()
     age = partial(_judge, backend, grace=grace, now=now)
     for entry in backend.list():
         directory, inner = _split(entry.path)
@@ -80,10 +88,24 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
             directories.setdefault(directory, _Directory()).record = True
         elif save is not None:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
+        else:
+            conversions.look(entry)
+    uploads = [_upload(upload, grace, now) for upload in backend.unfinished()]
+    busy = {d.path for d in uploads if not d.goes}
+
+    def taken(directory: str, id: str) -> list[Entry]:
+        return directories[directory].saves.pop(id, []) if directory in directories else []
+
+    found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
     for name, held in directories.items():
         found += _saves(backend, name, held, age)
-    found += [_upload(upload, grace, now) for upload in backend.unfinished()]
-    return found
+    return found + uploads
+
+
+def _conversion(left: Left) -> Debris:
+    return Debris(
+        what="conversion", directory=left.place.directory, id=left.id, entries=left.entries, left=left, goes=left.goes, reason=left.reason
+    )
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -164,6 +186,14 @@ def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
     going = [d for d in debris if d.goes]
     for upload in (d.upload for d in going if d.upload is not None):
         backend.forget(upload)
-    doomed = [e.path for d in going if d.what != "save" or _committed(backend, d.directory) != d.id for e in d.entries]
-    for _ in spread((partial(backend.delete, path) for path in doomed), _THREADS, "ckpt-gc"):
+    rest = [d for d in going if d.left is None]
+    _delete(backend, (e for d in rest if d.what != "save" or _committed(backend, d.directory) != d.id for e in d.entries))
+    for left in (d.left for d in going if d.left is not None):
+        if is_still(backend, left, partial(_committed, backend)):
+            for stage in left.stages:
+                _delete(backend, stage)
+
+
+def _delete(backend: Backend, entries: Iterable[Entry]) -> None:
+    for _ in spread((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,10 +13,14 @@ from ckpt.errors import UsageError
 from . import units
 from .output import Output, options
 from .progress import progress
-from .translating import translating, views_of
+from .translating import numbers_in, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.converting import ConvertReport
+    from ckpt.converters.repairing import Mending
+
+_SHOWN = 10
+"""Tensors that were repaired, in the text."""
 
 
 def _size(text: str) -> int:
@@ -46,6 +50,8 @@ def _size(text: str) -> int:
 @click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
 @click.option("--verify", is_flag=True, help="Read every file again, and compare it with what was written.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST; for native.")
+@click.option("--repair", is_flag=True, help="Mend states of optimizers that Megatron-Core 0.15 to 0.19 displaced.")
+@click.option("--job", multiple=True, metavar="NAME=N", help="For --repair: an argument of the Megatron job that its files do not tell.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be written.")
 @options
 def command(
@@ -66,6 +72,8 @@ def command(
     threads: int | None,
     verify: bool,
     overwrite: bool,
+    repair: bool,
+    job: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -81,6 +89,7 @@ def command(
       ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
+      ckpt convert --to native --repair megatron/iter_0001000 mended/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     from ckpt.converters.converting import convert_checkpoint
@@ -105,10 +114,12 @@ def command(
             verify=verify,
             part=_part(),
             dry_run=dry_run,
+            repair=repair,
+            job=numbers_in(job, "--job", "data_parallel_size=12"),
             progress=update,
         )
     if output.json:
-        output.document({**asdict(report), "dry_run": dry_run})
+        output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
     elif not output.quiet:
         _tell(report, output, dry_run=dry_run)
 
@@ -123,8 +134,32 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
         written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
         verdict = click.style("ok", fg="green") if report.finished else "other processes are not ready yet"
         output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
+    if report.repair is not None:
+        _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
         output.talk(f"left out: {units.plural(len(report.left_out), 'tensor')}, such as {report.left_out[0]}")
+
+
+def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:
+    if not repair.needed:
+        output.line(f"nothing was to be repaired: {repair.reason}")
+        return
+    done = "would be " if dry_run else ""
+    elements = f"{repair.mended:,} elements {done}mended, {repair.filled:,} lost ones {done}filled"
+    output.line(f"repaired: {units.plural(len(repair.tensors), 'tensor')}, {elements}: {repair.reason}")
+    size = "one bucket" if repair.bucket_size is None else f"buckets of {repair.bucket_size:,} elements"
+    output.line(f"  {size}, {repair.data_parallel} ranks; {units.plural(repair.masters, 'master')} fit their weights")
+    for tensor in repair.tensors[:_SHOWN]:
+        output.line(f"  {tensor.tensor}: {tensor.mended:,} mended, {tensor.filled:,} filled")
+    if len(repair.tensors) > _SHOWN:
+        output.line(f"  and {len(repair.tensors) - _SHOWN} more: --json lists all")
+
+
+def _repair_fields(repair: Mending | None) -> dict[str, Any] | None:
+    if repair is None:
+        return None
+    tensors = [tensor._asdict() for tensor in repair.tensors]
+    return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
 
 
 def _part() -> tuple[int, int]:

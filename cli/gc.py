@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt.policies import Verdicts
     from ckpt.runs import Step
 
-_WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload"}
+_WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload", "conversion": "unfinished conversion"}
 
 
 @click.command("gc", short_help="Remove what a run does not need: old checkpoints, debris.")
@@ -29,7 +29,8 @@ _WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "u
 @click.option("--dry-run", is_flag=True, help="Only tell: the default.")
 @options
 def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    """Tell for each checkpoint below ROOT whether the rules keep it, and why, and what killed saves left; with --yes remove the others.
+    """Tell for each checkpoint below ROOT whether the rules keep it, and why, and what killed saves and conversions left; with --yes
+    remove the others.
 
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. The newest checkpoint, the one that was written last and
     tagged ones are always kept, and without a rule all are.
@@ -90,7 +91,7 @@ def _step_rows(steps: list[Step], verdicts: Verdicts, going: list[Step], debris:
 
 def _unfinished_row(step: Step, debris: list[Debris]) -> Row:
     name = step.url.rstrip("/").rpartition("/")[2]
-    saves = [d for d in debris if d.what == "save" and d.directory in ("", name)]
+    saves = [d for d in debris if d.what in ("save", "conversion") and d.directory in ("", name)]
     goes = bool(saves) and all(d.goes for d in saves)
     return step, "removed" if goes else "kept", tuple(dict.fromkeys(d.reason for d in saves)) or ("not committed",)
 

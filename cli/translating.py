@@ -42,14 +42,19 @@ def views_of(
         return None
     from ckpt.converters.spelling import translated
 
-    return translated(source, translation, spelling, _numbers(numbers))
+    return translated(source, translation, spelling, numbers_in(numbers, "--set", "query_groups=8"))
 
 
-def _numbers(said: Sequence[str]) -> dict[str, int]:
+def numbers_in(said: Sequence[str], option: str, example: str) -> dict[str, int]:
+    """The numbers in an option that was given as ``NAME=N``, any number of times.
+
+    Raises:
+        UsageError: one of them is something else.
+    """
     found = {}
     for text in said:
         name, _, value = text.partition("=")
         if not name or not value.isdecimal():
-            raise UsageError(f"--set {text!r} is no NAME=N", hint="--set query_groups=8")
+            raise UsageError(f"{option} {text!r} is no NAME=N", hint=f"{option} {example}")
         found[name] = int(value)
     return found

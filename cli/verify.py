@@ -62,6 +62,8 @@ def _check_semantic(url: str, threads: int | None) -> SemanticReport:
 def _print_semantic(report: SemanticReport, output: Output) -> None:
     for problem in report.problems:
         output.line(str(problem))
+    if report.remedy is not None:
+        output.line(f"remedy: {report.remedy}")
     if not output.quiet:
         good = click.style("fits", fg="green")
         verdict = good if not report.problems else click.style(units.plural(len(report.problems), "misfit"), fg="red")
@@ -72,7 +74,7 @@ def _print_semantic(report: SemanticReport, output: Output) -> None:
 
 def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
     counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps, "replicas": report.replicas}
-    return {"ok": not report.problems, **counts, "problems": [_problem(problem) for problem in report.problems]}
+    return {"ok": not report.problems, **counts, "problems": [_problem(p) for p in report.problems], "remedy": report.remedy}
 
 
 def _print(report: VerifyReport, output: Output) -> None:

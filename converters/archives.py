@@ -57,12 +57,15 @@ class Archive:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        self._add("data.pkl", pickled(value))
+        pickle, held = _pickled(value, len(stands))
+        self._add("data.pkl", pickle)
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:
             self._add(f"data/{stand.key}", None, stand.nbytes)
             self.starts.append(base + self._records[-1].data)
+        for key, content in enumerate(held, len(stands)):
+            self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
         self.size = self._directory + len(self._tail([0] * len(stands)))
@@ -120,16 +123,20 @@ def _central(record: _Record, crc: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- pickle
 
 
-def pickled(value: Any) -> bytes:
-    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too."""
+def _pickled(value: Any, key: int) -> tuple[bytes, list[bytes]]:
+    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are
+    in it as they are, which get keys from ``key`` on."""
     held = io.BytesIO()
-    _Pickler(held).dump(value)
-    return held.getvalue()
+    pickler = _Pickler(held, key)
+    pickler.dump(value)
+    return held.getvalue(), pickler.contents
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, key: int) -> None:
         super().__init__(file, protocol=2)  # the protocol of torch.save
+        self.contents: list[bytes] = []
+        self._first = key
         self._storages: dict[int, tuple[Any, Stand]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -144,10 +151,17 @@ class _Pickler(pickle.Pickler):
         return rebuild, (storage, 0, obj.shape, strides, *rest)
 
     def persistent_id(self, obj: Any) -> Any:
-        found = self._storages.get(id(obj))
-        if found is None:
-            return None
-        storage, stand = found
-        if isinstance(storage, torch.UntypedStorage):
-            return "storage", torch.UntypedStorage, str(stand.key), "cpu", stand.nbytes
-        return "storage", getattr(torch, storage._pickle_storage_type()), str(stand.key), "cpu", stand.nbytes // stand.dtype.itemsize
+        if isinstance(obj, torch.UntypedStorage):
+            return "storage", torch.UntypedStorage, *self._place(obj, obj, 1)
+        if isinstance(obj, torch.storage.TypedStorage):
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+            return "storage", kind, *self._place(obj, obj._untyped_storage, obj.dtype.itemsize)
+        return None
+
+    def _place(self, storage: Any, untyped: torch.UntypedStorage, itemsize: int) -> tuple[str, str, int]:
+        """Key, device and elements of a storage: that of a stand, or one whose bytes are there."""
+        if id(storage) in self._storages:
+            stand = self._storages[id(storage)][1]
+            return str(stand.key), "cpu", stand.nbytes // itemsize
+        self.contents.append(torch.empty(0, dtype=torch.uint8).set_(untyped).numpy().tobytes())
+        return str(self._first + len(self.contents) - 1), "cpu", len(self.contents[-1]) // itemsize

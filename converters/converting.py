@@ -7,20 +7,22 @@ Invariants: nothing can be opened at the destination before all of it is durable
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import read_record
-from ckpt.formats.registry import CONVERTING, open_catalog
+from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
-from .record import MARKS, Record, begin, check_source, digest_of, find
+from .record import Record, begin, check_source, digest_of, find
+from .repairing import Mending, repaired
 from .target import Layout, OutFile, Planned, Target, target
 
 MEMORY = 1 << 30
@@ -55,6 +57,8 @@ class ConvertReport:
     finished: bool
     """Whether the checkpoint exists at the destination; False if other processes are not ready, and with ``dry_run``."""
     seconds: float
+    repair: Mending | None = None
+    """What was repaired of the source on the way; None if that was not asked for."""
 
 
 def convert_checkpoint(
@@ -75,6 +79,8 @@ def convert_checkpoint(
     verify: bool = False,
     part: tuple[int, int] = (0, 1),
     dry_run: bool = False,
+    repair: bool = False,
+    job: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``,
@@ -93,12 +99,14 @@ def convert_checkpoint(
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
         verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
         part: number of this process, and how many there are that make the same call, at once or one after another.
+        repair: put right what is known to be written wrong, and say what (``converters.repairing``). Masters are read twice more for it.
+        job: for ``repair``, arguments of the Megatron job that the checkpoint does not keep: ``{"data_parallel_size": 12}``.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
         ConflictError: something is at ``url``: a checkpoint, or another conversion.
         NamesError: a glob fits nothing, or views do not fit.
-        UsageError: the options do not fit each other or the checkpoint.
+        UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
     """
     began = time.monotonic()
@@ -107,8 +115,12 @@ def convert_checkpoint(
     format = target(to)
     choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root)
     catalog = open_catalog(source)
-    chosen = format.choose(catalog, choice)
-    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite)
+    chosen, mending = format.choose(catalog, choice), None
+    if repair:
+        chosen, mending = repaired(chosen, job or {}, threads=threads)
+    elif job:
+        raise UsageError("arguments of the job are for a repair", hint="--repair")
+    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite, mending=mending)
     planned = run.look() if dry_run else run.begin(part)
     missing = run.missing(planned)
     read = 0
@@ -132,13 +144,16 @@ def convert_checkpoint(
         left_out=tuple(sorted(n for n in catalog.tensors if n not in taken)),
         finished=not dry_run and run.finish(planned, again=not missing),
         seconds=time.monotonic() - began,
+        repair=mending,
     )
 
 
 class _Run:
     """One process of one conversion."""
 
-    def __init__(self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool) -> None:
+    def __init__(
+        self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool, mending: Mending | None = None
+    ) -> None:
         if overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
         self.format = format
@@ -148,7 +163,7 @@ class _Run:
         self.overwrite = overwrite
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
-        self._said = (format.name, shard_size)
+        self._said = (format.name, shard_size, *([mending] if mending is not None and mending.needed else []))
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
@@ -169,15 +184,17 @@ class _Run:
         """The plan, said at the destination."""
         self.part = part
         self.record = find(self.backend, self.name, self.digest)
+        id = new_id() if self.record is None else self.record.id
+        planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
-            planned = self._plan("0" * 16)  # what cannot be planned leaves nothing behind
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
-            self.record = self._begun()
+            files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
+            self.record = self._begun(Begun(id=id, digest=self.digest, files=files))
         self._check_previous(self.record)
-        return self._plan(self.record.id)
+        return planned if self.record.id == id else self._plan(self.record.id)
 
-    def _begun(self) -> Record:
+    def _begun(self, begun: Begun) -> Record:
         try:
             self._check_empty()
         except ConflictError:
@@ -186,7 +203,7 @@ class _Run:
                 raise
             return found
         self.backend.prepare()
-        return begin(self.backend, self.name, self.digest)
+        return begin(self.backend, self.name, begun)
 
     def _check_previous(self, record: Record) -> None:
         """Raise ConflictError if somebody else has saved here since the conversion was begun."""

@@ -235,7 +235,9 @@ class _Export:
         )
         self.chosen: Chosen = TARGET.choose(self.catalog, choice)
         size = options["shard_size"]
-        layout = Layout(id="", shard_size=size_of(size) if isinstance(size, str) else size, name=destination.name, previous=None)
+        layout = Layout(
+            id="", url=self.call.url, shard_size=size_of(size) if isinstance(size, str) else size, name=destination.name, previous=None
+        )
         self.planned: Planned = TARGET.plan(self.chosen, layout)
         self.tensors = {name: wanted.without_padding() for name, wanted in self.chosen.tensors.items()}
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.formats.conversion import record_path
 from ckpt.formats.registry import find_format
 from ckpt.formats.safetensors.catalog import FORMAT_NAME
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
 
-from .record import record_path
 from .target import OutFile
 from .to_hf import INDEX
 

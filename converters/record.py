@@ -1,7 +1,7 @@
 """What a conversion leaves at its destination while it goes on, so that it can be gone on with, also by several processes at once.
 
-``convert.json`` says what is converted, by a digest of everything that the result depends on. A mark for each file says that the file is
-durable: one that was only begun has none. Both go when all is done. No torch.
+``convert.json`` says what is converted, by a digest of everything that the result depends on, and into which files. A mark for each file
+says that the file is durable: one that was only begun has none. Both go when all is done. No torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import xxhash
 from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
+from ckpt.formats.conversion import CLAIM, Begun, mark_name, marks_prefix, record_path
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.commit import new_id
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.registry import CONVERTING, open_catalog
+from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
 
 from .choosing import Chosen
-
-MARKS = "convert"
 
 
 def digest_of(chosen: Chosen, *said: object) -> str:
@@ -80,11 +78,11 @@ class Record:
 
     @property
     def _marks(self) -> str:
-        return f"{MARKS if self.name is None else f'{self.name}.{MARKS}'}-{self.id}/"
+        return marks_prefix(self.name, self.id)
 
     def mark(self, number: int) -> str:
         """That of a file that is durable."""
-        return f"{self._marks}{number:05d}"
+        return self._marks + mark_name(number)
 
     def marks(self) -> set[str]:
         """Those that are there."""
@@ -105,7 +103,7 @@ class Record:
     def claim(self) -> bool:
         """Whether it is for this process to finish: of all that ask, the first one."""
         try:
-            self.backend.publish(f"{self._marks}finish", b"{}\n", replaces=None)
+            self.backend.publish(self._marks + CLAIM, b"{}\n", replaces=None)
         except ConflictError:
             return False
         return True
@@ -115,11 +113,6 @@ class Record:
         self.backend.delete(self.path)
         for path in sorted(self.marks()):
             self.backend.delete(path)
-
-
-def record_path(name: str | None) -> str:
-    """Where the record is; ``name`` is that of the only file, if the destination is one."""
-    return CONVERTING if name is None else f"{name}.{CONVERTING}"
 
 
 def find(backend: Backend, name: str | None, digest: str) -> Record | None:
@@ -132,33 +125,28 @@ def find(backend: Backend, name: str | None, digest: str) -> Record | None:
         data = backend.read(record_path(name))
     except NotFoundError:
         return None
-    try:
-        said = json.loads(data)
-        found = Record(backend, name, str(said["id"]), str(said["digest"]))
-    except (ValueError, KeyError, TypeError):
-        found = Record(backend, name, "", "")
-    if found.digest != digest:
+    begun = Begun.from_bytes(data)
+    if begun is None or begun.digest != digest:
         raise ConflictError(
             f"another conversion was begun here and did not finish ({record_path(name)}): of another source, with other options, "
             "or by another version",
             where=backend.url,
             hint="convert to another URL, or remove what is there",
         )
-    return found
+    return Record(backend, name, begun.id, digest)
 
 
-def begin(backend: Backend, name: str | None, digest: str) -> Record:
+def begin(backend: Backend, name: str | None, begun: Begun) -> Record:
     """Begin a conversion, or join the same one that another process has begun meanwhile.
 
     Raises:
         ConflictError: another one was begun.
     """
-    record = Record(backend, name, new_id(), digest)
-    said = {"format": "ckpt-convert", "version": 1, "id": record.id, "digest": digest}
+    record = Record(backend, name, begun.id, begun.digest)
     try:
-        backend.publish(record.path, json.dumps(said).encode() + b"\n", replaces=None)
+        backend.publish(record.path, begun.to_bytes(), replaces=None)
     except ConflictError:
-        found = find(backend, name, digest)
+        found = find(backend, name, begun.digest)
         if found is None:
             raise
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ KIND = "semantic"
 MASTERS = ("master", "fp32", "fp32_param")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq")
+REMEDY = "ckpt convert --repair SRC DST --to native mends the states that Megatron-Core 0.15 to 0.19 displaced"
 _LOW = ("bfloat16", "float16", "float32")
 _WINDOW = 4 << 20
 
@@ -47,6 +48,8 @@ class SemanticReport:
     steps: int
     replicas: int
     problems: tuple[Problem, ...]
+    remedy: str | None = None
+    """What to do about masters that are not their weights, if it is known where they may come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,11 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
     """
     states = list(_states(catalog))
     elements = Elements(catalog)
-    masters = [s for s in states if s.key in MASTERS and s.param in catalog.tensors]
+    masters = _masters(catalog, states)
     moments = [s for s in states if s.key in MOMENTS]
-    with ThreadPoolExecutor(threads or min(16, max(2, os.cpu_count() or 2)), thread_name_prefix="ckpt-semantic") as pool:
+    with _pool(threads) as pool:
         found = [p for p in pool.map(lambda s: _check_master(elements, s), masters) if p is not None]
+        remedy = REMEDY if found and getattr(catalog, "suspect", None) is not None else None
         checked = list(pool.map(lambda s: _check_moment(elements, s), moments))
         replicas = list(getattr(catalog, "replicas", tuple)())
         found += [p for p in pool.map(lambda r: _check_replica(catalog, *r), replicas) if p is not None]
@@ -78,7 +82,36 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
     steps = dict(_steps(catalog, elements, states))
     found += _check_steps(steps)
     found += _check_zeros(moments, [zero for _, zero in checked], steps)
-    return SemanticReport(masters=len(masters), moments=len(moments), steps=len(steps), replicas=len(replicas), problems=tuple(found))
+    return SemanticReport(
+        masters=len(masters), moments=len(moments), steps=len(steps), replicas=len(replicas), problems=tuple(found), remedy=remedy
+    )
+
+
+def misfit_masters(catalog: Catalog, *, threads: int | None = None, first: bool = False) -> tuple[int, list[Problem]]:
+    """How many masters can be compared with their weights, and those that are not; with ``first`` no more than one of them.
+
+    Raises:
+        CorruptError, NotFoundError, StorageError, FormatError: a tensor cannot be read.
+    """
+    elements = Elements(catalog)
+    masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
+    found: list[Problem] = []
+    with _pool(threads) as pool:
+        for problem in pool.map(lambda s: _check_master(elements, s), masters):
+            if problem is not None:
+                found.append(problem)
+                if first:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
+    return len(masters), found
+
+
+def _masters(catalog: Catalog, states: Iterable[_State]) -> list[_State]:
+    return [s for s in states if s.key in MASTERS and s.param in catalog.tensors]
+
+
+def _pool(threads: int | None) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads or min(16, max(2, os.cpu_count() or 2)), thread_name_prefix="ckpt-semantic")
 
 
 def _states(catalog: Catalog) -> Iterator[_State]:

@@ -41,11 +41,12 @@ class OutFile:
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process at a
-    time, and again if one died while it did."""
+    time, and again if one died while it did. ``last`` are paths of files that it adds, and nobody else would."""
 
     files: tuple[OutFile, ...]
     digest: Digest | None
     finish: Callable[[Backend], None]
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

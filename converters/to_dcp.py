@@ -44,7 +44,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     stored = [item for fqn, value in flat.items() for item in _items(fqn, value, known)]
     files, places = data_files(stored, layout.shard_size)
     data = metadata({fqn: _described(value, known) for fqn, value in flat.items()}, places, paths)
-    return Planned(files=files, digest="crc32", finish=lambda backend: publish_once(backend, METADATA, data))
+    return Planned(files=files, digest="crc32", finish=lambda backend: publish_once(backend, METADATA, data), last=(METADATA,))
 
 
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:

@@ -53,7 +53,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         if len(files) > 1:
             publish_once(backend, INDEX, _index(names, shards))
 
-    return Planned(files=files, digest=None, finish=finish)
+    return Planned(files=files, digest=None, finish=finish, last=() if alone else (INDEX,))
 
 
 def _file(path: str, members: Sequence[Wanted]) -> OutFile:

@@ -161,7 +161,8 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         if folder:
             publish_once(backend, TRACKER, (RELEASE if chosen.iteration is None else str(chosen.iteration)).encode())
 
-    return Planned(files=files, digest="crc32", finish=finish)
+    last = (*(folder + name for name in small), *([TRACKER] if folder else []))
+    return Planned(files=files, digest="crc32", finish=finish, last=last)
 
 
 def _folder(chosen: ChosenParameters, url: str) -> str:

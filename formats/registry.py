@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import FormatError, NotCommittedError, NotFoundError
 
+from .conversion import CONVERTING
 from .protocol import Format
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ _BUILTIN = (
     "ckpt.formats.torchzip.catalog:FORMAT",
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
-
-CONVERTING = "convert.json"
-"""What lies in a directory while ``ckpt convert`` fills it."""
 
 _SHOWN = 8
 

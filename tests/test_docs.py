@@ -57,7 +57,7 @@ def test_the_index_has_every_page() -> None:
 def strings_of_the_code() -> str:
     """All strings of the sources, with ``…`` for what an f-string fills in, a line each; and the errors of the system that are quoted."""
     found = ["No space left on device", "Permission denied", "Read-only file system"]
-    for path in [p for room in ("ckpt", "formats", "io_backends") for p in (ROOT / room).rglob("*.py")]:
+    for path in [p for room in ("ckpt", "formats", "io_backends", "converters") for p in (ROOT / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))

@@ -196,11 +196,13 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
     """
     starts = [slot.start for slot in layout.slots]
     by_start = sorted(range(len(starts)), key=starts.__getitem__)
+    in_order = sorted(starts)
     found = []
     for member, (slot, numel) in enumerate(zip(layout.slots, numels, strict=True)):
         true = layout.compact(slot)
         at = true
-        for other in by_start:
+        first, last = bisect_right(in_order, true) - 1, bisect_right(in_order, true + numel)
+        for other in by_start[max(first, 0) : last]:
             low, high = max(at, starts[other]), min(true + numel, starts[other] + numels[other], layout.used)
             if low >= high:
                 continue

@@ -56,6 +56,11 @@ def members_of(params: Sequence[LocalParam]) -> list[Member]:
     return [Member(p.numel, p.shared) for p in params]
 
 
+def default_bucket(ranks: int) -> int:
+    """The elements of a bucket that Megatron takes by default for so many data-parallel ranks."""
+    return max(_DEFAULT_BUCKET, _PER_RANK * ranks)
+
+
 def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[str, Any]) -> BufferLayout | None:
     """The layout of a buffer that is stored in one piece, without the padding of its ``used`` elements' buckets; None if it is not known.
 
@@ -64,7 +69,7 @@ def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[st
     """
     ranks = arguments.get("data_parallel_size")
     given = arguments.get("ddp_bucket_size")
-    default = max(_DEFAULT_BUCKET, _PER_RANK * ranks) if isinstance(ranks, int) else _DEFAULT_BUCKET
+    default = default_bucket(ranks if isinstance(ranks, int) else 1)
     sizes = [None, given if isinstance(given, int) else default]
     layouts = [buffer_layout(members, bucket_size=size, data_parallel=1) for size in sizes]
     fitting = [layout for layout in layouts if layout.used == used]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.catalog import Extent, Grid, TensorEntry
@@ -53,7 +53,16 @@ class InArchive(NamedTuple):
         return math.prod(self.view.shape)
 
 
-Source = InItem | InArchive
+class InFile(NamedTuple):
+    """``numel`` elements that follow one another in a file, from byte ``offset`` on, with nothing around them."""
+
+    path: str
+    dtype: str
+    offset: int
+    numel: int
+
+
+Source = InItem | InArchive | InFile
 
 
 class Piece(NamedTuple):
@@ -126,11 +135,25 @@ class PieceTable:
             raise CorruptError(what, where=self.backend.url, hint="files are missing, or are of different saves")
 
     def _row(self, source: Source) -> int:
-        return self._rows[source.archive] if isinstance(source, InArchive) else self._row_of[source.box.item.path]
+        if isinstance(source, InArchive):
+            return self._rows[source.archive]
+        return self._row_of[source.path if isinstance(source, InFile) else source.box.item.path]
 
     def pieces(self, name: str) -> Sequence[Piece]:
         """What a tensor of the table is made of, in the order of its chunks."""
         return self._pieces[name]
+
+    def with_pieces(self, backend: Backend, files: Sequence[ForeignFile], pieces: Mapping[str, Sequence[Piece]]) -> PieceTable:
+        """The same tensors, some of them made of other ``pieces``, which may lie in further ``files`` of the ``backend``.
+
+        Raises:
+            CorruptError: the pieces do not make up their tensor.
+        """
+        made = PieceTable(backend, [*self.files, *files], self.archives, self._rows)
+        for name, entry in self.entries.items():
+            own = pieces[name] if name in pieces else [*self._pieces[name], *self._copies.get(name, ())]
+            made.add(name, entry.dtype.name, entry.shape, own, entry.logical)
+        return made
 
     # ---- places of bytes
 
@@ -173,6 +196,8 @@ class PieceTable:
     def _start(self, name: str, source: Source) -> int:
         if isinstance(source, InItem):
             return self._starts[source.box.item]
+        if isinstance(source, InFile):
+            return source.offset
         archive, view = self.archives[source.archive], source.view
         rows = rows_of(view)
         if rows is None or len(rows) != 1 or view.lazy:

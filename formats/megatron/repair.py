@@ -5,9 +5,9 @@ See ``buffers.shifts`` for what went wrong. Nearly all elements are in the check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.errors import FormatError, UsageError
 from ckpt.geometry import Box, box_to_flat, flat_to_boxes
@@ -15,12 +15,18 @@ from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 from .buffers import BUCKET_DIVISOR, BufferLayout, Segment, buffer_layout, pieces_of, shifts
 from .catalog import MegatronCatalog
 from .flat import members_of
-from .names import EMBEDDING, ORDERS
+from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
 from .params import Block, LocalParam
 from .pieces import Piece, PieceTable
 from .spread import Spread
 from .stored_buffers import Buffer, GroupOf
 from .training import KEYS, MODEL, STATE
+
+_KEYS = ("param", "exp_avg", "exp_avg_sq")
+_SAMPLES = 64
+"""Parameters of a buffer that are looked at to tell orders and sizes of buckets apart."""
+_SAMPLE = 1024
+"""Elements of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +38,22 @@ class Repaired:
     lost: Mapping[str, tuple[Box, ...]]
 
 
-def repaired_states(catalog: MegatronCatalog, *, bucket_size: int | None, data_parallel: int, divisor: int = BUCKET_DIVISOR) -> Repaired:
-    """Undo the displacement.
+def repaired_states(
+    catalog: MegatronCatalog,
+    *,
+    bucket_size: int | None,
+    data_parallel: int,
+    divisor: int = BUCKET_DIVISOR,
+    arguments: Mapping[str, Any] | None = None,
+) -> Repaired:
+    """Undo the displacement. A sample of the repaired masters is compared with the weights.
 
     Args:
         bucket_size: ``--ddp-bucket-size`` of the job in elements, or what Megatron takes by default: max(40,000,000, 1,000,000 · ranks).
             None if gradients were not reduced with overlap, so that there was one bucket.
-        data_parallel: data-parallel ranks that shared a buffer, context parallelism included.
+        data_parallel: data-parallel ranks that shared a buffer of parameters that are no experts', context parallelism included.
         divisor: 65536 if buckets were padded for high bus bandwidth.
+        arguments: of the job, where the checkpoint's own are to be replaced.
 
     Raises:
         UsageError: the checkpoint is not of this form, or the sizes are not those of the job: repaired masters would not be the weights.
@@ -47,63 +61,93 @@ def repaired_states(catalog: MegatronCatalog, *, bucket_size: int | None, data_p
     """
     if catalog.suspect is None:
         raise UsageError("this optimizer state is not of a form that was displaced", where=catalog.url, hint="only fully_reshardable was")
-    return _Repair(catalog, bucket_size, data_parallel, divisor).run()
+    sizes = _Sizes(bucket_size, data_parallel, divisor)
+    return _Repair(catalog, sizes, catalog.arguments if arguments is None else arguments).run()
+
+
+class _Sizes(NamedTuple):
+    bucket_size: int | None
+    data_parallel: int
+    divisor: int
+
+
+class _Laid(NamedTuple):
+    """The parameters of a buffer in one order: where they were, where they begin without padding, and what is stored by Megatron's key."""
+
+    order: tuple[str, bool]
+    params: list[LocalParam]
+    layout: BufferLayout
+    starts: list[int]
+    segments: Mapping[str, Sequence[Segment]]
 
 
 class _Repair:
-    def __init__(self, catalog: MegatronCatalog, bucket_size: int | None, data_parallel: int, divisor: int) -> None:
+    def __init__(self, catalog: MegatronCatalog, sizes: _Sizes, arguments: Mapping[str, Any]) -> None:
         self.catalog = catalog
         self.table: PieceTable = catalog.table
-        self.sizes = (bucket_size, data_parallel, divisor)
-        said = catalog.arguments
-        self.stages = _count(said, "pipeline_model_parallel_size")
-        self.chunks = _count(said, "virtual_pipeline_model_parallel_size")
-        if _count(said, "expert_model_parallel_size") > 1:
-            raise FormatError("experts on several ranks are not repaired", where=catalog.url, hint="load an earlier checkpoint")
+        self.sizes = sizes
+        self.arguments = arguments
+        kinds = ("pipeline", "virtual_pipeline", "expert")
+        self.stages, self.chunks, experts = (_count(arguments, f"{kind}_model_parallel_size") for kind in kinds)
+        names = [n[len(MODEL) :] for n in self.table.entries if n.startswith(MODEL)]
+        routed = next((n for n in names if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
+        self.experts = experts if routed is not None else 1
+        self.tensor, self.expert_tensor = self._parts(EMBEDDING, 0), self._parts(routed, 1)
+        self.spread = Spread(self.table, arguments, self._groups())
+        self.trained = {n for n in names if f"{STATE}{n}.{KEYS['param']}" in self.table.entries} | ({OUTPUT} - set(names))
         self.pieces: dict[str, list[Piece]] = {}
         self.lost: dict[str, list[Box]] = {}
 
+    def _parts(self, name: str | None, axis: int) -> int:
+        entry = self.table.entries.get(f"{MODEL}{name}")
+        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
+
+    def _groups(self) -> list[GroupOf]:
+        """The groups of ranks that shared buffers. Experts on several ranks had buffers of their own."""
+        dense = [GroupOf(0, n) for n in range(self.stages * self.tensor)]
+        if self.experts == 1:
+            return dense
+        return dense + [GroupOf(1, n) for n in range(self.stages * self.experts * self.expert_tensor)]
+
     def run(self) -> Repaired:
-        embedding = self.table.entries[f"{MODEL}{EMBEDDING}"]
-        tensor = len({int(o) for o in embedding.grid.all_boxes()[0][:, 0]})
-        groups = [GroupOf(0, n) for n in range(self.stages * tensor)]
-        spread = Spread(self.table, self.catalog.arguments, groups)
-        kinds = dict.fromkeys(e.dtype.name for n, e in self.table.entries.items() if n.startswith(MODEL))
-        for group in groups:
-            stage = group.rank // tensor
+        kinds = dict.fromkeys(e.dtype.name for n, e in self.table.entries.items() if n.removeprefix(MODEL) in self.trained)
+        for group in self._groups():
             own = {n: Buffer(dtype=kind) for n, kind in enumerate([*kinds] * self.chunks)}
-            for number, (names, _) in enumerate(spread.paired(group, own)):
-                self._buffer(spread, group, names, single=stage > 0 or number >= len(kinds), last=stage == self.stages - 1)
+            stage = group.rank // (self.experts * self.expert_tensor if group.chain else self.tensor)
+            for number, (names, _) in enumerate(self.spread.paired(group, own)):
+                trained = [n for n in names if n in self.trained]
+                self._buffer(group, trained, single=stage > 0 or number >= len(kinds), copies=0 < stage == self.stages - 1)
         return Repaired(pieces={n: tuple(p) for n, p in self.pieces.items()}, lost={n: tuple(b) for n, b in self.lost.items()})
 
-    def _buffer(self, spread: Spread, group: GroupOf, names: list[str], *, single: bool, last: bool) -> None:
-        bucket_size, data_parallel, divisor = self.sizes
+    def _buffer(self, group: GroupOf, names: Sequence[str], *, single: bool, copies: bool) -> None:
+        """``single``: its parameters are not cut into buckets. ``copies``: what the first stage has too was not written."""
+        found: dict[Any, _Laid] = {}
         for order in ORDERS:
-            params = spread.ordered(group, names, order)
-            layout = buffer_layout(
-                members_of(params), bucket_size=None if single else bucket_size, data_parallel=data_parallel, divisor=divisor
-            )
-            segments = self._segments(params, layout, copies=last and self.stages > 1)
-            starts = [layout.compact(slot) for slot in layout.slots]
-            if spread.are_weights(params, starts, segments["param"]):
-                break
-        else:
-            raise UsageError(
-                "the repaired masters would not be the weights, so the buckets had other sizes",
-                where=self.catalog.url,
-                hint="give bucket size and data-parallel size as the job had them",
-            )
-        for param, start in zip(params, starts, strict=True):
-            if param.shared and last and self.stages > 1:
-                continue  # the first stage has it
-            for key, own in segments.items():
+            laid = self._laid(group, names, order, single=single, copies=copies)
+            found.setdefault(tuple(p.blocks for p in laid.params), laid)
+        laid = self._chosen(list(found.values()))
+        numels = [p.numel for p in laid.params]
+        for param, start in zip(laid.params, laid.starts, strict=True):
+            for key, own in laid.segments.items() if not (param.shared and copies) else ():
                 for name, piece in pieces_of(param, start, own):
                     self.pieces.setdefault(f"{STATE}{name}.{KEYS[key]}", []).append(piece)
-        self._losses(params, layout)
+        for shift in shifts(laid.layout, numels):
+            param = laid.params[shift.member]
+            if shift.found is None and not (param.shared and copies):
+                self._lose(param, shift.start, shift.stop)
 
-    def _segments(self, params: list[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[Segment]]:
+    def _laid(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool], *, single: bool, copies: bool) -> _Laid:
+        bucket_size, ranks, divisor = self.sizes
+        if group.chain:
+            ranks = max(1, ranks * self.tensor // (self.experts * self.expert_tensor))
+        params = self.spread.ordered(group, names, order)
+        layout = buffer_layout(members_of(params), bucket_size=None if single else bucket_size, data_parallel=ranks, divisor=divisor)
+        starts = [layout.compact(slot) for slot in layout.slots]
+        return _Laid(order, params, layout, starts, self._segments(params, layout, copies=copies))
+
+    def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[Segment]]:
         """The buffer without its padding, as far as it was written: by Megatron's key."""
-        found: dict[str, list[Segment]] = {key: [] for key in ("param", "exp_avg", "exp_avg_sq")}
+        found: dict[str, list[Segment]] = {key: [] for key in _KEYS}
         for param, slot in zip(params, layout.slots, strict=True):
             if param.shared and copies:
                 continue
@@ -117,7 +161,7 @@ class _Repair:
     def _written(self, name: str, block: Block, start: int, used: int) -> list[Segment]:
         """The segments that were written as a block from ``start`` on. Beyond ``used`` are zeros for what was not there."""
         found, elements, own = [], 0, Box(block.offset, block.shape)
-        for piece in self.table.pieces(name):
+        for piece in self.table.pieces(name) if name in self.table.entries else ():
             box = Box(piece.offset, piece.shape)
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
@@ -128,13 +172,52 @@ class _Repair:
             raise FormatError(f"{name} is stored in other parts than ranks have", where=self.catalog.url)
         return found
 
-    def _losses(self, params: list[LocalParam], layout: BufferLayout) -> None:
-        for shift in shifts(layout, [p.numel for p in params]):
-            for block in params[shift.member].blocks if shift.found is None else ():
-                low, high = max(shift.start, block.start), min(shift.stop, block.start + block.numel)
-                if low < high:
-                    boxes = flat_to_boxes(block.shape, low - block.start, high - block.start)
-                    self.lost.setdefault(block.name, []).extend(b.shifted(block.offset) for b in boxes)
+    def _lose(self, param: LocalParam, start: int, stop: int) -> None:
+        for block in param.blocks:
+            low, high = max(start, block.start), min(stop, block.start + block.numel)
+            if low < high:
+                boxes = flat_to_boxes(block.shape, low - block.start, high - block.start)
+                self.lost.setdefault(block.name, []).extend(b.shifted(block.offset) for b in boxes)
+                for key in _KEYS:
+                    self.pieces.setdefault(f"{STATE}{block.name}.{KEYS[key]}", [])  # of some tensors nothing is left
+
+    # ---- which order the model had
+
+    def _chosen(self, found: Sequence[_Laid]) -> _Laid:
+        fitting = [laid for laid in found if self._fits(laid, found)]
+        if not fitting:
+            raise UsageError(
+                "the repaired masters would not be the weights, so the buckets had other sizes",
+                where=self.catalog.url,
+                hint="give bucket size and data-parallel size as the job had them",
+            )
+        if len(fitting) > 1:
+            fitting = [laid for laid in fitting if laid.order == self._told_order()]
+        if len(fitting) != 1:
+            raise FormatError("several orders of the model's parameters fit what is stored", where=self.catalog.url)
+        return fitting[0]
+
+    def _told_order(self) -> tuple[str, bool]:
+        """The order that the arguments speak of."""
+        fused = self.arguments.get("transformer_impl") == "transformer_engine"
+        return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
+
+    def _fits(self, laid: _Laid, found: Sequence[_Laid]) -> bool:
+        """Whether masters are weights, in a sample of the parameters that orders place differently, or of all if there is one order."""
+        own = [(p, s) for p, s in zip(laid.params, laid.starts, strict=True) if not p.shared]  # of shared ones, one copy is the weight
+        if len(found) > 1:
+            common = set.intersection(*({(p.blocks, s) for p, s in zip(one.params, one.starts, strict=True)} for one in found))
+            own = [(p, s) for p, s in own if (p.blocks, s) not in common]
+        every = max(1, len(own) // _SAMPLES)
+        return all(self.spread.is_weight(*sample) for p, s in own[::every] for sample in _samples(p, s, laid.segments["param"]))
+
+
+def _samples(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
+    """The first elements of each piece of a parameter, which are in one row."""
+    for name, piece in pieces_of(param, start, segments):
+        if piece.shape:
+            row = (*(1 for _ in piece.shape[1:]), min(piece.shape[-1], _SAMPLE))
+            yield name, piece._replace(shape=row)
 
 
 def _count(arguments: Mapping[str, Any], name: str) -> int:

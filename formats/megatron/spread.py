@@ -146,9 +146,10 @@ class Spread:
         pairs = sorted(zip(params, starts, strict=True), key=lambda pair: pair[0].numel)
         small = [pair for pair in pairs[:_COMPARED] if pair[0].numel <= _COMPARED_NUMEL]
         own = [pair for pair in small if not pair[0].shared]  # of shared ones, one copy alone is the weight
-        return all(self._is_weight(*found) for param, start in own for found in pieces_of(param, start, segments))
+        return all(self.is_weight(*found) for param, start in own for found in pieces_of(param, start, segments))
 
-    def _is_weight(self, name: str, piece: Piece) -> bool:
+    def is_weight(self, name: str, piece: Piece) -> bool:
+        """Whether a piece of the master parameters of ``name`` is that part of the weight."""
         entry, box = self.entries[name], Box(piece.offset, piece.shape)
         weights = read_box(self.table, entry, box)
         masters = self.table.read_piece(name, piece)

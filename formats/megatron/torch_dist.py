@@ -43,7 +43,7 @@ _HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
 _RANK = re.compile(r"__(\d{1,8})_\d+\.distcp")
 _SUSPECT = (
     "Megatron-Core 0.15 to 0.19 wrote wrong optimizer states in this form (fully_reshardable) when a buffer had several padded buckets "
-    "(Megatron-LM pull request 5077): check that the master parameters are the weights"
+    "(Megatron-LM pull request 5077): `ckpt verify --semantic` tells whether this one is, `ckpt convert --repair` puts it right"
 )
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
+
+from ckpt.splits import Interval, joined, slice_of
 
 from .stand_ins import Made
 from .values import StoredPart, StoredView, counts, shape_of
 
 if TYPE_CHECKING:
     from .values import Values
+
+_MAX_GROUPS = 1 << 16
+"""Intervals that one dimension of a part may consist of, and boxes of a part: more than there are tensor-parallel ranks."""
 
 
 def sharded_tensor(v: Values, made: Made) -> StoredPart:
@@ -25,27 +34,74 @@ def sharded_tensor(v: Values, made: Made) -> StoredPart:
 
 
 def dtensor(v: Values, made: Made) -> StoredPart:
-    """A ``DTensor``: its local tensor, and a spec with the mesh, this rank's place on it, and a placement for each mesh dimension."""
+    """A ``DTensor``: its local tensor, and a spec with the mesh, this rank's place on it, and a placement for each mesh dimension.
+
+    (Source of what placements mean: ``_compute_local_shape_and_global_offset`` of torch/distributed/tensor/_utils.py.)
+    """
     state = made.attributes()
     spec = state["_spec"].attributes()
     shape, where = shape_of(made.args[2], 16), _coordinate(v, spec["mesh"])
     mesh = _mesh_shape(v, spec["mesh"])
-    offset, sizes = [0] * len(shape), list(shape)
+    _check_order(v, spec.get("shard_order"))
+    held: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in shape]
     for placement, parts, at in zip(spec["placements"], mesh, where, strict=True):
         kind = placement.name.rpartition(".")[2]
         if kind == "Replicate":
             continue
-        if kind != "Shard":
+        if kind not in ("Shard", "_StridedShard"):
             v.refuse(f"a DTensor with the placement {kind}")
-        dim = placement.attributes()["dim"]
-        if at >= parts:
-            v.damaged(f"a DTensor at place {at} of {parts}")
-        step = -(-sizes[dim] // parts)  # as torch.chunk: the last ranks may have less, or nothing
-        begin = min(at * step, sizes[dim])
-        offset[dim] += begin
-        sizes[dim] = min(step, sizes[dim] - begin)
-    view = _view(v, state["_local_tensor"], tuple(sizes))
-    return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape, boxes=((tuple(offset), view),))
+        said = placement.attributes()
+        (dim,) = counts([said["dim"]])
+        (groups,) = counts([said["split_factor"]]) if kind == "_StridedShard" else (1,)
+        if at >= parts or dim >= len(shape) or not groups:
+            v.damaged(f"a DTensor at place {at} of {parts}, cut along dimension {dim} in {groups} groups")
+        if groups * max(1, len(held[dim])) > _MAX_GROUPS:
+            v.refuse(f"a DTensor that is cut in {groups:,} groups")
+        held[dim] = _part(held[dim], groups, parts, at)
+    return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape, boxes=_boxes(v, state["_local_tensor"], held))
+
+
+def _check_order(v: Values, said: Any) -> None:
+    """Mesh dimensions that cut the same dimension have to do so one after another, as ``_part`` is applied."""
+    for entry in said or ():
+        _, dims = entry.args if isinstance(entry, Made) else entry
+        if list(counts(dims)) != sorted(counts(dims)):
+            v.refuse(f"a DTensor whose dimensions were cut over the mesh dimensions {list(dims)} in that order")
+
+
+def _part(held: tuple[Interval, ...], groups: int, parts: int, at: int) -> tuple[Interval, ...]:
+    """What is left to place ``at`` of ``parts`` of what was held: its part of each of the groups. Both are as of torch.chunk: the last ones
+    may have less, or nothing. With FSDP over tensor parallelism there is a group for each tensor-parallel rank."""
+    size = sum(stop - start for start, stop in held)
+    step = -(-size // groups)
+    found: list[Interval] = []
+    for first in range(0, size, step or 1):
+        length = min(step, size - first)
+        part = -(-length // parts)
+        begin = min(at * part, length)
+        found += slice_of(held, first + begin, first + min(begin + part, length))
+    return joined(found)
+
+
+def _boxes(v: Values, local: Any, held: Sequence[tuple[Interval, ...]]) -> tuple[tuple[tuple[int, ...], StoredView], ...]:
+    """The boxes of the whole tensor that the local one is, and the part of it that each is."""
+    view = _view(v, local, tuple(sum(stop - start for start, stop in own) for own in held))
+    if math.prod(len(own) for own in held) > _MAX_GROUPS:
+        v.refuse("a DTensor with very many boxes")
+    if not all(held):
+        return ((tuple(own[0][0] if own else 0 for own in held), view),)
+    found = []
+    for cell in product(*(_placed(own) for own in held)):
+        first = view.offset + sum(at * stride for (at, _), stride in zip(cell, view.strides, strict=True))
+        part = replace(view, offset=first, shape=tuple(stop - start for _, (start, stop) in cell))
+        found.append((tuple(start for _, (start, _) in cell), part))
+    return tuple(found)
+
+
+def _placed(held: Sequence[Interval]) -> list[tuple[int, Interval]]:
+    """Where each interval begins in the local tensor."""
+    starts = accumulate((stop - start for start, stop in held), initial=0)
+    return list(zip(starts, held, strict=False))
 
 
 def _view(v: Values, value: Any, shape: tuple[int, ...]) -> StoredView:

@@ -11,7 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dtensor_spec, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
 from ckpt.errors import FormatError
@@ -91,16 +94,80 @@ def test_files_of_dtensors(ranks: Ranks, tmp_path: Path) -> None:
     assert same(view["both"][2:5, 1:4], whole()[2:5, 1:4]) and same(view["few"].read(), torch.arange(3.0))
 
 
+def small_model() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Linear(33, 9), torch.nn.Linear(9, 3))
+
+
+def with_moments(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights, and moments that tell each element apart: gradients are made of the weights, which stay."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 2
+    optimizer.step()
+    return model.state_dict() | {f"moments.{n}": optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+
+
+def save_two_dimensional(path: str) -> dict[str, torch.Tensor]:
+    """FSDP over tensor parallelism, and replicas of that: rows and columns that no number of ranks divides."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    hybrid = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "dp", "tp"))
+    placements = set()
+    for name, mesh, dp in (("two", two, two["dp"]), ("hybrid", hybrid, hybrid["replicas", "dp"])):
+        model = small_model()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
+        for layer in (*model, model):
+            fully_shard(layer, mesh=dp)
+        state = with_moments(model)
+        placements |= {type(p).__name__ for t in state.values() for p in t.placements}
+        torch.save(state, f"{path}/{name}_world_size_4_rank_{dist.get_rank()}.pt")
+    assert placements == {"_StridedShard", "Shard", "Replicate"}
+    return with_moments(small_model())
+
+
+def test_files_of_fsdp_over_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(4, save_two_dimensional, str(tmp_path))[0]
+    view = ckpt.open(str(tmp_path))
+    assert set(view) == {f"{job}.{name}" for job in ("two", "hybrid") for name in saved}
+    for name in view:
+        assert same(view[name].read(), saved[name.partition(".")[2]]), name
+    assert same(view["two.0.weight"][5:29, 2:6], saved["0.weight"][5:29, 2:6])
+
+
+def even() -> torch.Tensor:
+    return torch.arange(96.0).reshape(8, 12)
+
+
 def save_strided(path: str) -> None:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import _StridedShard
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    columns = distribute_tensor(even(), mesh, [_StridedShard(1, split_factor=3), _StridedShard(0, split_factor=2)])
+    twice = distribute_tensor(even(), mesh, [_StridedShard(0, split_factor=4), Shard(0)])
+    few = distribute_tensor(even()[:1], mesh, [Shard(0), Replicate()])
+    torch.save({"columns": columns, "twice": twice, "few": few}, f"{path}/x_rank{dist.get_rank()}.pt")
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
-    torch.save({"w": tensor}, f"{path}/x_rank{dist.get_rank()}.pt")
+
+def test_parts_of_groups(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that has a part of each group has several boxes."""
+    ranks.run(4, save_strided, str(tmp_path))
+    view = ckpt.open(str(tmp_path))
+    assert same(view["columns"].read(), even()) and same(view["twice"].read(), even()) and same(view["few"].read(), even()[:1])
 
 
+def save_unknown(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    partial = DTensor.from_local(torch.ones(2, 3), mesh["a"], [Partial()])
+    turned = distribute_tensor(whole(), mesh, (Shard(0), Shard(0)))
+    turned._spec.shard_order = (_dtensor_spec.ShardOrderEntry(0, (1, 0)),)
+    for name, tensor in (("partial", partial), ("turned", turned)):
+        torch.save({"w": tensor}, f"{path}/{name}/x_rank{dist.get_rank()}.pt")
+
+
+@pytest.mark.skipif(not hasattr(_dtensor_spec, "ShardOrderEntry"), reason="this version of torch knows one order")
 def test_placements_that_are_not_known_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, save_strided, str(tmp_path))
-    with pytest.raises(FormatError, match="_StridedShard"):
-        ckpt.open(str(tmp_path))
+    for name in ("partial", "turned"):
+        (tmp_path / name).mkdir()
+    ranks.run(2, save_unknown, str(tmp_path))
+    with pytest.raises(FormatError, match="the placement Partial"):
+        ckpt.open(str(tmp_path / "partial"))
+    with pytest.raises(FormatError, match=r"over the mesh dimensions \[1, 0\] in that order"):
+        ckpt.open(str(tmp_path / "turned"))

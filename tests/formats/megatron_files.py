@@ -30,6 +30,14 @@ def unpacked(root: Path) -> Path:
     return root
 
 
+def displaced(root: Path) -> Path:
+    """Those with the defect of Megatron-Core 0.16.1, below ``root``: ``<layout>/<form>``, and ``buffers``: Megatron's own word on what lay
+    where."""
+    with tarfile.open(ARCHIVES.parent / "displaced" / "megatron.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
 def read_all(url: str | Path) -> Arrays:
     """Every tensor of a checkpoint as the bits of its elements."""
     catalog = open_catalog(str(url))
@@ -69,17 +77,17 @@ def whole_model(folder: Path, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int
             experts = len({m[1] for n in model if (m := re.search(r"local_experts\.(\d+)", n))})
             for name, tensor in model.items():
                 if isinstance(tensor, torch.Tensor):
-                    found.setdefault(_global(name, first, owner * experts), {})[ranks[0]] = bits(tensor)
-    return {f"model.{name}": _joined(name, [parts[r] for r in sorted(parts)]) for name, parts in found.items()}
+                    found.setdefault(global_name(name, first, owner * experts), {})[ranks[0]] = bits(tensor)
+    return {f"model.{name}": joined(name, [parts[r] for r in sorted(parts)]) for name, parts in found.items()}
 
 
-def _global(name: str, first: int, expert: int) -> str:
+def global_name(name: str, first: int, expert: int) -> str:
     name = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
     name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + expert}", name)
     return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 
 
-def _joined(name: str, parts: list[np.ndarray]) -> np.ndarray:
+def joined(name: str, parts: list[np.ndarray]) -> np.ndarray:
     if "layernorm" in name or "layer_norm" in name or "router" in name:
         return parts[0]
     if "linear_fc1" in name:

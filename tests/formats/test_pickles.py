@@ -541,10 +541,10 @@ def test_a_mesh_of_very_many_ranks_takes_no_memory():
     def made(name, **attributes):
         return Made(Global("torch.distributed.tensor", name), (), state=attributes)
 
-    def dtensor(ranks, at):
+    def dtensor(ranks, at, placement=None):
         layout = made("_MeshLayout", shape=(ranks,))
         mesh = made("DeviceMesh", _layout=layout, _coordinate_on_dim=[at])
-        spec = made("DTensorSpec", mesh=mesh, placements=(made("placement_types.Shard", dim=0),))
+        spec = made("DTensorSpec", mesh=mesh, placements=(placement or made("placement_types.Shard", dim=0),))
         state = {"_spec": spec, "_local_tensor": tensor(storage(10), 0, (1,), (1,), False, None)}
         args = (Global("torch.distributed.tensor", "DTensor"), Global("torch", "float32"), (1 << 40,))
         inner = (Global("torch._utils", "_rebuild_wrapper_subclass"), args[0], args, state)
@@ -555,3 +555,7 @@ def test_a_mesh_of_very_many_ranks_takes_no_memory():
     for ranks, at in ((0, 0), (4, 4)):
         with pytest.raises(CorruptError):
             Values("there").meaning(dtensor(ranks, at))
+    for dim, groups, error in ((0, 1 << 40, FormatError), (0, 0, CorruptError), (1, 2, CorruptError), (0, 2, CorruptError)):
+        strided = made("placement_types._StridedShard", dim=dim, split_factor=groups)
+        with pytest.raises(error):
+            Values("there").meaning(dtensor(1 << 40, 5, strided))

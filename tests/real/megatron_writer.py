@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 tests/real/megatron_writer.py --tp 2 --pp 2 --vpp 2 --out DIR
 
 writes ``DIR/legacy``, ``DIR/dp_reshardable``, ``DIR/fully_reshardable``, ``DIR/dp_zero_gather_scatter``, as the version at hand can, with
-the state of three steps on random gradients. Sizes are such that few parameters are multiples of what buffers are aligned to.
+the state of three steps on random gradients; and in ``DIR/buffers`` where the optimizer's buffers have which parameter.
+Sizes are such that few parameters are multiples of what buffers are aligned to.
 Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0.16.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -159,8 +161,9 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     return models
 
 
-def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
-    """An optimizer after some steps; gradients are random, and those of shared embeddings are equal on the stages that have them."""
+def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> tuple[Any, list[Any]]:
+    """An optimizer after some steps, and the models as they were wrapped for it. Gradients are random; those of shared embeddings are equal
+    on the stages that have them."""
     import megatron.core.optimizer.optimizer as module
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -182,7 +185,7 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
                 if getattr(p, "shared_embedding", False) or "layernorm" in name or "router" in name:
                     p.main_grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(200 + step)))
         optimizer.step()
-    return optimizer
+    return optimizer, wrapped
 
 
 def save_torch_dist(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
@@ -215,6 +218,14 @@ def _key(number: int, models: list[Any]) -> str:
     return "model" if len(models) == 1 else f"model{number}"
 
 
+def _directory(a: argparse.Namespace) -> str:
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if a.pp > 1 else ""
+    return name + (f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else "")
+
+
 def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
     folder = save_weights(a, models, {"optimizer": optimizer.state_dict()})
     optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
@@ -225,10 +236,7 @@ def save_weights(a: argparse.Namespace, models: list[Any], more: dict[str, Any])
     from megatron.core import parallel_state as ps
 
     root = Path(a.out, "legacy")
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if a.pp > 1 else ""
-    name += f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else ""
-    folder = root / f"iter_{STEPS:07d}" / name
+    folder = root / f"iter_{STEPS:07d}" / _directory(a)
     folder.mkdir(parents=True, exist_ok=True)
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
         state = {_key(i, models): m.state_dict_for_save_checkpoint() for i, m in enumerate(models)}
@@ -237,6 +245,22 @@ def save_weights(a: argparse.Namespace, models: list[Any], more: dict[str, Any])
     if dist.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     return folder
+
+
+def say_where(a: argparse.Namespace, wrapped: list[Any]) -> None:
+    """Beside each file of the legacy format, Megatron's own word on where its buffers have which parameter."""
+    for path in Path(a.out, "legacy").glob(f"*/{_directory(a)}/distrib_optim.pt"):
+        told = []
+        for model in wrapped:
+            names = {parameter: name for name, parameter in model.module.named_parameters()}
+            for expert, buffers in enumerate((model.buffers, model.expert_parallel_buffers)):
+                for buffer in buffers:
+                    places = {names[p]: [*place] for p, place in buffer.param_index_map.items()}
+                    buckets = [[bucket.grad_data.numel(), bucket.numel_unpadded] for bucket in buffer.buckets]
+                    told.append({"expert": bool(expert), "params": places, "buckets": buckets})
+        target = Path(a.out, "buffers", f"{path.parent.name}.json")
+        target.parent.mkdir(exist_ok=True)  # all ranks of a buffer say the same
+        target.write_text(json.dumps(told))
 
 
 def started(a: argparse.Namespace) -> None:
@@ -261,10 +285,11 @@ def main() -> None:
     started(a)
     config = config_of(a)
     models = models_of(a, config)
-    optimizer = trained(a, config, models)
+    optimizer, wrapped = trained(a, config, models)
     save_torch_dist(a, models, optimizer)
     save_legacy(a, models, optimizer)
     dist.barrier()
+    say_where(a, wrapped)
     dist.destroy_process_group()
 
 

@@ -108,3 +108,27 @@ def test_weights_of_transformers_loaded_by_megatron(tmp_path):
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
         expected[name][numbers["vocabulary"] :] = 0  # padding
     assert_same(dense_norms(whole_model(loaded / "legacy" / "iter_0000003", tp=2)), expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "data_parallel"),
+    [
+        (3, "--bucket 3000", 3),
+        (6, "--pp 2 --vpp 2 --bucket 900", 3),
+        (4, "--pp 2 --tied --bucket 2000", 2),
+        (4, "--tp 2 --ep 2 --etp 1 --experts 4 --bucket 2000", 2),
+        (4, "--pp 2 --ep 2 --experts 4 --bucket 1500 --singleton", 2),
+    ],
+)
+def test_what_is_displaced_is_repaired(tmp_path, ranks, options, data_parallel):
+    """Nothing differs from the same state in the other format but what is told to be lost."""
+    folder = written(tmp_path / "c", ranks, *options.split(), "--types", "fully_reshardable")
+    assert check_semantic(open_catalog(str(folder / "fully_reshardable"))).problems
+    job = {"data_parallel_size": data_parallel}
+    report = convert_checkpoint(str(folder / "fully_reshardable"), str(tmp_path / "m"), to="native", repair=True, job=job).repair
+    found, expected = read_all(tmp_path / "m"), read_all(folder / "legacy")
+    assert not check_semantic(open_catalog(str(tmp_path / "m"))).problems
+    filled = {t.tensor: t.filled for t in report.tensors}
+    assert report.filled > 0 and found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert int((found[name] != array).sum()) <= filled.get(name, 0), name

@@ -1,0 +1,70 @@
+"""What a conversion leaves at its destination while it goes on (docs/converting.md): a record, and a mark for each file that is durable.
+
+``convert.json`` and ``convert-<id>/``, or ``NAME.convert.json`` and ``NAME.convert-<id>/`` where the destination is the one file NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .native.commit import COMMIT_PATH
+from .native.paths import id_of, path_problem
+
+CONVERTING = "convert.json"
+CLAIM = "finish"
+"""The mark of the process that finishes."""
+MARKS = "convert"
+_ID = re.compile(r"[0-9a-z]{16}")
+_PLACE = r"(?:(?P<directory>[^/]+)/)?(?:(?P<name>[^/]+)\.)?"
+RECORD_PATH = re.compile(rf"{_PLACE}convert\.json")
+MARK_PATH = re.compile(rf"{_PLACE}convert-(?P<id>[0-9a-z]{{16}})/(?P<mark>[^/]+)")
+"""Paths below a root that is the destination, or the directory in which it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A record: ``digest`` is of everything that the result depends on, ``files`` are those that are written, with their sizes in bytes, or
+    None for what is not known before."""
+
+    id: str
+    digest: str
+    files: Mapping[str, int | None]
+
+    def to_bytes(self) -> bytes:
+        said = {"format": "ckpt-convert", "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
+        return json.dumps(said).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Begun | None:
+        """None if it is no record, or one of a version that did not say all of this."""
+        try:
+            said = json.loads(data)
+            found = cls(id=said["id"], digest=said["digest"], files=dict(said["files"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+        known = said.get("format") == "ckpt-convert" and isinstance(found.digest, str)
+        named = isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
+        return found if known and named and all(_is_its_own(found.id, *file) for file in found.files.items()) else None
+
+
+def _is_its_own(id: str, path: str, size: object) -> bool:
+    """Whether a conversion may have such a file: none of a checkpoint that is there, and none elsewhere."""
+    return path_problem(path) is None and path != COMMIT_PATH and id_of(path) in (None, id) and (size is None or type(size) is int)
+
+
+def record_path(name: str | None) -> str:
+    """Where the record is; ``name`` is that of the only file, if the destination is one."""
+    return CONVERTING if name is None else f"{name}.{CONVERTING}"
+
+
+def marks_prefix(name: str | None, id: str) -> str:
+    """What the paths of all marks begin with."""
+    return f"{MARKS if name is None else f'{name}.{MARKS}'}-{id}/"
+
+
+def mark_name(number: int) -> str:
+    """The mark of file ``number``, in the order of the record's files."""
+    return f"{number:05d}"

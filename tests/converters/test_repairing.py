@@ -1,0 +1,214 @@
+"""Repairs of what Megatron-Core 0.16.1 wrote displaced: every element is the one that was meant, or what is said to be put in its place.
+
+The truth is what Megatron wrote of the same state in its other format, read by torch.load, and taken apart by Megatron's own word on
+where its buffers have which parameter. No code is shared with the reader or the repair.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt.cli.main import cli
+from ckpt.converters import converting
+from ckpt.converters.converting import ConvertReport, convert_checkpoint
+from ckpt.converters.semantic import check_semantic
+from ckpt.engine.verify import verify
+from ckpt.errors import ConflictError, UsageError
+from ckpt.formats.megatron.job import Buckets, likely_buckets
+from ckpt.formats.registry import open_catalog
+from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked
+
+KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+LAYERS, ROWS = 4, 42
+JOBS: dict[str, dict[str, int]] = {
+    "dp3": {"data_parallel_size": 3},
+    "ep3": {"data_parallel_size": 6},
+    "pp2tied": {},
+    "tp2ep2": {},
+}
+PARALLEL: dict[str, dict[str, int]] = {"dp3": {}, "ep3": {"ep": 3}, "pp2tied": {"pp": 2}, "tp2ep2": {"tp": 2, "ep": 2}}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return displaced(tmp_path_factory.mktemp("displaced"))
+
+
+Expected = dict[str, tuple[np.ndarray, np.ndarray]]
+"""By ``<parameter>.<key>``: the elements, and which of them are lost."""
+
+
+def expected_states(folder: Path, *, pp: int = 1, ep: int = 1, tp: int = 1) -> Expected:
+    found: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+    for said in sorted(folder.glob("buffers/*.json")):
+        ranks = [int(n) for n in said.stem.removeprefix("mp_rank_").split("_")]
+        stage, owner = ranks[1] if pp > 1 else 0, ranks[-1] if ep > 1 else 0
+        (path,) = folder.glob(f"legacy/*/{said.stem}")
+        model, optimizer = load(path / "model_optim_rng.pt")["model"], load(path / "distrib_optim.pt")
+        experts = len({n.split(".")[6] for n in model if "local_experts" in n})
+        for buffer in json.loads(said.read_text()):
+            state = optimizer[buffer["expert"]] if isinstance(optimizer, list) else optimizer
+            for name, (key, array, lost) in _in_buffer(buffer, state, model, copies=0 < stage == pp - 1) if state is not None else ():
+                whole = global_name(name, stage * (LAYERS // pp), owner * experts)
+                found.setdefault(f"{whole}.{key}", {})[ranks[0] if tp > 1 else 0] = array, lost
+    return {n: tuple(joined(n.rpartition(".")[0], [p[r][i] for r in sorted(p)]) for i in (0, 1)) for n, p in found.items()}
+
+
+def _in_buffer(buffer: Any, state: Any, model: Any, *, copies: bool) -> Any:
+    """What a rank must have of each parameter. Megatron wrote ``compact[start:end]`` of each, where ``start`` counts padding and
+    ``compact`` has none; the output layer of the last stage, a copy, it did not write."""
+    (truth,) = (v for k, v in state[0].items())
+    pads = np.cumsum([0, *(padded - used for padded, used in buffer["buckets"])])
+    written = np.zeros(truth["param"].numel(), bool)
+    own = {n: p for n, p in buffer["params"].items() if not (copies and n == "output_layer.weight")}
+    for start, end, _ in own.values():
+        written[start:end] = True
+    for name, (start, end, bucket) in own.items():
+        at = slice(start - pads[bucket], end - pads[bucket])
+        for key, ours in KEYS.items():
+            instead = model[name].float().flatten().numpy() if key == "param" else 0
+            array = np.where(written[at], truth[key].numpy()[at], instead).astype(np.float32)
+            yield name, (ours, array.reshape(model[name].shape), ~written[at].reshape(model[name].shape))
+
+
+def states_of(path: Path) -> dict[str, np.ndarray]:
+    state = torch.load(path, weights_only=True)["optimizer"]["state"]
+    return {f"{name}.{key}": t.numpy() for name, own in state.items() for key, t in own.items() if key != "step"}
+
+
+def spelled(expected: Expected) -> Expected:
+    """With the names of norms, and without padding of the vocabulary, as the result has them."""
+    shown = {n: (a[:ROWS], lost[:ROWS]) if "embedding." in n or "output" in n else (a, lost) for n, (a, lost) in expected.items()}
+    if any("router" in n for n in shown):
+        return shown
+    return {n.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"): a for n, a in shown.items()}
+
+
+def repaired(files: Path, layout: str, target: Path, to: str = "torch") -> ConvertReport:
+    return convert_checkpoint(str(files / layout / "fully_reshardable"), str(target), to=to, repair=True, job=JOBS[layout])
+
+
+@pytest.mark.parametrize("layout", JOBS)
+def test_every_element_is_the_one_that_was_meant(files: Path, tmp_path: Path, layout: str) -> None:
+    report = repaired(files, layout, tmp_path / "o.pt").repair
+    expected, found = spelled(expected_states(files / layout, **PARALLEL[layout])), states_of(tmp_path / "o.pt")
+    assert found.keys() == expected.keys()
+    for name, (array, _) in expected.items():
+        assert np.array_equal(found[name].view(np.uint32), array.view(np.uint32)), name
+    assert report is not None and report.needed
+    told = {t.tensor.removeprefix("optimizer.state.model."): t.filled for t in report.tensors if t.filled}
+    whole = expected_states(files / layout, **PARALLEL[layout])  # the report counts padding of the vocabulary too
+    lost = {n: int(lost.sum()) for n, (_, lost) in whole.items() if lost.any()}
+    assert sum(told.values()) == sum(lost.values()) == report.filled > 400
+    assert {n.rpartition(".")[2] for n in told} == {"master", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_checkpoint_that_fits_again(files: Path, tmp_path: Path) -> None:
+    """All tools see the same; what was not displaced is bit for bit as it was."""
+    assert len(check_semantic(open_catalog(str(files / "ep3/fully_reshardable"))).problems) > 20
+    report = repaired(files, "ep3", tmp_path / "native", "native").repair
+    assert verify(str(tmp_path / "native")).ok
+    assert not check_semantic(open_catalog(str(tmp_path / "native"))).problems
+    assert report is not None and (report.bucket_size, report.data_parallel, report.divisor) == (2000, 6, 128)
+    convert_checkpoint(str(files / "ep3/fully_reshardable"), str(tmp_path / "wrong.pt"), to="torch")
+    repaired(files, "ep3", tmp_path / "right.pt")
+    wrong, right = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("wrong", "right"))
+    assert {s["step"].item() for s in right["optimizer"]["state"].values()} == {3.0}
+    assert all(torch.equal(right["model"][n], t) for n, t in wrong["model"].items())
+    changed = {
+        f"optimizer.state.model.{n}.{k}"
+        for n, s in wrong["optimizer"]["state"].items()
+        for k in s
+        if not torch.equal(s[k], right["optimizer"]["state"][n][k])
+    }
+    assert changed == {t.tensor for t in report.tensors}
+
+
+def test_nothing_to_repair(tmp_path: Path) -> None:
+    """Sound checkpoints of the form that may be displaced, of other forms, and of other formats: the same files, byte for byte."""
+    files = unpacked(tmp_path)
+    sources = ["pp2tied/fully_reshardable", "dp2/legacy", "dp2/dp_reshardable", str(ARCHIVES.parent / "hf" / "llama")]
+    for number, source in enumerate(sources):
+        plain, mended = tmp_path / f"{number}.pt", tmp_path / f"{number}-mended.pt"
+        convert_checkpoint(str(files / source), str(plain), to="torch")
+        report = convert_checkpoint(str(files / source), str(mended), to="torch", repair=True).repair
+        assert report is not None and (report.needed, report.tensors, report.mended, report.filled) == (False, (), 0, 0)
+        assert plain.read_bytes() == mended.read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- what is not known
+
+
+def test_what_the_job_does_not_say_is_asked_for(files: Path, tmp_path: Path) -> None:
+    source, made = str(files / "dp3/fully_reshardable"), str(tmp_path / "made")
+    with pytest.raises(UsageError, match="buckets of 3,000 on 1 ranks either") as caught:
+        convert_checkpoint(source, made, to="native", repair=True)
+    assert "--job data_parallel_size=N" in caught.value.hint and "--job ddp_bucket_size=N" in caught.value.hint
+    for job, words in (({"ddp_bucket_size": 1 << 20, "data_parallel_size": 3}, "cannot be repaired"), ({"ranks": 3}, "no argument")):
+        with pytest.raises(UsageError, match=words):
+            convert_checkpoint(source, made, to="native", repair=True, job=job)
+    for options in ({"optimizer": False, "repair": True}, {"to": "hf", "repair": True}, {"job": {"data_parallel_size": 3}}):
+        with pytest.raises(UsageError, match="repair"):
+            convert_checkpoint(source, made, **{"to": "native", **options})
+    assert not Path(made).exists()
+
+
+def test_the_buckets_of_a_job() -> None:
+    assert likely_buckets({"data_parallel_size": 6, "context_parallel_size": 2, "ddp_bucket_size": 5}) == [Buckets(5, 12, 128)]
+    default = {"data_parallel_size": 48, "context_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": None}
+    assert likely_buckets(default) == [Buckets(96_000_000, 96, 128), Buckets(48_000_000, 96, 128)]
+    assert likely_buckets({}) == [Buckets(40_000_000, 1, 128), Buckets(None, 1, 128)]
+    wide = {"overlap_grad_reduce": 0, "ddp_pad_buckets_for_high_nccl_busbw": True, "num_distributed_optimizer_instances": 2}
+    assert likely_buckets({**wide, "data_parallel_size": 6}) == [Buckets(None, 3, 65536)]
+    with pytest.raises(UsageError, match="how many buckets"):
+        likely_buckets({"ddp_num_buckets": 4})
+
+
+def test_a_repair_that_was_interrupted(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on as what it was; the same conversion without a repair is another one."""
+
+    def killed(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converting._Run, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            repaired(files, "dp3", tmp_path / "c", "native")
+    with pytest.raises(ConflictError, match="another conversion"):
+        convert_checkpoint(str(files / "dp3/fully_reshardable"), str(tmp_path / "c"), to="native")
+    assert repaired(files, "dp3", tmp_path / "c", "native").finished
+    assert not check_semantic(open_catalog(str(tmp_path / "c"))).problems
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_what_it_says(files: Path, tmp_path: Path) -> None:
+    source, made = str(files / "dp3/fully_reshardable"), str(tmp_path / "made")
+    found = run("verify", "--semantic", source)
+    assert found.exit_code == 22 and "remedy: ckpt convert --repair SRC DST" in found.stdout
+    assert "ckpt convert --repair" in json.loads(run("verify", "--semantic", "--json", source).stdout)["semantic"]["remedy"]
+    assert "ckpt convert --repair" in run("inspect", source).stdout
+    command = ("convert", "--repair", "--job", "data_parallel_size=3", "--to", "native", source, made)
+    found = run(*command, "--dry-run")
+    assert "repaired: 63 tensors, 31,080 elements would be mended, 3,120 lost ones would be filled" in found.stdout
+    assert "and 53 more: --json lists all" in found.stdout and not Path(made).exists()
+    said = json.loads(run(*command, "--json").stdout)["repair"]
+    assert (said["needed"], said["mended"], said["filled"], len(said["tensors"])) == (True, 31_080, 3_120, 63)
+    qkv = next(t for t in said["tensors"] if t["tensor"].endswith("layers.0.self_attention.linear_qkv.weight.master"))
+    assert (qkv["mended"], qkv["filled"]) == (48 * 24 - 40, 40)
+    again = run("convert", "--repair", "--to", "torch", made, str(tmp_path / "o.pt"))
+    assert "nothing was to be repaired: no defect is known in such a checkpoint (ckpt 1)" in again.stdout
+    assert run("convert", "--repair", "--job", "x", "--to", "native", source, made).exit_code == 2
+    assert json.loads(run("convert", "--to", "torch", made, str(tmp_path / "p.pt"), "--json").stdout)["repair"] is None

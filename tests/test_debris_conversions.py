@@ -1,0 +1,224 @@
+"""What killed conversions left: it stays while they may go on, then it goes, and never a file that is not theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ckpt.cli.main import cli
+from ckpt.converters.converting import convert_checkpoint
+from ckpt.debris import Debris, find_debris, remove_debris
+from ckpt.errors import CkptError, NotCommittedError, NotFoundError
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends import open_backend
+from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.protocol import Backend, Unfinished
+from ckpt.io_backends.registry import wrap_backends
+from tests.cli.checkpoints import write_checkpoint
+from tests.formats import oracle
+
+DAY = 86_400.0
+TARGETS = {"native": "run/step-1", "hf": "run/export", "dcp": "run/dcp", "torch": "run/model.pt"}
+ARRAYS = {"a": np.arange(3000.0), "b": np.ones((5, 7), np.float32), "c": np.arange(9)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    write_checkpoint(str(tmp_path / "source"), ARRAYS)
+    return str(tmp_path / "source")
+
+
+def convert(source: str, tmp_path: Path, to: str) -> None:
+    convert_checkpoint(source, str(tmp_path / TARGETS[to]), to=to, shard_size=None if to == "torch" else 1000)
+
+
+def killed(source: str, tmp_path: Path, to: str, at: int, kind: str = "crash") -> bool:
+    """Whether the conversion was killed at this operation; False if it has fewer."""
+    try:
+        with wrap_backends(FaultyProcess(Fault(at=at, kind=kind)).wrap):  # type: ignore[arg-type]
+            convert(source, tmp_path, to)
+    except SimulatedCrash:
+        return True
+    return False
+
+
+def begun(source: str, tmp_path: Path, to: str) -> None:
+    """Killed when at least one file was durable and its mark written, if it has several."""
+    operations = FaultyProcess()
+    with wrap_backends(operations.wrap):
+        convert(source, tmp_path / "counted", to)
+    assert killed(source, tmp_path, to, int(len(operations.log) * 0.7))
+    files = everything(open_backend(str(tmp_path / "run")))
+    assert any(path.endswith("convert.json") for path in files)
+    assert to == "torch" or any("convert-" in path for path in files)
+
+
+def looked(tmp_path: Path, later: float, grace: float = DAY) -> list[Debris]:
+    return find_debris(open_backend(str(tmp_path / "run")), grace=grace, now=time.time() + later)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_it_stays_while_it_may_go_on_and_then_goes(source: str, tmp_path: Path, to: str) -> None:
+    begun(source, tmp_path, to)
+    before = everything(open_backend(str(tmp_path / "run")))
+    (young,) = looked(tmp_path, DAY - 60)
+    assert (young.what, young.goes, young.path) == ("conversion", False, TARGETS[to].removeprefix("run/"))
+    assert {e.path for e in young.entries} == before.keys() and "may go on" in young.reason
+    remove_debris(open_backend(str(tmp_path / "run")), [young])
+    assert everything(open_backend(str(tmp_path / "run"))) == before
+    (old,) = looked(tmp_path, DAY + 60)
+    assert old.goes and "nobody touched it" in old.reason
+    remove_debris(open_backend(str(tmp_path / "run")), [old])
+    assert everything(open_backend(str(tmp_path / "run"))) == {}
+    convert(source, tmp_path, to)  # from the beginning
+    assert looked(tmp_path, 2 * DAY) == []
+    assert open_catalog(str(tmp_path / TARGETS[to])).tensors.keys() == ARRAYS.keys()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_conversion_goes_on_after_it_was_looked_at(source: str, tmp_path: Path, to: str) -> None:
+    begun(source, tmp_path, to)
+    remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, 60))
+    convert(source, tmp_path, to)
+    assert looked(tmp_path, 2 * DAY) == []
+
+
+@pytest.mark.parametrize("to", ["native", "dcp"])
+def test_wherever_it_was_killed_nothing_is_left_or_all_is_there(source: str, tmp_path: Path, to: str) -> None:
+    at, whole = 0, 0
+    while killed(source, tmp_path, to, at):
+        remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, DAY + 60))
+        left = everything(open_backend(str(tmp_path / "run")))
+        if left:
+            whole += 1
+            assert open_catalog(str(tmp_path / TARGETS[to])).tensors.keys() == ARRAYS.keys()
+            shutil.rmtree(tmp_path / "run")
+        at += 1
+    assert at > 30 and whole > 1
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_a_removal_that_is_killed(source: str, tmp_path: Path, to: str) -> None:
+    """What is left can be opened by nobody, is debris still, or begins again."""
+    for at in range(100):
+        begun(source, tmp_path / str(at), to)
+        root = tmp_path / str(at)
+        process = FaultyProcess(Fault(at=at, kind="crash"))
+        backend = FaultyBackend(open_backend(str(root / "run")), process=process)
+        try:
+            remove_debris(backend, looked(root, DAY + 60))
+        except SimulatedCrash:
+            with pytest.raises((NotCommittedError, NotFoundError)):
+                open_catalog(str(root / TARGETS[to]))
+            convert(source, root, to)
+            assert open_catalog(str(root / TARGETS[to])).tensors.keys() == ARRAYS.keys()
+            continue
+        break
+    assert at > 3
+
+
+# -------------------------------------------------------------------------------------------------- what is not theirs
+
+
+def test_a_file_that_somebody_else_wrote_there(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "hf")
+    (name,) = (p.name for p in (tmp_path / "run/export").glob("model-00001-*"))
+    (tmp_path / "run/export" / name).write_bytes(bytes(100_000))
+    (found,) = looked(tmp_path, 9 * DAY)
+    assert not found.goes and name in found.reason and "somebody else" in found.reason
+    (tmp_path / "run/export" / name).write_bytes(bytes(10))  # it was durable, and longer
+    assert not looked(tmp_path, 9 * DAY, grace=0)[0].goes
+    put(open_backend(str(tmp_path)), "run/notes/convert.json", b'{"mine": true}')
+    assert [d.directory for d in looked(tmp_path, 9 * DAY)] == ["export"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        {"../source/checkpoint.json": 5},
+        {"/etc/passwd": 1},
+        {"a": "b"},
+        {"checkpoint.json": 9},
+        {"data/0mwpsxo3h46af000-00000.safetensors": 9},
+    ],
+)
+def test_a_record_that_is_not_ours(source: str, tmp_path: Path, files: object) -> None:
+    said = {"format": "ckpt-convert", "version": 1, "id": "0mwpsxo3h46af2rm", "digest": "0"}
+    put(open_backend(str(tmp_path / "run")), "convert.json", json.dumps(said if files is None else said | {"files": files}).encode())
+    (found,) = looked(tmp_path, 9 * DAY, grace=0)
+    assert not found.goes and "another version" in found.reason
+
+
+def test_marks_of_a_conversion_that_ended(source: str, tmp_path: Path) -> None:
+    """Killed after it had committed: the checkpoint stays, record and marks go."""
+    convert(source, tmp_path, "native")
+    target = tmp_path / TARGETS["native"]
+    id = json.loads((target / "checkpoint.json").read_text())["id"]
+    record = {"format": "ckpt-convert", "version": 1, "id": id, "digest": "0", "files": {f"data/{id}-00000.safetensors": None}}
+    put(open_backend(str(target)), "convert.json", json.dumps(record).encode())
+    put(open_backend(str(target)), f"convert-{id}/00000", b"{}")
+    (found,) = looked(tmp_path, DAY + 60)
+    assert found.goes and len(found.entries) == 2 and "it has ended" in found.reason
+    remove_debris(open_backend(str(tmp_path / "run")), [found])
+    put(open_backend(str(target)), f"convert-{id}/00000", b"{}")  # or after its record had gone
+    (found,) = looked(tmp_path, DAY + 60)
+    remove_debris(open_backend(str(tmp_path / "run")), [found])
+    assert oracle.read(target).keys() == ARRAYS.keys() and looked(tmp_path, 9 * DAY) == []
+
+
+def test_what_happened_since_it_was_looked_at(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "dcp")
+    found = looked(tmp_path, DAY + 60)
+    convert(source, tmp_path, "dcp")
+    remove_debris(open_backend(str(tmp_path / "run")), found)
+    assert open_catalog(str(tmp_path / TARGETS["dcp"])).tensors.keys() == ARRAYS.keys()
+
+
+class _Uploading:
+    """A storage on which an upload of this path began a while ago."""
+
+    def __init__(self, inner: Backend, path: str, started: float) -> None:
+        self._inner, self._uploads = inner, [Unfinished(path=path, started=started, token="t")]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def unfinished(self, prefix: str = "") -> object:
+        return iter(self._uploads)
+
+
+def test_an_upload_that_may_go_on_keeps_the_conversion(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "dcp")
+    now = time.time() + 9 * DAY
+    for hours, goes in ((2, False), (30, True)):
+        backend = _Uploading(open_backend(str(tmp_path / "run")), "dcp/__0_0.distcp", now - hours * 3600)
+        found = {d.what: d for d in find_debris(backend, grace=DAY, now=now)}  # type: ignore[arg-type]
+        assert (found["conversion"].goes, found["upload"].goes) == (goes, goes)
+
+
+def test_the_command(source: str, tmp_path: Path) -> None:
+    for to in ("native", "torch"):
+        begun(source, tmp_path, to)
+    root = str(tmp_path / "run")
+    shown = CliRunner().invoke(cli, ["gc", root])
+    assert shown.exit_code == 0 and shown.output.count("unfinished conversion") == 2 and "may go on" in shown.output
+    for path in Path(root).rglob("*"):
+        os.utime(path, (0, 0))
+    before = everything(open_backend(root))
+    said = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--grace", "0", "--dry-run", root]).stdout)
+    assert [(d["what"], d["outcome"]) for d in said["debris"]] == [("conversion", "removed")] * 2
+    assert {d["url"] for d in said["debris"]} == {f"{root}/step-1", f"{root}/model.pt"}
+    assert everything(open_backend(root)) == before
+    assert CliRunner().invoke(cli, ["gc", "--grace", "0", "--yes", root]).exit_code == 0
+    assert everything(open_backend(root)) == {}
+    with pytest.raises(CkptError):
+        open_catalog(f"{root}/step-1")
