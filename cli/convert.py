@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 from . import units
 from .output import Output, options
 from .progress import progress
-from .translating import translating, views_of
+from .translating import left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.converting import ConvertReport
@@ -35,6 +35,7 @@ def _size(text: str) -> int:
 @click.argument("target", metavar="DST")
 @click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch or dcp.")
 @translating
+@skipping
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
@@ -55,6 +56,7 @@ def command(
     translation: str | None,
     spelling: str | None,
     numbers: tuple[str, ...],
+    skip: tuple[str, ...],
     only: tuple[str, ...],
     exclude: tuple[str, ...],
     optimizer: bool,
@@ -96,6 +98,7 @@ def command(
             optimizer=optimizer,
             dtype=dtype,
             root=root,
+            skip=skip,
             shard_size=shard_size,
             memory=memory,
             threads=threads,
@@ -122,7 +125,7 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
         verdict = click.style("ok", fg="green") if report.finished else "other processes are not ready yet"
         output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
     if report.left_out:
-        output.talk(f"left out: {units.plural(len(report.left_out), 'tensor')}, such as {report.left_out[0]}")
+        output.talk(left_out(report.left_out))
 
 
 def _part() -> tuple[int, int]:
