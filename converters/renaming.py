@@ -43,24 +43,35 @@ def renamed_state(catalog: Catalog, views: Mapping[str, View], rest: Node, *, op
         UsageError: parameters that become one have different steps, options or other values.
     """
     pairs, state = _by_key(catalog.state), _by_key(rest)
-    gone: list[str] = []
-    united: set[str] = set()
-    for key, node in pairs.items():
-        if _is_optimizer(node):
-            found = _Optimizer(catalog, views, key)
-            moved = found.node(node) if optimizers else MISSING
-            state = {k: v for k, v in {**state, key: moved}.items() if v is not MISSING}
-            gone += found.left_out if optimizers else [key]
-            united |= found.united
-        elif _others(views, catalog.tensors, f"{key}."):
-            state[key] = {"$tensors": key}
-    heads = tuple(f"{key}." for key in state)
-    own = {name for name in views if name in catalog.tensors and catalog.tensors[name].rank is not None}
-    state |= {n: {"$tensor": n} for n in sorted(views) if n not in state and n not in own and not n.startswith(heads)}
-    whole = tree.mapping_node([*_unnamed(rest), *state.items()])
-    ours = tuple(f"{key}." for key, node in pairs.items() if _is_optimizer(node))
-    gone += [path for path in lost(catalog.state, whole) if not path.startswith(ours)]
-    return Renamed(whole, tuple(gone), frozenset(united))
+    own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}
+    now, before = _by_first({*views} - own), _by_first({*catalog.tensors} - own)
+    found = [_Optimizer(catalog, views, key) for key, node in pairs.items() if _is_optimizer(node)]
+    for one in found:
+        state.pop(one.key, None)
+        if optimizers and (node := one.node(pairs[one.key])) is not MISSING:
+            state[one.key] = node
+        elif not optimizers:
+            one.left_out = [one.key]
+    done = {one.key for one in found}
+    state |= {key: {"$tensors": key} for key in pairs if key not in done and key in now and now[key] != before.get(key)}
+    said = {*_tensors(rest)}
+    flat = [name for key, names in now.items() for name in names if key not in state and name not in said]
+    whole = tree.mapping_node([*_unnamed(rest), *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
+    gone = [path for path in lost(catalog.state, whole) if path.partition(".")[0] not in done]
+    gone += [path for one in found for path in one.left_out]
+    return Renamed(whole, tuple(gone), frozenset(name for one in found for name in one.united))
+
+
+def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
+    """Names by what stands before the first dot."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        found.setdefault(name.partition(".")[0], set()).add(name)
+    return found
+
+
+def _tensors(node: Node) -> Iterator[str]:
+    return (leaf["$tensor"] for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
 
 
 def lost(before: Node, after: Node) -> list[str]:
@@ -85,6 +96,8 @@ def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
     if items is None or not tree.refers(node):
         return MISSING
     chosen = [_selected(child, globs, tree.child_path(path, i)) for i, child in enumerate(items)]
+    if all(child is MISSING for child in chosen):
+        return MISSING
     kept = [None if child is MISSING else child for child in chosen]
     return kept if isinstance(node, list) else {"$tuple": kept}
 
@@ -112,12 +125,6 @@ def _is_optimizer(node: Node) -> bool:
     """``groups`` are those of Megatron's optimizers that do not say which parameters are theirs."""
     keys = node.keys() if isinstance(node, dict) and tree.tag_of(node) is None else ()
     return "state" in keys and ("param_groups" in keys or "groups" in keys)
-
-
-def _others(kept: Iterable[str], stored: Iterable[str], head: str) -> bool:
-    """Whether there are names that begin with ``head`` now, and they are others than before."""
-    now = {name for name in kept if name.startswith(head)}
-    return bool(now) and now != {name for name in stored if name.startswith(head)}
 
 
 class _Group(NamedTuple):

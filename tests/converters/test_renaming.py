@@ -171,6 +171,22 @@ def test_masters_become_the_weights(megatron: Path) -> None:
     assert_goes_on(model, optimizer, moments_of(oracle), 3.0, options_of(torch.load(megatron / "common.pt", weights_only=False)))
 
 
+def test_experts_become_one_with_what_they_all_have(megatron: Path, tmp_path: Path) -> None:
+    """Megatron's, first by the names in files of transformers, then stacked as its modules have them."""
+    source, apart = str(megatron.parents[1] / "tp2ep2" / "legacy"), str(tmp_path / "apart")
+    brought("native", source, apart, "mixtral", "huggingface")
+    before, after = ckpt.open(apart), ckpt.open(translated(apart, names="transformers-mixtral", spelling="transformers"))
+    name, key = "model.model.layers.2.mlp.experts.gate_up_proj", "exp_avg"
+    experts = [f"{PREFIX}model.layers.2.block_sparse_moe.experts.{n}" for n in range(4)]
+    stacked = torch.stack([torch.cat([before[f"{e}.{w}.weight.{key}"].read() for w in ("w1", "w3")]) for e in experts])
+    assert torch.equal(after[f"optimizer.state.{name}.{key}"].read(), stacked) and stacked.any()
+    state = after.state()
+    assert state["optimizer"]["state"][name]["step"] == 3 and state["iteration"] == 3
+    groups = state["optimizer"]["param_groups"]
+    assert [(len(g["params"]), g["is_expert_parallel"], g["wd_mult"]) for g in groups] == [(22, False, 1), (9, False, 0), (8, True, 1)]
+    assert name in groups[2]["params"]
+
+
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
 
 FUSED = """
