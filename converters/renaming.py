@@ -210,7 +210,7 @@ class _Optimizer:
             for key in {**values, **more}:
                 mine, theirs = (v.get(key, MISSING) for v in (values, more))
                 if mine is MISSING or theirs is MISSING or tree.text(mine) != tree.text(theirs):
-                    raise _differ(new, key, (first, _shown(mine)), (other, _shown(theirs)))
+                    raise self.differ(new, key, (first, _shown(mine)), (other, _shown(theirs)))
         return values
 
     def check_numbers(self) -> None:
@@ -224,7 +224,7 @@ class _Optimizer:
             (new, key, {old: numbers.get(old, {}).get(key) for old in of})
             for new, of in self.origins.items()
             for key in (dict.fromkeys(k for old in of for k in numbers.get(old, {})) if len(of) > 1 else ())
-            if f"{self.head}{new}.{key}" in self.views
+            if (made := self.views.get(f"{self.head}{new}.{key}")) is not None and not made.shape
         ]
         wanted = {e.alias or e.name for _, _, of in merged for e in of.values() if e is not None}
         values = _numbers(self.catalog, [self.catalog.tensors[name] for name in sorted(wanted)])
@@ -233,7 +233,11 @@ class _Optimizer:
             told = [(old, None if e is None else values[e.alias or e.name]) for old, e in of.items()]
             for old, value in told[1:]:
                 if value is None or value != told[0][1]:
-                    raise _differ(new, key, *((o, "nothing" if v is None else v) for o, v in (told[0], (old, value))))
+                    raise self.differ(new, key, *((o, "nothing" if v is None else v) for o, v in (told[0], (old, value))))
+
+    def differ(self, new: str, what: str, one: tuple[str, str], other: tuple[str, str]) -> UsageError:
+        told = f"{new!r} would be made of parameters that differ in the {what}: {one[0]!r} has {one[1]}, {other[0]!r} has {other[1]}"
+        return UsageError(told, hint=f"leave the optimizer out: --skip '{self.key}.*'")
 
     # ---- options
 
@@ -257,10 +261,24 @@ class _Optimizer:
                     if new not in given:
                         names.append(new)
                     first, options = given.setdefault(new, (old, group.options))
-                    _check_options(new, (first, options), (old, group.options))
+                    self.check_options(new, (first, options), (old, group.options))
             if names or not group.names:
-                found.append({"params": names, "options": group.options})
+                found.append({"params": names, "options": self.options(group.options)})
         return found
+
+    def options(self, node: Node) -> Node:
+        """Options without those that are tensors of the checkpoint and are not taken."""
+        pairs = tree.pairs_of(node) or []
+        kept = [(key, child) for key, child in pairs if all(name in self.views for name in _tensors(child))]
+        self.left_out += [f"{self.key}.param_groups.{key}" for key, child in pairs if (key, child) not in kept]
+        return tree.mapping_node(kept)
+
+    def check_options(self, new: str, one: tuple[str, Node], other: tuple[str, Node]) -> None:
+        mine, theirs = _by_key(one[1]), _by_key(other[1])
+        for key in {**mine, **theirs} if one[1] is not other[1] else ():
+            values = [options.get(key, MISSING) for options in (mine, theirs)]
+            if MISSING in values or tree.text(values[0]) != tree.text(values[1]):
+                raise self.differ(new, f"option {key}", (one[0], _shown(values[0])), (other[0], _shown(values[1])))
 
 
 def _groups(node: Node) -> list[_Group] | None:
@@ -275,21 +293,6 @@ def _groups(node: Node) -> list[_Group] | None:
             return None
         found.append(_Group(tree.mapping_node([(k, v) for k, v in pairs if k not in ("params", "param_names")]), names))
     return found
-
-
-def _check_options(new: str, one: tuple[str, Node], other: tuple[str, Node]) -> None:
-    if one[1] is other[1] or tree.text(one[1]) == tree.text(other[1]):
-        return
-    mine, theirs = _by_key(one[1]), _by_key(other[1])
-    for key in {**mine, **theirs}:
-        values = [_shown(options.get(key, MISSING)) for options in (mine, theirs)]
-        if values[0] != values[1]:
-            raise _differ(new, f"option {key}", (one[0], values[0]), (other[0], values[1]))
-
-
-def _differ(new: str, what: str, one: tuple[str, str], other: tuple[str, str]) -> UsageError:
-    told = f"{new!r} would be made of parameters that differ in the {what}: {one[0]!r} has {one[1]}, {other[0]!r} has {other[1]}"
-    return UsageError(told, hint="leave the optimizer out: --skip 'optimizer.*'")
 
 
 def _shown(node: Node | Missing) -> str:

@@ -112,7 +112,7 @@ def _states(translate: Callable[[Shapes, bool], dict[str, View]], own: Shapes, p
         if not numbers and not view.is_whole:
             shapes = f"{list(own[parameter])}, not that of the parameter, {list(parameters[parameter])}"
             told = f"the state of {parameter!r} has the shape {shapes}: nothing says what of it {name!r} has"
-            raise UsageError(told, hint="leave the optimizer out: --skip 'optimizer.*'")
+            raise UsageError(told, hint="leave such states out: --skip")
         made[name] = whole(parameter, own[parameter])
     return made
 

@@ -19,6 +19,8 @@ from .translation import Direction, Translation, load_translation
 CONFIG = "config.json"
 ARGUMENTS = "args"
 """Where the state of a Megatron checkpoint has the arguments of the job."""
+MEGATRON = {"num_layers", "num_attention_heads", "padded_vocab_size"}
+"""Some of them: others keep arguments, too."""
 
 
 def translated(
@@ -54,7 +56,7 @@ def told_by(url: str) -> Dimensions:
     except NotFoundError:
         state = open_catalog(url).state
         arguments = state.get(ARGUMENTS) if isinstance(state, dict) else None
-        return of_arguments(arguments) if isinstance(arguments, dict) else Dimensions()
+        return of_arguments(arguments) if isinstance(arguments, dict) and arguments.keys() >= MEGATRON else Dimensions()
     try:
         return of_config(json.loads(data))
     except (ValueError, AttributeError, TypeError) as err:

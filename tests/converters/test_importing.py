@@ -146,7 +146,7 @@ def test_filling_of_a_file_without_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [4, 6 << 18])
+@pytest.mark.parametrize("rows", [3, 4, 6 << 18])
 def test_several_chunks_over_the_same_bytes(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
     """In another order, in other places of a tensor; so short that they are read together, and longer than one read."""
     source, url = str(tmp_path / "source"), str(tmp_path / "virtual")
@@ -168,6 +168,18 @@ def test_several_chunks_over_the_same_bytes(tmp_path: Path, rows: int, dtype: to
     ckpt.load(url, fresh, cast=True)
     for name, t in expected.items():
         assert torch.equal(fresh[name], t.to(dtype)), name
+
+
+def test_tied_tensors_stay_tied_where_both_are_taken(tmp_path: Path) -> None:
+    source = str(tmp_path / "source")
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False), "b": torch.nn.Linear(2, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    ckpt.save(source, {"m": model})
+    for number, (only, alias) in enumerate([((), "m.a.weight"), (("m.b.*",), None)]):
+        made = import_checkpoint(source, str(tmp_path / f"v{number}"), only=only)
+        assert open_catalog(made.url).tensors["m.b.weight"].alias == alias
+        assert same(ckpt.open(made.url)["m.b.weight"][...], model["a"].weight.detach())
+        assert verify(made.url).ok
 
 
 def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
