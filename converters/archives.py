@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.adapters.tensors import torch_dtype
+from ckpt.adapters.memory import as_bytes
+from ckpt.adapters.tensors import dtype_of, torch_dtype
 from ckpt.dtypes import DType
 
 ALIGNED = 64
@@ -57,12 +58,15 @@ class Archive:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        self._add("data.pkl", pickled(value))
+        head, inline = pickled(value, len(stands))
+        self._add("data.pkl", head)
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:
             self._add(f"data/{stand.key}", None, stand.nbytes)
             self.starts.append(base + self._records[-1].data)
+        for key, content in enumerate(inline, len(stands)):
+            self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
         self.size = self._directory + len(self._tail([0] * len(stands)))
@@ -120,20 +124,27 @@ def _central(record: _Record, crc: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- pickle
 
 
-def pickled(value: Any) -> bytes:
-    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too."""
+def pickled(value: Any, first: int) -> tuple[bytes, list[bytes]]:
+    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of small tensors that
+    the object has itself: their storages are numbered from ``first`` on."""
     held = io.BytesIO()
-    _Pickler(held).dump(value)
-    return held.getvalue()
+    pickler = _Pickler(held, first)
+    pickler.dump(value)
+    return held.getvalue(), pickler.inline
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, first: int) -> None:
         super().__init__(file, protocol=2)  # the protocol of torch.save
+        self.inline: list[bytes] = []
+        self._first = first
         self._storages: dict[int, tuple[Any, Stand]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """A stand is pickled as torch pickles a tensor of its dtype."""
+        """A stand is pickled as torch pickles a tensor of its dtype. So is a tensor; its bytes are in the archive from the start."""
+        if isinstance(obj, torch.Tensor):
+            self.inline.append(bytes(as_bytes(obj)))
+            obj = Stand(self._first + len(self.inline) - 1, dtype_of(obj, "a value"), tuple(obj.shape))
         if not isinstance(obj, Stand):
             return NotImplemented
         rebuild, arguments = torch.empty(0, dtype=torch_dtype(obj.dtype)).__reduce_ex__(2)  # type: ignore[no-untyped-call]
