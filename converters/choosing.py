@@ -221,10 +221,17 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
 
 
 def _settled(wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
-    """An alias of a tensor that is not converted stands for itself."""
-    target = tensors.get(wanted.alias) if wanted.alias is not None else None
-    same = target is not None and target.alias is None and (target.dtype, target.shape) == (wanted.dtype, wanted.shape)
-    return wanted if wanted.alias is None or same else replace(wanted, alias=None)
+    """An alias of a tensor that is not converted, or not under its name, stands for itself."""
+    if wanted.alias is None:
+        return wanted
+    target, stored = tensors.get(wanted.alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + wanted.alias
+    same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored)
+    return wanted if same else replace(wanted, alias=None)
+
+
+def stays(view: View, name: str | None) -> bool:
+    """Whether a tensor is the stored one of this name, as it is."""
+    return view.is_whole and view.pieces[0].source == name
 
 
 def _floating(dtype: DType) -> bool:

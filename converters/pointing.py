@@ -20,7 +20,7 @@ from ckpt.io_backends.registry import absolute_url
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, within
 
-from .choosing import pruned_values
+from .choosing import pruned_values, stays
 from .renaming import Renamed
 
 MAX_CHUNK = 64 << 20
@@ -53,7 +53,7 @@ class Pointed:
             raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
         self._taken.update(piece.source for piece in view.pieces)
         target = wanted.get(entry.alias) if entry.alias is not None else None
-        if target is not None and _stays(view, name) and _stays(target, entry.alias):
+        if target is not None and stays(view, name) and stays(target, entry.alias):
             self.tensors.append(entry)
             return
         rows = [row for piece in view.pieces for row in self._rows(name, piece, entry)] or [self._empty(entry)]
@@ -132,11 +132,6 @@ class Pointed:
             sources=sources,
             extents=self.extents,
         )
-
-
-def _stays(view: View, name: str | None) -> bool:
-    """Whether a tensor is the stored one of this name."""
-    return view.is_whole and view.pieces[0].source == name
 
 
 def _in_order(piece: Piece) -> bool:

@@ -182,6 +182,24 @@ def test_tied_tensors_stay_tied_where_both_are_taken(tmp_path: Path) -> None:
         assert verify(made.url).ok
 
 
+@pytest.mark.parametrize("to", ["import", "native"])
+def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: str) -> None:
+    source, made = str(tmp_path / "source"), str(tmp_path / "made")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    ckpt.save(source, {"m": model})
+
+    def other(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+        return {"m.b.weight": views.whole("m.b.weight", (2, 2)), "m.a.weight": views.whole("m.c.weight", (2, 2))}
+
+    if to == "import":
+        import_checkpoint(source, made, views=other)
+    else:
+        convert_checkpoint(source, made, to="native", views=other)
+    assert same(ckpt.open(made)["m.b.weight"][...], model["a"].weight.detach())
+    assert same(ckpt.open(made)["m.a.weight"][...], model["c"].weight.detach())
+
+
 def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = str(tmp_path / "virtual"), data_file(source)
     monkeypatch.setattr(pointing, "MAX_CHUNK", 64)  # parts of stored chunks, which have no digest of their own
