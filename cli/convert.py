@@ -13,7 +13,7 @@ from ckpt.errors import UsageError
 from . import units
 from .output import Output, options
 from .progress import progress
-from .translating import numbers_in, translating, views_of
+from .translating import left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.converting import ConvertReport
@@ -38,6 +38,7 @@ def _size(text: str) -> int:
 @click.argument("target", metavar="DST")
 @click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch, dcp or torch_dist (Megatron-Core).")
 @translating
+@skipping
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
@@ -62,6 +63,7 @@ def command(
     translation: str | None,
     spelling: str | None,
     numbers: tuple[str, ...],
+    skip: tuple[str, ...],
     only: tuple[str, ...],
     exclude: tuple[str, ...],
     optimizer: bool,
@@ -107,6 +109,7 @@ def command(
             optimizer=optimizer,
             dtype=dtype,
             root=root,
+            skip=skip,
             shard_size=shard_size,
             memory=memory,
             threads=threads,
@@ -137,7 +140,7 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
     if report.repair is not None:
         _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
-        output.talk(f"left out: {units.plural(len(report.left_out), 'tensor')}, such as {report.left_out[0]}")
+        output.talk(left_out(report.left_out))
 
 
 def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:

@@ -10,7 +10,7 @@ import click
 from . import units
 from .output import Output, options
 from .progress import progress
-from .translating import translating, views_of
+from .translating import left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.importing import ImportReport
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @translating
-@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
+@skipping
+@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors and values whose (new) name fits GLOB; several: any of them.")
 @click.option("--digest", is_flag=True, help="Read all bytes once, so that every load can verify them.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST.")
 @options
@@ -31,6 +32,7 @@ def command(
     translation: str | None,
     spelling: str | None,
     numbers: tuple[str, ...],
+    skip: tuple[str, ...],
     only: tuple[str, ...],
     digest: bool,
     overwrite: bool,
@@ -46,6 +48,7 @@ def command(
     Example:
       ckpt import /models/Llama-3-8B imported/llama
       ckpt import --names llama --spelling megatron /models/Llama-3-8B imported/m
+      ckpt import --names llama --spelling huggingface --skip '*.master' m/ out/
       ckpt import --digest runs/deepspeed/global_step100 imported/step-100
     """
     from ckpt.converters.importing import import_checkpoint
@@ -53,15 +56,13 @@ def command(
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, translation, spelling, numbers)
     with progress("import", output) as update:
-        report = import_checkpoint(source, target, views=views, only=only, digest=digest, overwrite=overwrite, progress=update)
+        report = import_checkpoint(source, target, views=views, only=only, skip=skip, digest=digest, overwrite=overwrite, progress=update)
     if output.json:
         output.document(asdict(report))
     elif not output.quiet:
         output.line(_sentence(report))
-        if not report.values:
-            output.talk(
-                "tensors only: what is not a tensor (steps, options of optimizers) is left out where names change or --only is given"
-            )
+        if report.left_out:
+            output.talk(left_out(report.left_out))
 
 
 def _sentence(report: ImportReport) -> str:

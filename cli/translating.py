@@ -1,4 +1,4 @@
-"""Options of commands that can give tensors other names: which translation, and into which spelling."""
+"""Options of commands that can give tensors other names: which translation, into which spelling, and what of the source is not meant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckpt.errors import UsageError
+
+from . import units
 
 if TYPE_CHECKING:
     from ckpt.plan.views import View
@@ -24,6 +26,12 @@ def translating(command: Command) -> Command:
     return click.option(
         "--names", "translation", metavar="NAMES", help="Translate names and layouts: a translation that comes with ckpt, or a .toml file."
     )(command)
+
+
+def skipping(command: Command) -> Command:
+    """``--skip``; the command takes it as ``skip``."""
+    told = "Not stored tensors whose name in SRC fits GLOB, so no rule of --names has to take them; several: any of them."
+    return click.option("--skip", multiple=True, metavar="GLOB", help=told)(command)
 
 
 def views_of(
@@ -43,6 +51,11 @@ def views_of(
     from ckpt.converters.spelling import translated
 
     return translated(source, translation, spelling, numbers_in(numbers, "--set", "query_groups=8"))
+
+
+def left_out(names: Sequence[str]) -> str:
+    """What to tell of tensors and values of the source that the target has not."""
+    return f"left out: {units.plural(len(names), 'name')}, such as {names[0]}"
 
 
 def numbers_in(said: Sequence[str], option: str, example: str) -> dict[str, int]:

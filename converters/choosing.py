@@ -15,6 +15,8 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.geometry import Box
 from ckpt.plan.views import Piece, View, part, whole
 
+from .renaming import renamed_state
+
 Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
 """From the shapes of stored tensors to what shall be made of them."""
 
@@ -62,6 +64,10 @@ class Chosen:
     tensors: Mapping[str, Wanted]
     state: Any
     ranks: Mapping[int, Mapping[str, Any]]
+    left_out: tuple[str, ...] = ()
+    """Paths of values that a translation could not take along."""
+    united: frozenset[str] = frozenset()
+    """Stored numbers that are the same as another one that is taken."""
 
     @property
     def stored(self) -> list[Wanted]:
@@ -71,8 +77,9 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """``only`` and ``exclude`` are globs of the new names; without ``optimizer`` its tensors and options are left out; ``dtype`` is that of
-    floating-point tensors that are no optimizer's, or None: as they are. ``root``: see ``chosen_below``."""
+    """``only`` and ``exclude`` are globs of the new names, ``skip`` of the stored ones; without ``optimizer`` its tensors and options are
+    left out; ``dtype`` is that of floating-point tensors that are no optimizer's, or None: as they are. ``root``: see
+    ``choose_weights``."""
 
     views: Views | None = None
     only: Sequence[str] = ()
@@ -80,6 +87,7 @@ class Choice:
     optimizer: bool = True
     dtype: str | None = None
     root: str | None = None
+    skip: Sequence[str] = ()
 
 
 def choose(catalog: Catalog, choice: Choice) -> Chosen:
@@ -90,7 +98,7 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
         UsageError: there is no such dtype to convert to, or views do not fit.
     """
     of_optimizers = optimizer_tensors(catalog)
-    entries = {n: e for n, e in catalog.tensors.items() if choice.optimizer or n not in of_optimizers}
+    entries = {n: e for n, e in not_skipped(catalog, choice.skip).items() if choice.optimizer or n not in of_optimizers}
     return _chosen(catalog, entries, choice, of_optimizers, "")
 
 
@@ -103,7 +111,7 @@ def choose_weights(catalog: Catalog, choice: Choice) -> Chosen:
         UsageError: several keys of the state have tensors, or the given one has none; the others as :func:`choose`.
     """
     of_optimizers = optimizer_tensors(catalog)
-    names = [n for n, e in catalog.tensors.items() if e.rank is None and n not in of_optimizers]
+    names = [n for n, e in not_skipped(catalog, choice.skip).items() if e.rank is None and n not in of_optimizers]
     root = _root(catalog, names) if choice.root is None else choice.root
     head = f"{root}." if root else ""
     entries = {n: catalog.tensors[n] for n in names if n.startswith(head)}
@@ -112,15 +120,29 @@ def choose_weights(catalog: Catalog, choice: Choice) -> Chosen:
     return _chosen(catalog, entries, choice, of_optimizers, head)
 
 
-def wanted_views(catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str]) -> dict[str, View]:
-    """The tensors that are to be made of ``entries``, those that fit a glob of ``only``.
+def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEntry]:
+    """The stored tensors that fit no glob of ``skip``.
 
     Raises:
         NamesError: a glob fits nothing.
     """
-    shapes = {name: t.shape for name, t in entries.items()}
-    found = dict(views(shapes)) if views is not None else {name: whole(name, shape) for name, shape in shapes.items()}
-    check_globs(only, found, catalog.url)
+    check_globs(skip, catalog.tensors, catalog.url)
+    return {n: e for n, e in catalog.tensors.items() if not _fits(n, skip)} if skip else catalog.tensors
+
+
+def wanted_views(
+    catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str], also: Iterable[str] = ()
+) -> dict[str, View]:
+    """The tensors that are to be made of ``entries``, those that fit a glob of ``only``. Tensors of single ranks stay as they are. A glob
+    may fit a path among ``also`` instead.
+
+    Raises:
+        NamesError: a glob fits nothing.
+    """
+    shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None}
+    found = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes}
+    found |= views(shapes) if views is not None else {}
+    check_globs(only, [*found, *also], catalog.url)
     return {name: view for name, view in found.items() if not only or _fits(name, only)}
 
 
@@ -138,7 +160,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
 
 def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice, of_optimizers: frozenset[str], head: str) -> Chosen:
     """``head`` is what the names of all entries begin with, and the new names do not."""
-    here = {n[len(head) :]: e for n, e in entries.items() if choice.views is None or e.rank is None}
+    here = {n[len(head) :]: e for n, e in entries.items()}
     found = wanted_views(catalog, here, choice.views, choice.only)
     check_globs(choice.exclude, found, catalog.url)
     found = {n: _back(v, head) for n, v in found.items() if not choice.exclude or not _fits(n, choice.exclude)}
@@ -146,14 +168,13 @@ def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice
     tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in found.items()}
     tensors = {name: _settled(w, tensors) for name, w in tensors.items()}
     kept = sorted(tensors)
-    if choice.views is None and not head:
-        state = pruned(catalog.state, kept, optimizers=choice.optimizer)
-        ranks = {r: _values(values, kept) for r, values in catalog.ranks.items()}
-    else:
-        values = pruned(catalog.state, [], optimizers=False)
-        same = values if isinstance(values, dict) and tree.tag_of(values) is None else {}
-        state, ranks = {**same, **{name: {"$tensor": name} for name in kept}}, {}
-    return Chosen(catalog=catalog, tensors=tensors, state=state, ranks=ranks)
+    if head:
+        return Chosen(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
+    ranks = {r: pruned_values(values, kept) for r, values in catalog.ranks.items()}
+    if choice.views is None:
+        return Chosen(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
+    told = renamed_state(catalog, found, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
+    return Chosen(catalog=catalog, tensors=tensors, state=told.state, ranks=ranks, left_out=told.left_out, united=told.united)
 
 
 def seams_of(catalog: Catalog, view: View) -> list[int]:
@@ -190,18 +211,27 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
     else:
         told = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
         raise UsageError(told, where=catalog.url, hint="give one: --dtype")
-    if not view.is_whole or sources[0].name != head + name:
+    if not view.is_whole:
         return Wanted(name=name, view=view, dtype=dtype)
     entry = sources[0]
+    if entry.name != head + name:
+        return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical)
     alias = None if entry.alias is None else entry.alias[len(head) :]
     return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
 
 
 def _settled(wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
-    """An alias of a tensor that is not converted stands for itself."""
-    target = tensors.get(wanted.alias) if wanted.alias is not None else None
-    same = target is not None and target.alias is None and (target.dtype, target.shape) == (wanted.dtype, wanted.shape)
-    return wanted if wanted.alias is None or same else replace(wanted, alias=None)
+    """An alias of a tensor that is not converted, or not under its name, stands for itself."""
+    if wanted.alias is None:
+        return wanted
+    target, stored = tensors.get(wanted.alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + wanted.alias
+    same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored)
+    return wanted if same else replace(wanted, alias=None)
+
+
+def stays(view: View, name: str | None) -> bool:
+    """Whether a tensor is the stored one of this name, as it is."""
+    return view.is_whole and view.pieces[0].source == name
 
 
 def _floating(dtype: DType) -> bool:
@@ -313,7 +343,7 @@ def _pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
     return tree.mapping_node(rest) if rest or not pairs else tree.MISSING
 
 
-def _values(values: Mapping[str, Any], kept: Sequence[str]) -> dict[str, Any]:
+def pruned_values(values: Mapping[str, Any], kept: Sequence[str]) -> dict[str, Any]:
     """The values of one rank that do not refer to a tensor that is left out."""
     found = {path: _pruned(node, kept, optimizers=True) for path, node in values.items()}
     return {path: node for path, node in found.items() if node is not tree.MISSING}

@@ -53,7 +53,7 @@ class ConvertReport:
     written_bytes: int
     read_bytes: int
     left_out: tuple[str, ...]
-    """Stored tensors of which nothing is converted."""
+    """Stored tensors of which nothing is converted, and paths of values that a translation could not take along."""
     finished: bool
     """Whether the checkpoint exists at the destination; False if other processes are not ready, and with ``dry_run``."""
     seconds: float
@@ -72,6 +72,7 @@ def convert_checkpoint(
     optimizer: bool = True,
     dtype: str | None = None,
     root: str | None = None,
+    skip: Sequence[str] = (),
     shard_size: int | None = None,
     memory: int = MEMORY,
     threads: int | None = None,
@@ -94,6 +95,7 @@ def convert_checkpoint(
         optimizer: take optimizers too. ``hf`` never does.
         dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
         root: the key of the state that has the model: for ``hf`` by default the only one with tensors, for ``torch_dist`` ``model``.
+        skip: globs of stored names: these tensors are left out, and ``views`` does not see them.
         shard_size: bytes of a file, about. By default 5 GB for ``hf`` and 4 GiB for others; ``torch`` has one file.
         memory: bytes for tensors in memory.
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
@@ -113,7 +115,7 @@ def convert_checkpoint(
     if memory < SMALLEST:
         raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least {SMALLEST}")
     format = target(to)
-    choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root)
+    choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root, skip=skip)
     catalog = open_catalog(source)
     chosen, mending = format.choose(catalog, choice), None
     if repair:
@@ -141,7 +143,7 @@ def convert_checkpoint(
         written_files=len(written),
         written_bytes=sum(f.size for f in written),
         read_bytes=read,
-        left_out=tuple(sorted(n for n in catalog.tensors if n not in taken)),
+        left_out=tuple(sorted({*catalog.tensors} - taken - chosen.united | {*chosen.left_out})),
         finished=not dry_run and run.finish(planned, again=not missing),
         seconds=time.monotonic() - began,
         repair=mending,

@@ -11,30 +11,28 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
+from ckpt import tree
+from ckpt.catalog import Catalog, Contents, Extent
 from ckpt.engine.verify import verify
-from ckpt.errors import ConflictError, CorruptError, CoverageError, UsageError
+from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
 from ckpt.formats.registry import open_catalog
-from ckpt.formats.strided import reach, strided, strides_of
-from ckpt.geometry import Box, row_major_strides
-from ckpt.io_backends.protocol import Backend, stamp_of
-from ckpt.io_backends.registry import absolute_url, is_file_system, join_url, open_backend
-from ckpt.plan.join import join
-from ckpt.plan.views import Piece, View, within
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend
+from ckpt.plan.views import View
 
-from .choosing import Views, wanted_views
+from .choosing import Views, not_skipped, pruned, wanted_views
+from .pointing import Pointed
+from .renaming import Renamed, lost, renamed_state, selected
 
-MAX_CHUNK = 64 << 20
-"""Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
 _BUFFER = 16 << 20
 
 Progress = Callable[[int, int], None]
@@ -54,7 +52,9 @@ class ImportReport:
     sources: int
     digested: bool
     values: bool
-    """Whether what is not a tensor is there too: not if tensors were left out or have other names."""
+    """Whether everything that is not a tensor is there too."""
+    left_out: tuple[str, ...]
+    """Stored tensors of which nothing is there, and paths of values that are not there."""
     seconds: float
 
 
@@ -64,6 +64,7 @@ def import_checkpoint(
     *,
     views: Views | None = None,
     only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     digest: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -72,7 +73,8 @@ def import_checkpoint(
 
     Args:
         views: from the shapes of the stored tensors to what the virtual checkpoint shall have; by default the same tensors.
-        only: globs of names; others are left out.
+        only: globs of (new) names and paths of values; others are left out.
+        skip: globs of stored names: these tensors are left out, and ``views`` does not see them.
         digest: read all bytes once, so that loads can verify them; digests that the source has are compared. Without it a changed file is
             noticed by its size and time alone.
         overwrite: replace a checkpoint that is at ``url``.
@@ -82,24 +84,26 @@ def import_checkpoint(
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
         ConflictError: there is a checkpoint at ``url``.
         CoverageError: a tensor would have elements that no file has.
-        UsageError: ``views`` do not fit, or take a part of a chunk that is coded; or ``url`` is the place of what is imported.
+        NamesError: a glob fits nothing, or ``views`` do not fit the names.
+        UsageError: ``views`` do not fit, take a part of a chunk that is coded, or make one parameter of several whose steps or options
+            differ; or ``url`` is the place of what is imported.
     """
     began = time.monotonic()
     backend = open_backend(url)
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
-    catalog = open_catalog(source)
-    if isinstance(catalog, VirtualCatalog):
-        raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
-    contents = pointed = _point(catalog, views, only)
+    catalog = _opened(source)
+    choice = _Choice(views, only, skip)
+    pointed = _point(catalog, choice)
+    contents = pointed.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
     if digest:
         _check_parts(catalog, contents)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
-    again = _point(open_catalog(source), views, only)
-    if (again.sources, again.extents) != (pointed.sources, pointed.extents):
+    again = _point(open_catalog(source), choice).contents()
+    if (again.sources, again.extents) != (contents.sources, pointed.extents):
         raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
     backend.prepare()
     id = new_id(previous)
@@ -115,7 +119,8 @@ def import_checkpoint(
         chunks=sum(map(len, contents.extents.values())),
         sources=len(contents.sources),
         digested=digest,
-        values=views is None and not only,
+        values=not pointed.state.left_out,
+        left_out=pointed.left_out,
         seconds=time.monotonic() - began,
     )
 
@@ -134,136 +139,61 @@ def _place(url: str) -> str:
     return os.path.realpath(url) if is_file_system(url) and "://" not in url else url.rstrip("/")
 
 
-def _point(catalog: Catalog, views: Views | None, only: Sequence[str]) -> Contents:
-    pointed = _Pointed(catalog)
-    wanted = wanted_views(catalog, catalog.tensors, views, only)
+def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[str] = (), skip: Sequence[str] = ()) -> str:
+    """The URL of a virtual checkpoint in the memory of this process, which lasts as long. Arguments and errors are those of
+    :func:`import_checkpoint`.
+
+    The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
+    """
+    catalog = _opened(source)
+    contents = _point(catalog, _Choice(views, only, skip)).contents()
+    id = _id_of(contents)
+    backend = open_backend(f"memory://imported/{id}")
+    if read_record(backend) is None:
+        write_index(backend, contents, id=id, world_size=catalog.world_size, previous=None, features=(VIRTUAL,))
+    return backend.url
+
+
+def _opened(source: str) -> Catalog:
+    catalog = open_catalog(source)
+    if isinstance(catalog, VirtualCatalog):
+        raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
+    return catalog
+
+
+def _id_of(contents: Contents) -> str:
+    """16 characters that follow from what a checkpoint is."""
+    tensors = [(t.name, t.dtype.name, t.shape, t.logical, t.alias, t.rank, contents.extents.get(t.name)) for t in contents.tensors]
+    values = tree.text([contents.state, {str(rank): dict(values) for rank, values in contents.ranks.items()}])
+    return xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
+
+
+class _Choice(NamedTuple):
+    """What of a checkpoint is imported, as the caller said it."""
+
+    views: Views | None
+    only: Sequence[str]
+    skip: Sequence[str]
+
+
+def _point(catalog: Catalog, choice: _Choice) -> Pointed:
+    entries = not_skipped(catalog, choice.skip)
+    wanted = wanted_views(catalog, entries, choice.views, choice.only, also=[path for path, _ in tree.leaves(catalog.state)])
+    pointed = Pointed(catalog, _state(catalog, wanted, choice))
     for name, view in wanted.items():
-        pointed.add(name, view)
-    return pointed.contents(_state(catalog, wanted, same=views is None and not only))
+        pointed.add(name, view, wanted)
+    return pointed
 
 
-def _state(catalog: Catalog, wanted: Mapping[str, View], *, same: bool) -> Any:
-    """The state's node: as it was, or the tensors by name if these are others now."""
-    return catalog.state if same else {name: {"$tensor": name} for name in wanted}
-
-
-class _Pointed:
-    """Gathers tensors and where their chunks lie."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.tensors: list[TensorEntry] = []
-        self.extents: dict[str, list[Extent]] = {}
-        self._sources: dict[str, int] = {}
-
-    def add(self, name: str, view: View) -> None:
-        """A tensor, as it is stored or as a view of stored ones."""
-        entry = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
-        if entry is None:
-            raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
-        if entry.alias is not None and view.is_whole and name == entry.name:
-            self.tensors.append(entry)
-            return
-        fault = view.fault()
-        if fault is not None:
-            told = f"{name}{fault.box} would be in {fault.times} stored tensors"
-            raise CoverageError(told, where=self.catalog.url, hint="convert instead, which can fill")
-        rows = [row for piece in view.pieces for row in self._rows(name, piece, entry)] or [self._empty(entry)]
-        boxes = [box for box, _ in rows]
-        files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
-        self.extents[name] = [extent for _, extent in rows]
-        same = view.is_whole and name == entry.name
-        logical, rank = (entry.logical, entry.rank) if same else (None, None)
-        grid = _grid(view.shape, boxes, files)
-        self.tensors.append(TensorEntry(name=name, dtype=entry.dtype, shape=view.shape, grid=grid, logical=logical, rank=rank))
-
-    def _rows(self, name: str, piece: Piece, like: TensorEntry) -> list[tuple[Box, Extent]]:
-        """Box of the logical tensor and where its bytes are, for each chunk that the piece takes something of."""
-        stored = self.catalog.tensors[piece.source]
-        if stored.dtype != like.dtype:
-            told = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
-            raise UsageError(told, where=self.catalog.url, hint="convert with one dtype instead")
-        copies = join(stored.grid, piece.part)
-        extents = self.catalog.extents(stored, [c.chunk for c in copies])
-        found = []
-        for copy, extent in zip(copies, extents, strict=True):
-            taken = within(piece, copy.box)
-            as_it_is = copy.box == copy.chunk_box and _in_order(taken) and taken.box.numel * stored.dtype.itemsize <= MAX_CHUNK
-            if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
-                told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
-                raise UsageError(told, where=self.catalog.url, hint="convert instead")
-            if as_it_is:
-                found.append((taken.box, extent))
-            else:
-                found += _parts(taken, copy.chunk_box, extent, stored.dtype.itemsize)
+def _state(catalog: Catalog, wanted: Mapping[str, View], choice: _Choice) -> Renamed:
+    """The state for these tensors."""
+    found = Renamed(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
+    if choice.views is not None:
+        found = renamed_state(catalog, wanted, found.state)
+    if not choice.only:
         return found
-
-    def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
-        """No bytes, of an empty tensor."""
-        return Box.whole(entry.shape), self.catalog.extents(entry, [0])[0]
-
-    def _source(self, path: str) -> int:
-        return self._sources.setdefault(path, len(self._sources))
-
-    def contents(self, state: Any) -> Contents:
-        backend = self.catalog.backend
-        sources = tuple(
-            Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
-        )
-        return Contents(tensors=tuple(self.tensors), files=(), state=state, ranks=self.catalog.ranks, sources=sources, extents=self.extents)
-
-
-def _in_order(piece: Piece) -> bool:
-    """Whether the elements of box and part have one row-major order."""
-    axes = [a for a, n in zip(piece.axes, piece.box.shape, strict=True) if a is not None and n > 1]
-    return axes == sorted(axes)
-
-
-def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:
-    """A part of a chunk, in pieces along the first axis that are not too long: as ranges, or with strides."""
-    steps = row_major_strides(chunk.shape)
-    strides = [itemsize * (0 if axis is None else steps[axis]) for axis in piece.axes]
-    found = []
-    for box in _cut(piece.box, itemsize, strides):
-        offset = [p - c for p, c in zip(piece.part.offset, chunk.offset, strict=True)]
-        for i, axis in enumerate(piece.axes):
-            if axis is not None:
-                offset[axis] += box.offset[i] - piece.box.offset[i]
-        start = extent.offset + itemsize * sum(o * s for o, s in zip(offset, steps, strict=True))
-        codec = strided(box.shape, strides, itemsize)
-        length = box.numel * itemsize if codec is None else reach(box.shape, strides, itemsize)
-        found.append((box, Extent(extent.path, start, length, None, codec)))
-    return found
-
-
-def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
-    """A box in parts that take at most ``MAX_CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
-    axes = [i for i, n in enumerate(box.shape) if n > 1]
-    if not axes or reach(box.shape, strides, itemsize) <= MAX_CHUNK:
-        return [box]
-    axis = max(axes, key=strides.__getitem__)
-    count = max(1, MAX_CHUNK // max(strides[axis], 1))
-    found = []
-    for at in range(0, box.shape[axis], count):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[axis] += at
-        shape[axis] = min(count, box.shape[axis] - at)
-        found.append(Box(tuple(offset), tuple(shape)))
-    return found
-
-
-def _grid(shape: tuple[int, ...], boxes: Sequence[Box], files: np.ndarray[Any, np.dtype[np.int32]]) -> Grid:
-    """The boxes as a grid: cut along one axis, if they are, else one by one."""
-    if len(boxes) <= 1 or not shape:
-        return Grid(cuts=tuple((0, n) for n in shape), files=files if len(files) else np.zeros(1, dtype=np.int32))
-    axes = [i for i in range(len(shape)) if any(b.shape[i] != shape[i] for b in boxes)]
-    if len(axes) == 1:
-        starts = [b.offset[axes[0]] for b in boxes]
-        if starts == sorted(starts):
-            cuts = [(0, n) for n in shape]
-            return Grid(cuts=tuple((*starts, n) if i == axes[0] else cuts[i] for i, n in enumerate(shape)), files=files)
-    offsets = np.array([b.offset for b in boxes], dtype=np.int64)
-    return Grid(boxes=(offsets, np.array([b.shape for b in boxes], dtype=np.int64)), files=files)
+    chosen = selected(found.state, choice.only)
+    return found._replace(state=chosen, left_out=(*found.left_out, *lost(found.state, chosen)))
 
 
 def _check_parts(catalog: Catalog, contents: Contents) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.registry import find_format, open_catalog
+from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.views import View
 
@@ -17,7 +18,10 @@ from .translation import Direction, Translation, load_translation
 
 Views = Callable[[Mapping[str, Sequence[int]]], dict[str, View]]
 CONFIG = "config.json"
-MEGATRON = "Megatron"
+ARGUMENTS = "args"
+"""Where the state of a Megatron checkpoint has the arguments of the job."""
+MEGATRON = {"num_layers", "num_attention_heads", "padded_vocab_size"}
+"""Some of them: others keep arguments, too."""
 
 
 def translated(url: str, translation: str, spelling: str, numbers: Mapping[str, int]) -> Views:
@@ -40,17 +44,17 @@ def respelled(translation: str, spelling: str, numbers: Mapping[str, int]) -> Vi
     known = Dimensions(numbers)
 
     def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
-        def translate(some: Shapes, partial: bool) -> dict[str, View]:  # noqa: FBT001  called by place
-            return rules.views(some, direction, known, partial=partial)
+        def translate(some: Shapes, partly: bool) -> dict[str, View]:  # noqa: FBT001  called by place
+            return rules.views(some, direction, known, partial=partly)
 
-        return in_all_roles(translate, shapes)
+        return in_all_roles(translate, partial(rules.knows, direction=direction), shapes)
 
     return views
 
 
 def told_by(url: str) -> Dimensions:
-    """Numbers that the files of a checkpoint tell: transformers' ``config.json``, or the arguments that Megatron keeps. None if there are
-    neither.
+    """Numbers that the files of a checkpoint tell: transformers' ``config.json``, or the arguments that Megatron keeps, also where they
+    were converted or imported. None if there are neither.
 
     Raises:
         FormatError, CorruptError: what tells them cannot be read.
@@ -58,8 +62,9 @@ def told_by(url: str) -> Dimensions:
     try:
         data = open_backend(url).read(CONFIG)
     except NotFoundError:
-        arguments = open_catalog(url).arguments if find_format(url) == MEGATRON else None  # type: ignore[attr-defined]
-        return Dimensions() if arguments is None else of_arguments(arguments)
+        state = open_catalog(url).state
+        arguments = state.get(ARGUMENTS) if isinstance(state, dict) else None
+        return of_arguments(arguments) if isinstance(arguments, dict) and arguments.keys() >= MEGATRON else Dimensions()
     try:
         return of_config(json.loads(data))
     except (ValueError, AttributeError, TypeError) as err:

@@ -81,6 +81,10 @@ class Translation:
             raise UsageError("\n".join([f"{len(faults)} tensors cannot be translated:", *faults[:20]]))
         return made
 
+    def knows(self, name: str, direction: Direction) -> bool:
+        """Whether a term takes a name of the side that ``direction`` leads from."""
+        return bool((self._left_patterns if direction == "rightwards" else self._right_patterns).find(name))
+
     def _found(
         self, shapes: Mapping[str, Sequence[int]], direction: Direction, *, partial: bool
     ) -> tuple[list[dict[str, Found]], list[str]]:

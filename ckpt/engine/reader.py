@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -214,7 +214,7 @@ class Reader:
         if read.length <= self.max_read and len(mine) > 1:
             self._together(read, mine, steps)
         else:
-            for _, group in groupby(mine, lambda p: (p.offset, p.length)):  # what lies in a longer part comes after it
+            for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
                 self._alone(list(group), steps)
 
     def _together(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
@@ -222,9 +222,9 @@ class Reader:
         shift = read.offset % PAGE
         buffer = self.fetch.scratch(shift + read.length)
         self.fetch.fill(read.path, read.offset, buffer.data[shift : shift + read.length])
-        for (offset, length), group in groupby(mine, lambda p: (p.offset, p.length)):
+        for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):
             members = list(group)
-            step = steps[members[0].copy]
+            step, offset, length = steps[members[0].copy], members[0].offset, members[0].length
             at = shift + offset - read.offset
             data = buffer[at : at + length]
             self.fetch.check(step.chunk, data.data)
@@ -291,6 +291,13 @@ class Reader:
             for part in mine:
                 step = steps[part.copy]
                 copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
+
+
+def _same_chunk(part: Part, steps: Sequence[_Step]) -> Hashable:
+    """Equal for parts that are the same bytes of the same chunk. A virtual checkpoint may have chunks of other boxes, or whose elements lie
+    in another order, over the same bytes."""
+    step = steps[part.copy]
+    return part.offset, part.length, step.extent.codec, step.copy.chunk_box
 
 
 def changed(memories: Iterable[torch.Tensor]) -> None:

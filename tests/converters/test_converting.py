@@ -234,6 +234,22 @@ def test_tensors_that_no_state_names(tmp_path: Path) -> None:
     same(loaded, {n: torch.from_numpy(a) for n, a in arrays.items()})
 
 
+def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -> None:
+    """A learning rate that is a tensor is kept in the state, beside what is a tensor of the checkpoint."""
+    model = torch.nn.Linear(2, 3, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25), capturable=False, foreach=False)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ckpt.save(str(tmp_path / "s"), {"model": model, "optimizer": optimizer})
+    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch")
+    for options in ({}, {"mmap": True}):
+        found = torch.load(tmp_path / "t.pt", weights_only=True, **options)
+        assert torch.equal(found["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
+        assert torch.equal(found["model"]["weight"], model.weight) and found["optimizer"]["state"]["weight"]["step"] == 1
+    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "d"), to="dcp")
+    assert ckpt.open(str(tmp_path / "d")).state()["optimizer"]["param_groups"][0]["lr"].read() == 0.25
+
+
 def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
     from ckpt.converters.archives import Archive, Stand

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters import importing
+from ckpt.converters import pointing
+from ckpt.converters.comparing import compare
+from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
@@ -49,7 +53,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_a_virtual_checkpoint_loads_and_opens_as_any_other(
     source: str, tmp_path: Path, digest: bool, max_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     report = import_checkpoint(source, url, digest=digest)
     assert (report.tensors, report.sources, report.format) == (8, 1, "ckpt 1")
@@ -86,7 +90,7 @@ def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
 
 @pytest.mark.parametrize("max_chunk", [64 << 20, 24])
 def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=cut_apart, digest=True)  # type: ignore[arg-type]
     w = state()
@@ -99,8 +103,9 @@ def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: i
         "turned": w["w3"].permute(1, 2, 0),
         "w4": w["w4"].view(torch.uint8)[..., 1].view(torch.float8_e4m3fn),
     }
-    fresh = {name: torch.zeros_like(t.contiguous()) for name, t in expected.items()}
+    fresh = {name: torch.zeros_like(t.contiguous()) for name, t in expected.items()} | {"step": 0}
     ckpt.load(url, fresh)
+    assert fresh.pop("step") == 7
     opened = ckpt.open(url)
     for name, tensor in expected.items():
         assert same(fresh[name], tensor), name
@@ -108,9 +113,96 @@ def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: i
     assert verify(url).ok and verify(url).undigested == 0
 
 
+@pytest.mark.parametrize("max_chunk", [64 << 20, 100])
+def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the ends of two axes, of every dtype; also as a copy and a conversion have it."""
+    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
+    url, copy = str(tmp_path / "virtual"), str(tmp_path / "copy")
+
+    def filled(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+        whole = {f"w{i}": views.whole(f"w{i}", shapes[f"w{i}"]) for i in range(len(DTYPES))}
+        return {name: views.padded(views.padded(view, 0, 9), 2, 4) for name, view in whole.items()}
+
+    import_checkpoint(source, url, views=filled, digest=True)  # type: ignore[arg-type]
+    convert_checkpoint(url, copy, to="native")
+    for place in (url, copy):
+        assert verify(place).ok and verify(place).undigested == 0
+        fresh = {f"w{i}": torch.ones(9, 7, 4, dtype=torch.float32).to(d) for i, d in enumerate(DTYPES)}
+        ckpt.load(place, fresh, only="w*")
+        for name, found in fresh.items():
+            expected = torch.zeros(9, 7, 4).to(found.dtype)
+            expected[:5, :, :3] = state()[name]
+            assert same(found, expected), name
+            assert same(ckpt.open(place)[name][4:8, 1:], expected[4:8, 1:]), name
+    assert compare(url, copy).same
+
+
+def test_filling_of_a_file_without_zeros(tmp_path: Path) -> None:
+    """Eight bytes of a double: what a safetensors file begins with has only five."""
+    url = str(tmp_path / "m.safetensors")
+    save_file({"w": torch.ones(3, dtype=torch.float64)}, url)
+    with pytest.raises(CoverageError, match=r"w\[3:4\] would be filling"):
+        import_checkpoint(url, str(tmp_path / "v"), views=lambda shapes: {"w": views.padded(views.whole("w", shapes["w"]), 0, 4)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [3, 4, 6 << 18])
+def test_several_chunks_over_the_same_bytes(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
+    """In another order, in other places of a tensor; so short that they are read together, and longer than one read."""
+    source, url = str(tmp_path / "source"), str(tmp_path / "virtual")
+    tensor = torch.arange(rows * 3.0).reshape(rows, 3)
+    ckpt.save(source, {"w": tensor})
+
+    def made(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+        whole = views.whole("w", shapes["w"])
+        return {
+            "a": whole,
+            "turned": views.transpose(whole, [1, 0]),
+            "stacked": views.stack([whole] * 2, 1),
+            "twice": views.concat([whole] * 2, 0),
+        }
+
+    import_checkpoint(source, url, views=made)
+    expected = {"a": tensor, "turned": tensor.T, "stacked": torch.stack([tensor] * 2, 1), "twice": torch.cat([tensor] * 2)}
+    fresh = {name: torch.zeros(t.shape, dtype=dtype) for name, t in expected.items()}
+    ckpt.load(url, fresh, cast=True)
+    for name, t in expected.items():
+        assert torch.equal(fresh[name], t.to(dtype)), name
+
+
+def test_tied_tensors_stay_tied_where_both_are_taken(tmp_path: Path) -> None:
+    source = str(tmp_path / "source")
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False), "b": torch.nn.Linear(2, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    ckpt.save(source, {"m": model})
+    for number, (only, alias) in enumerate([((), "m.a.weight"), (("m.b.*",), None)]):
+        made = import_checkpoint(source, str(tmp_path / f"v{number}"), only=only)
+        assert open_catalog(made.url).tensors["m.b.weight"].alias == alias
+        assert same(ckpt.open(made.url)["m.b.weight"][...], model["a"].weight.detach())
+        assert verify(made.url).ok
+
+
+@pytest.mark.parametrize("to", ["import", "native"])
+def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: str) -> None:
+    source, made = str(tmp_path / "source"), str(tmp_path / "made")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    ckpt.save(source, {"m": model})
+
+    def other(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+        return {"m.b.weight": views.whole("m.b.weight", (2, 2)), "m.a.weight": views.whole("m.c.weight", (2, 2))}
+
+    if to == "import":
+        import_checkpoint(source, made, views=other)
+    else:
+        convert_checkpoint(source, made, to="native", views=other)
+    assert same(ckpt.open(made)["m.b.weight"][...], model["a"].weight.detach())
+    assert same(ckpt.open(made)["m.a.weight"][...], model["c"].weight.detach())
+
+
 def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = str(tmp_path / "virtual"), data_file(source)
-    monkeypatch.setattr(importing, "MAX_CHUNK", 64)  # parts of stored chunks, which have no digest of their own
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)  # parts of stored chunks, which have no digest of their own
     import_checkpoint(source, url, only=["w*"])
     data = file.read_bytes()
     os.utime(file, ns=(1, 1))
@@ -134,7 +226,7 @@ def test_a_source_that_was_only_touched_is_read_if_its_chunks_have_digests(sourc
 
 
 def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "MAX_CHUNK", 64)
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)
     url, file = str(tmp_path / "virtual"), data_file(source)
     import_checkpoint(source, url, digest=True)
     data, at = bytearray(file.read_bytes()), file.stat()
@@ -164,7 +256,7 @@ def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: 
 
 
 def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stamp = importing.stamp_of
+    stamp = pointing.stamp_of
 
     def touched(backend: object, path: str) -> str | None:
         os.utime(data_file(source), ns=(1, len(seen)))
@@ -172,7 +264,7 @@ def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path,
         return stamp(backend, path)  # type: ignore[arg-type]
 
     seen: list[str] = []
-    monkeypatch.setattr(importing, "stamp_of", touched)
+    monkeypatch.setattr(pointing, "stamp_of", touched)
     with pytest.raises(CorruptError, match="changed while they were imported"):
         import_checkpoint(source, str(tmp_path / "virtual"))
     assert not (tmp_path / "virtual").exists()
@@ -182,8 +274,9 @@ def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:
     url = str(tmp_path / "virtual")
     with pytest.raises(NamesError, match="'z\\*'"):
         import_checkpoint(source, url, only=["z*"])
-    with pytest.raises(CoverageError, match=r"w0\[5:6,0:7,0:3\]"):
-        import_checkpoint(source, url, views=lambda shapes: {"w0": views.padded(views.whole("w0", shapes["w0"]), 0, 6)})
+    twice = View(shape=(5, 7, 3), pieces=views.whole("w0", (5, 7, 3)).pieces * 2)
+    with pytest.raises(CoverageError, match=r"w0\[0:5,0:7,0:3\] would be in 2 stored tensors"):
+        import_checkpoint(source, url, views=lambda shapes: {"w0": twice})
     with pytest.raises(UsageError, match=r"'w0' \(float32\) and 'w2' \(int64\)"):
         import_checkpoint(source, url, views=lambda shapes: {"m": views.stack([views.whole(n, shapes[n]) for n in ("w0", "w2")], 0)})
     assert not Path(url).exists()
@@ -207,7 +300,7 @@ def test_a_checkpoint_does_not_point_into_itself_and_a_replaced_one_leaves_nothi
 
 
 def test_a_transposed_tensor_is_cut_where_it_is_long(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "MAX_CHUNK", 84)
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 84)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=lambda s: {"t": views.transpose(views.whole("w0", s["w0"]), [2, 1, 0])})
     catalog = open_catalog(url)
@@ -226,16 +319,16 @@ def test_coded_chunks_are_taken_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_index_that_points_beyond_its_sources_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "virtual")
-    reach = importing.reach
-    monkeypatch.setattr(importing, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
-    monkeypatch.setattr(importing, "MAX_CHUNK", 16)
+    reach = pointing.reach
+    monkeypatch.setattr(pointing, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 16)
     with pytest.raises(ckpt.CkptError, match="cannot be"):
         import_checkpoint(source, url)
     assert reach((2, 3), (12, 4), 4) == 24
     assert not list(Path(tmp_path).rglob(EXTENTS))
 
 
-_true_parts = importing._parts
+_true_parts = pointing._parts
 
 
 def test_strides_that_do_not_fit_the_bytes() -> None:

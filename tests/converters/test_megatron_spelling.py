@@ -6,11 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import ckpt
+from ckpt.cli.main import cli
+from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.converters.spelling import told_by, translated
 from ckpt.converters.translation import load_translation
+from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
 from tests.plan.test_views import read
 
@@ -71,3 +77,56 @@ def test_there_and_back(files, layout, names):
         rows = 42 if "word_embeddings" in name or "output_layer" in name else len(array)
         assert np.array_equal(back[name][:rows], array[:rows]), name
     assert any(".w3.weight" in n for n in there) == (names == "mixtral")
+
+
+# --------------------------------------------------------------------------------------------------------------- padding
+
+LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
+
+
+@pytest.mark.parametrize("way", ["import", "native"])
+def test_a_vocabulary_is_padded_with_zeros(tmp_path, way):
+    """Also where nothing is written: 250 rows become the 256 that a job on two tensor-parallel ranks has."""
+    command = ["import"] if way == "import" else ["convert", "--to", "native"]
+    options = ["--names", "llama", "--spelling", "megatron", "--set", "padded_vocabulary=256"]
+    found = CliRunner().invoke(cli, [*command, *options, str(LLAMA), str(tmp_path / "made")])
+    assert found.exit_code == 0, found.output
+    stored = {k: t for path in LLAMA.glob("*.safetensors") for k, t in load_file(path).items()}
+    module = torch.nn.Module()
+    module.output_layer = torch.nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
+    ckpt.load(str(tmp_path / "made"), module.state_dict(), only="output_layer.weight")
+    assert torch.equal(module.output_layer.weight[:250], stored["lm_head.weight"])
+    assert not module.output_layer.weight[250:].any()
+    back = ckpt.open(str(tmp_path / "made"))["embedding.word_embeddings.weight"].read()
+    assert torch.equal(back[:250], stored["model.embed_tokens.weight"]) and not back[250:].any()
+
+
+def test_a_load_pads_where_the_layout_says_so(tmp_path):
+    """Nothing has to be asked for at the import."""
+    import_checkpoint(str(LLAMA), str(tmp_path / "made"), views=translated(str(LLAMA), "llama", "megatron", {}))
+    weight = torch.ones(256, 64, dtype=torch.bfloat16)
+    layout = ckpt.Layout({"tp": 1}, rules=[("*", ckpt.Padded(0, 250))])
+    ckpt.load(str(tmp_path / "made"), {"output_layer.weight": weight}, only="output_layer.weight", layout=layout)
+    stored = {k: t for path in LLAMA.glob("*.safetensors") for k, t in load_file(path).items()}
+    assert torch.equal(weight[:250], stored["lm_head.weight"]) and not weight[250:].any()
+
+
+@pytest.mark.parametrize("way", ["import", "native"])
+def test_padding_that_is_only_renamed_stays_padding(files, tmp_path, way):
+    rules = 'left = "megatron"\nright = "mine"\nkeeps_others = true\n'
+    (tmp_path / "mine.toml").write_text(rules + '[[term]]\nleft = "embedding.word_embeddings.weight"\nright = "emb"\n')
+    url, made = str(files / "dp2" / "legacy"), str(tmp_path / "made")
+    views = translated(url, str(tmp_path / "mine.toml"), "mine", {})
+    if way == "import":
+        import_checkpoint(url, made, views=views)
+    else:
+        convert_checkpoint(url, made, to="native", views=views)
+    for name in ("model.emb", f"{STATE}emb.exp_avg", "model.output_layer.weight"):
+        assert (open_catalog(made).tensors[name].shape, open_catalog(made).tensors[name].logical) == ((48, 24), (42, 24))
+
+
+def test_a_converted_checkpoint_tells_numbers_too(files, tmp_path):
+    url = str(files / "tp2ep2" / "legacy")
+    convert_checkpoint(url, str(tmp_path / "native"), to="native")
+    assert told_by(str(tmp_path / "native")) == told_by(url)
+    assert told_by(url)["experts"] == 4
