@@ -26,7 +26,7 @@ from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import Backend, stamp_of
 from ckpt.io_backends.registry import absolute_url, open_backend
 from ckpt.plan.join import join
-from ckpt.plan.views import Piece, View, within
+from ckpt.plan.views import Piece, View, in_order, within
 
 from .choosing import Views, wanted_views
 
@@ -170,7 +170,7 @@ class _Pointed:
         found = []
         for copy, extent in zip(copies, extents, strict=True):
             taken = within(piece, copy.box)
-            as_it_is = copy.box == copy.chunk_box and _in_order(taken) and taken.box.numel * stored.dtype.itemsize <= MAX_CHUNK
+            as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * stored.dtype.itemsize <= MAX_CHUNK
             if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
                 told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
                 raise UsageError(told, where=self.catalog.url, hint="convert instead")
@@ -193,12 +193,6 @@ class _Pointed:
             Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
         )
         return Contents(tensors=tuple(self.tensors), files=(), state=state, ranks=self.catalog.ranks, sources=sources, extents=self.extents)
-
-
-def _in_order(piece: Piece) -> bool:
-    """Whether the elements of box and part have one row-major order."""
-    axes = [a for a, n in zip(piece.axes, piece.box.shape, strict=True) if a is not None and n > 1]
-    return axes == sorted(axes)
 
 
 def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:

@@ -1,4 +1,5 @@
-"""Moves the bytes of a conversion: window by window, the next one read while the last one is written. Memory: two windows.
+"""Moves the bytes of a conversion. What is stored as it will be goes straight from file to file (``straight``); the rest window by window,
+the next one read while the last one is written. Memory: two windows.
 
 A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
 """
@@ -20,14 +21,15 @@ from ckpt.catalog import Catalog
 from ckpt.engine.reader import Reader
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.spread import spread
 from ckpt.workers import Pending
 
 from .choosing import Chosen, seams_of
 from .reading import Part, read_views
+from .straight import PAGE, jobs_of, pour, runs_of
 from .target import OutFile, Planned
-from .windows import Segment, Window, windows
+from .windows import Item, Segment, Window, windows
 
-PAGE = 4096
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
 CODED = 2 * (64 << 20)
@@ -76,84 +78,106 @@ class Stream:
         self.verify = verify
         self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
         self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
+        self.straight = not (chosen.catalog.backend.grain.calls or backend.grain.calls)
         self.written = 0
+        self._kind = planned.digest or ("xxh3" if verify else None)
         self._done = done
-        self._file: _Open | None = None
+        self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
 
     def write(self, numbers: Sequence[int], progress: Progress | None) -> None:
-        """Write the files of these numbers.
+        """Write the files of these numbers: a file is made durable while the next one is written.
 
         Raises:
             CorruptError: the source is damaged, or what was written is not what is read again.
             StorageError: the storage failed. No file that is not durable is left.
         """
         total = sum(self.planned.files[n].size for n in numbers)
-        longest = max((self.planned.files[n].size for n in numbers), default=0)
-        buffers = [_buffer(min(self.window, longest) + PAGE) for _ in range(2)] if numbers else []
-        turn, last = 0, Pending(lambda: None, "ckpt-convert")
+
+        def told() -> None:
+            if progress is not None:
+                progress(self.written, total)
+
+        opened: list[_Open] = []
+        last = Pending(lambda: None, "ckpt-convert")
         try:
-            for number, window, ends in self._windows(numbers):
-                self._read(self.planned.files[number], window, buffers[turn])
+            for number in numbers:
+                file = self.planned.files[number]
+                opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
+                self._fill(opened[-1], told)
                 last.result()
-                if progress is not None:
-                    progress(self.written, total)
-                last = Pending(partial(self._put, number, window, buffers[turn], ends), "ckpt-convert")
-                turn = 1 - turn
+                last = Pending(partial(self._end, number, opened[-1]), "ckpt-convert")
             last.result()
         except BaseException:
             last.wait()
-            if self._file is not None:
+            for begun in opened:
                 with suppress(CkptError):
-                    self._file.writer.abort()
+                    begun.writer.abort()  # does nothing to one that is durable
             raise
-        if progress is not None:
-            progress(total, total)
+        self.written = total
+        told()
 
-    def _windows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Window, bool]]:
-        """Number of a file, window, and whether it is the file's last."""
-        for number in numbers:
-            items = self.planned.files[number].items
-            held: Window | None = None
-            for window in windows(items, [self._seams_of(i.name) for i in items], self.window):
-                if held is not None:
-                    yield number, held, False
-                held = window
-            yield number, held or Window((), 0, 0), True
+    def _fill(self, opened: _Open, told: Callable[[], None]) -> None:
+        """Everything but the ends: first what goes straight from file to file, then the rest, in windows."""
+        items = opened.file.items
+        runs = runs_of(self.chosen, items) if self.straight else {}
+        jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
+        for count in spread((partial(pour, self.reader.fetch, job, opened.take) for job in jobs), self.reader.threads, "ckpt-convert"):
+            self.written += count
+            told()
+        self._fill_windows(opened, [n for n in range(len(items)) if n not in runs], told)
+
+    def _fill_windows(self, opened: _Open, numbers: Sequence[int], told: Callable[[], None]) -> None:
+        """The items of these numbers: a window is read while the one before it is written."""
+        items = [opened.file.items[n] for n in numbers]
+        last = Pending(lambda: None, "ckpt-convert")
+        try:
+            for turn, window in enumerate(windows(items, [self._seams_of(i.name) for i in items], self.window)):
+                buffer = self._buffer(turn % 2, opened.file.size)
+                self._read(items, window, buffer)
+                last.result()
+                told()
+                placed = [segment._replace(item=numbers[segment.item]) for segment in window.segments]
+                last = Pending(partial(self._put, opened, placed, window.start, buffer), "ckpt-convert")
+        finally:
+            last.wait()
+        last.result()
+
+    def _buffer(self, turn: int, size: int) -> torch.Tensor:
+        """One of the two windows, long enough for a file of ``size`` bytes; made when it is needed."""
+        needed = min(self.window, size) + PAGE
+        if turn == len(self._buffers):
+            self._buffers.append(_memory(needed))
+        elif len(self._buffers[turn]) < needed:
+            self._buffers[turn] = _memory(needed)
+        return self._buffers[turn]
 
     def _seams_of(self, name: str) -> list[int]:
         if name not in self._seams:
             self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
         return self._seams[name]
 
-    def _read(self, file: OutFile, window: Window, buffer: torch.Tensor) -> None:
+    def _read(self, items: Sequence[Item], window: Window, buffer: torch.Tensor) -> None:
         base = window.start // PAGE * PAGE
         parts = []
         for segment in window.segments:
-            wanted = self.chosen.tensors[file.items[segment.item].name]
+            wanted = self.chosen.tensors[items[segment.item].name]
             raw = buffer[segment.start - base : segment.start - base + segment.length]
             parts.append(Part(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
         read_views(self.reader, parts)
 
-    def _put(self, number: int, window: Window, buffer: torch.Tensor, ends: bool) -> None:  # noqa: FBT001  called by place
-        file = self.planned.files[number]
-        if self._file is None:
-            self._file = _Open(file, self.backend.create(file.path, file.size), self.planned.digest or ("xxh3" if self.verify else None))
-        base = window.start // PAGE * PAGE
+    def _put(self, opened: _Open, segments: Sequence[Segment], start: int, buffer: torch.Tensor) -> None:
+        base = start // PAGE * PAGE
         data = buffer.numpy().data
-        for run in _runs(window.segments):
-            self._file.put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
+        for run in _runs(segments):
+            opened.put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
             self.written += sum(s.length for s in run)
-        if ends:
-            opened, self._file = self._file, None
-            try:
-                opened.end()
-            except BaseException:
-                self._file = opened
-                raise
-            if self.verify:
-                self._compare(opened)
-            self._done(number)
+
+    def _end(self, number: int, opened: _Open) -> None:
+        opened.end()
+        if self.verify:
+            self._compare(opened)
+        self._done(number)
 
     def _compare(self, opened: _Open) -> None:
         for item, digest in zip(opened.file.items, opened.digests, strict=True):
@@ -178,6 +202,11 @@ class _Open:
         self.kind = kind
         self.digests: list[int] = []
         self._state: dict[int, _Digest] = {}
+
+    def take(self, item: int, start: int, data: memoryview) -> None:
+        """Write the next bytes of an item; those of different items from any threads."""
+        self._update(item, data)
+        self.writer.write(start, [data])
 
     def put(self, run: Sequence[Segment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
@@ -231,7 +260,7 @@ def _useful(*backends: Backend) -> int:
     return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
 
 
-def _buffer(size: int) -> torch.Tensor:
+def _memory(size: int) -> torch.Tensor:
     """Memory that begins at a page, which the system gets back as soon as nobody has it."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

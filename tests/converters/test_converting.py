@@ -68,6 +68,10 @@ def native_codec(url: str) -> None:
     ckpt.save(url, tensors(), codec="zstd")
 
 
+def native_plain(url: str) -> None:
+    ckpt.save(url, tensors())
+
+
 def native_virtual(url: str) -> None:
     ckpt.save(f"{url}-source", tensors())
     import_checkpoint(f"{url}-source", url)
@@ -120,6 +124,27 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
         assert zipfile.ZipFile(made).testzip() is None
     else:
         same(dcp_load(made, {n: torch.zeros_like(t) for n, t in expected.items()}), expected)
+
+
+@pytest.mark.parametrize("source", [hugging_face, torch_file, dcp_directory, native_plain])
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("verified", [False, True])
+def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
+    from ckpt.converters import straight, streaming
+
+    monkeypatch.setattr(straight, "LEAST", 1)
+    monkeypatch.setattr(straight, "PIECE", 8192)
+    monkeypatch.setattr(straight, "JOB", 20_000)
+    left: list[int] = []
+    monkeypatch.setattr(streaming, "read_views", lambda reader, parts: left.extend(p.box.numel for p in parts))
+    url, made = str(tmp_path / "source"), str(tmp_path / "made")
+    source(url)
+    report = convert_checkpoint(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
+    assert report.read_bytes >= report.tensor_bytes and not left
+    same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
+    if to == "native":
+        assert verify(made).ok
 
 
 def test_a_training_state_keeps_everything(tmp_path: Path) -> None:
