@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -25,10 +25,11 @@ from ckpt.formats.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import Backend, stamp_of
 from ckpt.io_backends.registry import absolute_url, open_backend
-from ckpt.plan.join import join
+from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, View, in_order, within
 
 from .choosing import Views, wanted_views
+from .unchanged import Watch
 
 MAX_CHUNK = 64 << 20
 """Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
@@ -85,6 +86,7 @@ def import_checkpoint(
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
+    watch = Watch(source)
     catalog = open_catalog(source)
     if isinstance(catalog, VirtualCatalog):
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
@@ -93,9 +95,10 @@ def import_checkpoint(
     contents = pointed = _point(catalog, views, only)
     if digest:
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
-    again = _point(open_catalog(source), views, only)
-    if (again.sources, again.extents) != (pointed.sources, pointed.extents):
-        raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
+    if not watch.are_as_they_were(pointed.sources):
+        again = _point(open_catalog(source), views, only)
+        if (again.sources, again.extents) != (pointed.sources, pointed.extents):
+            raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
     backend.prepare()
     id = new_id(previous)
     replaced = previous_files(backend, previous) if previous is not None else ()
@@ -119,9 +122,49 @@ def import_checkpoint(
 def _point(catalog: Catalog, views: Views | None, only: Sequence[str]) -> Contents:
     pointed = _Pointed(catalog)
     wanted = wanted_views(catalog, catalog.tensors, views, only)
+    taken = {name: _taken(catalog, name, view) for name, view in wanted.items()}
+    extents = iter(catalog.extents_of([(t.stored, t.copy.chunk) for takes in taken.values() for t in takes]))  # of all at once
     for name, view in wanted.items():
-        pointed.add(name, view)
+        pointed.add(name, view, [(take, next(extents)) for take in taken[name]])
     return pointed.contents(_state(catalog, wanted, same=views is None and not only))
+
+
+class _Take(NamedTuple):
+    """What a piece of a view takes of a chunk of ``stored``."""
+
+    piece: Piece
+    stored: TensorEntry
+    copy: Copy
+
+
+def _taken(catalog: Catalog, name: str, view: View) -> list[_Take]:
+    """All chunks that a view is made of; none for an alias, which stays one.
+
+    Raises:
+        CoverageError: there are none, or the view has elements that no piece has, or several.
+        UsageError: they are of several dtypes.
+    """
+    entry = catalog.tensors[view.pieces[0].source] if view.pieces else None
+    if entry is None:
+        raise CoverageError(f"{name!r} would have no stored elements at all", where=catalog.url)
+    if _is_alias(entry, name, view):
+        return []
+    fault = None if view.is_whole else view.fault()
+    if fault is not None:
+        told = f"{name}{fault.box} would be in {fault.times} stored tensors"
+        raise CoverageError(told, where=catalog.url, hint="convert instead, which can fill")
+    found = []
+    for piece in view.pieces:
+        stored = catalog.tensors[piece.source]
+        if stored.dtype != entry.dtype:
+            told = f"{name!r} would be made of {entry.name!r} ({entry.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
+            raise UsageError(told, where=catalog.url, hint="convert with one dtype instead")
+        found += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
+    return found
+
+
+def _is_alias(entry: TensorEntry, name: str, view: View) -> bool:
+    return entry.alias is not None and name == entry.name and view.is_whole
 
 
 def _state(catalog: Catalog, wanted: Mapping[str, View], *, same: bool) -> Any:
@@ -138,19 +181,13 @@ class _Pointed:
         self.extents: dict[str, list[Extent]] = {}
         self._sources: dict[str, int] = {}
 
-    def add(self, name: str, view: View) -> None:
-        """A tensor, as it is stored or as a view of stored ones."""
-        entry = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
-        if entry is None:
-            raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
-        if entry.alias is not None and view.is_whole and name == entry.name:
+    def add(self, name: str, view: View, takes: Sequence[tuple[_Take, Extent]]) -> None:
+        """A tensor, as it is stored or as a view of stored ones: the chunks that it takes something of, and where these are."""
+        entry = self.catalog.tensors[view.pieces[0].source]
+        if _is_alias(entry, name, view):
             self.tensors.append(entry)
             return
-        fault = view.fault()
-        if fault is not None:
-            told = f"{name}{fault.box} would be in {fault.times} stored tensors"
-            raise CoverageError(told, where=self.catalog.url, hint="convert instead, which can fill")
-        rows = [row for piece in view.pieces for row in self._rows(name, piece, entry)] or [self._empty(entry)]
+        rows = [row for take, extent in takes for row in self._rows(name, take, extent)] or [self._empty(entry)]
         boxes = [box for box, _ in rows]
         files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
         self.extents[name] = [extent for _, extent in rows]
@@ -159,26 +196,15 @@ class _Pointed:
         grid = _grid(view.shape, boxes, files)
         self.tensors.append(TensorEntry(name=name, dtype=entry.dtype, shape=view.shape, grid=grid, logical=logical, rank=rank))
 
-    def _rows(self, name: str, piece: Piece, like: TensorEntry) -> list[tuple[Box, Extent]]:
-        """Box of the logical tensor and where its bytes are, for each chunk that the piece takes something of."""
-        stored = self.catalog.tensors[piece.source]
-        if stored.dtype != like.dtype:
-            told = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
-            raise UsageError(told, where=self.catalog.url, hint="convert with one dtype instead")
-        copies = join(stored.grid, piece.part)
-        extents = self.catalog.extents(stored, [c.chunk for c in copies])
-        found = []
-        for copy, extent in zip(copies, extents, strict=True):
-            taken = within(piece, copy.box)
-            as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * stored.dtype.itemsize <= MAX_CHUNK
-            if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
-                told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
-                raise UsageError(told, where=self.catalog.url, hint="convert instead")
-            if as_it_is:
-                found.append((taken.box, extent))
-            else:
-                found += _parts(taken, copy.chunk_box, extent, stored.dtype.itemsize)
-        return found
+    def _rows(self, name: str, take: _Take, extent: Extent) -> list[tuple[Box, Extent]]:
+        """Boxes of the logical tensor and where their bytes are."""
+        (piece, stored, copy), size = take, take.stored.dtype.itemsize
+        taken = within(piece, copy.box)
+        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= MAX_CHUNK
+        if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
+            told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
+            raise UsageError(told, where=self.catalog.url, hint="convert instead")
+        return [(taken.box, extent)] if as_it_is else _parts(taken, copy.chunk_box, extent, size)
 
     def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
         """No bytes, of an empty tensor."""
