@@ -223,7 +223,7 @@ class _Run:
         """Write them; gives the bytes that were read."""
         if not missing or self.record is None:
             return 0
-        from .streaming import Stream  # imports torch
+        from .streaming import Stream
 
         for number in missing:
             self.backend.delete(planned.files[number].path)  # begun and never finished
@@ -237,7 +237,7 @@ class _Run:
             done=self.record.done,
         )
         stream.write(missing, progress)
-        return stream.reader.bytes_read
+        return stream.bytes_read
 
     def finish(self, planned: Planned, *, again: bool) -> bool:
         """Make the checkpoint exist, if all files of all processes are there, and no other process does.

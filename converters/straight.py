@@ -7,7 +7,8 @@ Invariant: the runs of an item are all of its bytes, each once and in the order 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
@@ -19,12 +20,16 @@ from ckpt.plan.views import Piece, in_order, within
 from .choosing import Chosen
 from .windows import Item
 
-LEAST = 64 << 10
-"""Bytes of a smaller item: with its neighbours it is read faster in a window."""
+SMALL = 64 << 10
+"""Bytes of a run that is read together with others, if they are near each other."""
 PIECE = 2 << 20
 """Bytes that are read, hashed and written before the next ones."""
 JOB = 32 << 20
 """Bytes that one thread does before the next job is handed out."""
+GAP = 32 << 10
+"""Bytes between two small runs that are read rather than skipped."""
+MANY = 2048
+"""Runs that it does."""
 PAGE = 4096
 _AT_ONCE = 256
 
@@ -76,8 +81,6 @@ def runs_of(chosen: Chosen, items: Sequence[Item]) -> dict[int, list[Run]]:
 
 def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
     """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
-    if item.length < LEAST:
-        return None
     wanted = chosen.tensors[item.name]
     found: list[_Place] = []
     for piece in wanted.view.overlapping(item.box):
@@ -116,7 +119,7 @@ def jobs_of(runs: Sequence[Sequence[Run]], *, apart: bool) -> Iterator[list[Run]
     for item in ([run] for runs_of_item in runs for run in _parts(runs_of_item)) if apart else runs:
         held += item
         size += sum(run.length for run in item)
-        if size >= JOB:
+        if size >= JOB or len(held) >= MANY:
             yield held
             held, size = [], 0
     if held:
@@ -132,22 +135,57 @@ def _parts(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def pour(fetch: Fetch, runs: Sequence[Run], put: Put) -> int:
-    """Read the runs, one after another, and give their bytes to ``put``; how many these are.
+    """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
 
     Raises:
         CorruptError: they are not what their digests say. ``put`` had them before.
         StorageError: the storage failed.
     """
     memory = memoryview(mmap.mmap(-1, PIECE + PAGE))
+    times = Counter(run.item for run in runs)
+    small = {run for run in runs if run.length <= min(SMALL, PIECE) and times[run.item] == 1}
+    for group in _near(small):
+        _pour_together(fetch, group, put, memory)
     for run in runs:
-        check = Check(fetch, run.chunk)
-        at, stop = run.start, run.start + run.length
-        while at < stop:
-            end = min(stop, (at + PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
-            piece = memory[at % PAGE : at % PAGE + end - at]
-            fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
-            check.update(piece)
-            put(run.item, at, piece)
-            at = end
-        check.end()
+        if run not in small:
+            _pour_one(fetch, run, put, memory)
     return sum(run.length for run in runs)
+
+
+def _pour_one(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
+    check = Check(fetch, run.chunk)
+    at, stop = run.start, run.start + run.length
+    while at < stop:
+        end = min(stop, (at + PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
+        piece = memory[at % PAGE : at % PAGE + end - at]
+        fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
+        check.update(piece)
+        put(run.item, at, piece)
+        at = end
+    check.end()
+
+
+def _near(runs: Iterable[Run]) -> Iterator[list[Run]]:
+    """Runs that are near each other in a file of the source, in groups of at most ``PIECE`` bytes."""
+    held: list[Run] = []
+    first, reach = 0, 0
+    for run in sorted(runs, key=lambda r: (r.chunk.extent.path, r.offset)):
+        path, stop = run.chunk.extent.path, run.offset + run.length
+        if held and (path != held[0].chunk.extent.path or run.offset > reach + GAP or stop - first > PIECE):
+            yield held
+            held = []
+        if not held:
+            first, reach = run.offset, stop
+        held.append(run)
+        reach = max(reach, stop)
+    if held:
+        yield held
+
+
+def _pour_together(fetch: Fetch, runs: Sequence[Run], put: Put, memory: memoryview) -> None:
+    first = runs[0].offset
+    fetch.fill(runs[0].chunk.extent.path, first, memory[: max(run.offset + run.length for run in runs) - first])
+    for run in runs:
+        piece = memory[run.offset - first : run.offset - first + run.length]
+        fetch.check(run.chunk, piece)
+        put(run.item, run.start, piece)

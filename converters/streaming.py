@@ -1,43 +1,33 @@
-"""Moves the bytes of a conversion. What is stored as it will be goes straight from file to file (``straight``); the rest window by window,
-the next one read while the last one is written. Memory: two windows.
-
-A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
+"""Moves the bytes of a conversion into files: what is stored as it will be goes straight from file to file (``straight``), the rest in
+windows (``windowed``). Torch is imported for these alone.
 """
 
 from __future__ import annotations
 
-import mmap
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 import xxhash
 
-from ckpt.adapters.tensors import torch_dtype
-from ckpt.catalog import Catalog
-from ckpt.engine.reader import Reader
+from ckpt.engine.fetch import Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.spread import spread
 from ckpt.workers import Pending
 
-from .choosing import Chosen, seams_of
-from .reading import Part, read_views
-from .straight import PAGE, jobs_of, pour, runs_of
+from .choosing import Chosen
+from .straight import jobs_of, pour, runs_of
 from .target import OutFile, Planned
-from .windows import Item, Segment, Window, windows
+from .windows import Item, Segment
+
+if TYPE_CHECKING:
+    from .windowed import Windowed
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
-CODED = 2 * (64 << 20)
-"""Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
-LEAST = 8 << 20
-"""Bytes of the smallest window."""
-USEFUL = 128 << 20
-"""Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
 Progress = Callable[[int, int], None]
 
 
@@ -62,7 +52,7 @@ _DIGESTS: dict[str, Callable[[], _Digest]] = {"xxh3": xxhash.xxh3_64, "crc32": _
 
 
 class Stream:
-    """Writes files of one plan. ``written`` and ``reader.bytes_read`` count bytes; ``done(number)`` is called when a file is durable.
+    """Writes files of one plan. ``written`` and ``bytes_read`` count bytes; ``done(number)`` is called when a file is durable.
 
     ``verify``: read every file again, and compare.
     """
@@ -70,20 +60,23 @@ class Stream:
     def __init__(
         self, chosen: Chosen, planned: Planned, backend: Backend, *, memory: int, threads: int, verify: bool, done: Callable[[int], None]
     ) -> None:
-        coded = _is_coded(chosen.catalog)
-        threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
         self.planned = planned
         self.backend = backend
         self.verify = verify
-        self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
-        self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self.straight = not (chosen.catalog.backend.grain.calls or backend.grain.calls)
         self.written = 0
         self._kind = planned.digest or ("xxh3" if verify else None)
         self._done = done
-        self._buffers: list[torch.Tensor] = []
-        self._seams: dict[str, list[int]] = {}
+        self._memory = memory
+        self._threads = threads
+        self._fetch = Fetch(chosen.catalog, "full", lambda: None, None)
+        self._windowed: Windowed | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """So far, of the source."""
+        return self._fetch.read + (0 if self._windowed is None else self._windowed.reader.bytes_read)
 
     def write(self, numbers: Sequence[int], progress: Progress | None) -> None:
         """Write the files of these numbers: a file is made durable while the next one is written.
@@ -122,56 +115,24 @@ class Stream:
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
         jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
-        for count in spread((partial(pour, self.reader.fetch, job, opened.take) for job in jobs), self.reader.threads, "ckpt-convert"):
+        for count in spread((partial(pour, self._fetch, job, opened.take) for job in jobs), self._threads, "ckpt-convert"):
             self.written += count
             told()
-        self._fill_windows(opened, [n for n in range(len(items)) if n not in runs], told)
+        rest = {number: item for number, item in enumerate(items) if number not in runs}
+        if rest:
+            self._fill_windows(opened, rest, told)
 
-    def _fill_windows(self, opened: _Open, numbers: Sequence[int], told: Callable[[], None]) -> None:
-        """The items of these numbers: a window is read while the one before it is written."""
-        items = [opened.file.items[n] for n in numbers]
-        last = Pending(lambda: None, "ckpt-convert")
-        try:
-            for turn, window in enumerate(windows(items, [self._seams_of(i.name) for i in items], self.window)):
-                buffer = self._buffer(turn % 2, opened.file.size)
-                self._read(items, window, buffer)
-                last.result()
-                told()
-                placed = [segment._replace(item=numbers[segment.item]) for segment in window.segments]
-                last = Pending(partial(self._put, opened, placed, window.start, buffer), "ckpt-convert")
-        finally:
-            last.wait()
-        last.result()
+    def _fill_windows(self, opened: _Open, items: Mapping[int, Item], told: Callable[[], None]) -> None:
+        if self._windowed is None:
+            from .windowed import Windowed  # imports torch
 
-    def _buffer(self, turn: int, size: int) -> torch.Tensor:
-        """One of the two windows, long enough for a file of ``size`` bytes; made when it is needed."""
-        needed = min(self.window, size) + PAGE
-        if turn == len(self._buffers):
-            self._buffers.append(_memory(needed))
-        elif len(self._buffers[turn]) < needed:
-            self._buffers[turn] = _memory(needed)
-        return self._buffers[turn]
+            self._windowed = Windowed(self.chosen, self.backend, memory=self._memory, threads=self._threads)
 
-    def _seams_of(self, name: str) -> list[int]:
-        if name not in self._seams:
-            self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
-        return self._seams[name]
+        def put(segments: Sequence[Segment], data: memoryview) -> None:
+            opened.put(segments, data)
+            self.written += len(data)
 
-    def _read(self, items: Sequence[Item], window: Window, buffer: torch.Tensor) -> None:
-        base = window.start // PAGE * PAGE
-        parts = []
-        for segment in window.segments:
-            wanted = self.chosen.tensors[items[segment.item].name]
-            raw = buffer[segment.start - base : segment.start - base + segment.length]
-            parts.append(Part(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
-        read_views(self.reader, parts)
-
-    def _put(self, opened: _Open, segments: Sequence[Segment], start: int, buffer: torch.Tensor) -> None:
-        base = start // PAGE * PAGE
-        data = buffer.numpy().data
-        for run in _runs(segments):
-            opened.put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
-            self.written += sum(s.length for s in run)
+        self._windowed.fill(items, opened.file.size, put, told)
 
     def _end(self, number: int, opened: _Open) -> None:
         opened.end()
@@ -241,33 +202,3 @@ class _Open:
         for offset, data in self.file.ends(self.digests):
             self.writer.write(offset, [data])
         self.writer.commit()
-
-
-def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments between which there is nothing."""
-    held: list[Segment] = []
-    for segment in segments:
-        if held and held[-1].start + held[-1].length != segment.start:
-            yield held
-            held = []
-        held.append(segment)
-    if held:
-        yield held
-
-
-def _useful(*backends: Backend) -> int:
-    """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
-    return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
-
-
-def _memory(size: int) -> torch.Tensor:
-    """Memory that begins at a page, which the system gets back as soon as nobody has it."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _is_coded(catalog: Catalog) -> bool:
-    record = getattr(catalog, "record", None)
-    return record is not None and bool({"codecs", "extents"} & set(record.features))

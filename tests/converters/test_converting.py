@@ -133,11 +133,10 @@ def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verifi
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
     from ckpt.converters import straight, streaming
 
-    monkeypatch.setattr(straight, "LEAST", 1)
     monkeypatch.setattr(straight, "PIECE", 8192)
     monkeypatch.setattr(straight, "JOB", 20_000)
     left: list[int] = []
-    monkeypatch.setattr(streaming, "read_views", lambda reader, parts: left.extend(p.box.numel for p in parts))
+    monkeypatch.setattr(streaming.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
     url, made = str(tmp_path / "source"), str(tmp_path / "made")
     source(url)
     report = convert_checkpoint(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
@@ -230,10 +229,11 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters import streaming, windows
+    from ckpt.converters import streaming, windowed, windows
 
     monkeypatch.setattr(windows, "UNIT", 1000)
-    monkeypatch.setattr(streaming, "LEAST", 5000)
+    monkeypatch.setattr(windowed, "LEAST", 5000)
+    monkeypatch.setattr(streaming, "runs_of", lambda chosen, items: {})
     monkeypatch.setattr("ckpt.converters.converting.SMALLEST", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
     convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
@@ -455,7 +455,7 @@ def test_one_process_after_another(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from ckpt.converters.converting import convert_checkpoint
-import ckpt.converters.streaming, ckpt.converters.to_torch
+import ckpt.converters.windowed, ckpt.converters.to_torch
 
 def resident(field):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))

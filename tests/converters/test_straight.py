@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +77,25 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         items.append(Item(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
         at += items[-1].length
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "LEAST", 1)
+        patch.setattr(straight, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
+        patch.setattr(straight, "GAP", data.draw(st.sampled_from([0, 40])))
         patch.setattr(straight, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
-    fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
+        fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
 
-    def put(item: int, start: int, piece: memoryview) -> None:
-        assert items[item].offset <= start and start + len(piece) <= items[item].offset + items[item].length
-        written[start : start + len(piece)] = piece
+        def put(item: int, start: int, piece: memoryview) -> None:
+            assert items[item].offset <= start and start + len(piece) <= items[item].offset + items[item].length
+            written[start : start + len(piece)] = piece
 
-    assert sum(pour(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
+        assert sum(pour(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
     for number, item in enumerate(items):
         expected = np.ascontiguousarray(EXPECTED[item.name][item.box.slices]).tobytes()
         assert number not in runs or written[item.offset : item.offset + item.length] == expected
 
 
-def test_what_has_runs(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_runs(places: Path) -> None:
     """Whole chunks where they have digests, any rows where they have none; nothing that is filled or turned."""
-    monkeypatch.setattr(straight, "LEAST", 1)
     whole = [Item(n, Box.whole(EXPECTED[n].shape), 0, 4) for n in EXPECTED]
     rows = Item("a", Box((1, 0, 0), (2, 4, 3)), 0, 4)
     found = {}
@@ -103,8 +105,7 @@ def test_what_has_runs(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"whole": ["a"], "cut": ["a", "fused", "row", "rows"], "plain.pt": ["a", "fused", "row", "rows"]}
 
 
-def test_damage_is_found_where_it_is_read(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(straight, "LEAST", 1)
+def test_damage_is_found_where_it_is_read(places: Path) -> None:
     chosen = chosen_of(places / "cut")
     (runs,) = runs_of(chosen, [Item("a", Box.whole((4, 4, 3)), 0, 4)]).values()
     chunk = runs[3].chunk
@@ -112,3 +113,16 @@ def test_damage_is_found_where_it_is_read(places: Path, monkeypatch: pytest.Monk
     fetch = Fetch(chosen.catalog, "full", lambda: None, None)
     with pytest.raises(CorruptError, match="tensor a is damaged"):
         pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], lambda item, start, piece: None)
+
+
+def test_without_torch(places: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+from ckpt.converters.converting import convert_checkpoint
+
+convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+assert "torch" not in sys.modules
+"""
+    for to in ("hf", "native"):
+        subprocess.run([sys.executable, "-c", code, str(places / "whole"), str(tmp_path / to), to], check=True, timeout=100)
+        assert torch.equal(ckpt.open(str(tmp_path / to))["a"].read(), torch.from_numpy(A))
