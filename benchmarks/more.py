@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, converting, exporting, footprint, merging, object_store, planning_large, stepping
+from . import async_saves, background, coding, converting, exporting, footprint, foreign, merging, object_store, planning_large, stepping
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -21,5 +21,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "s3": object_store.run,
     "convert": converting.run,
     "export": exporting.run,
+    "foreign": foreign.run,
 }
 """Each gives findings for one place."""

@@ -37,6 +37,7 @@ SCENARIOS = (
     "s3",
     "convert",
     "export",
+    "foreign",
 )
 ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""
@@ -63,6 +64,7 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
 @click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the scenario 'plan-large'.")
 @click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the scenario 'plan-large'.")
+@click.option("--foreign-parts", type=click.IntRange(64), default=4096, help="Stored parts of the checkpoints of the scenario 'foreign'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
 def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:
     """Compare ckpt with torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""

@@ -28,6 +28,7 @@ class Settings:
     plan_ranks: int
     large_layers: int = 126
     large_ranks: int = 16_384
+    foreign_parts: int = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

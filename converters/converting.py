@@ -261,7 +261,7 @@ class _Run:
         """Write them; gives the bytes that were read."""
         if not missing or self.record is None:
             return 0
-        from .streaming import Stream  # imports torch
+        from .streaming import Stream
 
         stream = Stream(
             self.chosen,
@@ -274,7 +274,7 @@ class _Run:
             done=self.record.done,
         )
         stream.write(missing, progress)
-        return stream.reader.bytes_read
+        return stream.bytes_read
 
     def _clear(self, file: OutFile, number: int) -> None:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""

@@ -32,6 +32,7 @@ from ckpt.plan.views import View
 from .choosing import Views, not_skipped, pruned, wanted_views
 from .pointing import Pointed
 from .renaming import Renamed, lost, renamed_state, selected
+from .unchanged import Watch
 
 _BUFFER = 16 << 20
 
@@ -93,6 +94,7 @@ def import_checkpoint(
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
+    watch = Watch(source)
     catalog = _opened(source)
     choice = _Choice(views, only, skip)
     pointed = _point(catalog, choice)
@@ -102,9 +104,10 @@ def import_checkpoint(
     if digest:
         _check_parts(catalog, contents)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
-    again = _point(open_catalog(source), choice).contents()
-    if (again.sources, again.extents) != (contents.sources, pointed.extents):
-        raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
+    if not watch.are_as_they_were(contents.sources):
+        again = _point(open_catalog(source), choice).contents()
+        if (again.sources, again.extents) != (contents.sources, pointed.extents):
+            raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
     backend.prepare()
     id = new_id(previous)
     write_index(backend, contents, id=id, world_size=catalog.world_size, previous=previous, features=(VIRTUAL,))
@@ -180,8 +183,7 @@ def _point(catalog: Catalog, choice: _Choice) -> Pointed:
     entries = not_skipped(catalog, choice.skip)
     wanted = wanted_views(catalog, entries, choice.views, choice.only, also=[path for path, _ in tree.leaves(catalog.state)])
     pointed = Pointed(catalog, _state(catalog, wanted, choice))
-    for name, view in wanted.items():
-        pointed.add(name, view, wanted)
+    pointed.add(wanted)
     return pointed
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from ckpt.formats.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.registry import absolute_url
-from ckpt.plan.join import join
-from ckpt.plan.views import Piece, View, within
+from ckpt.plan.join import Copy, join
+from ckpt.plan.views import Piece, View, in_order, within
 
 from .choosing import pruned_values, stays
 from .renaming import Renamed
@@ -27,6 +27,14 @@ MAX_CHUNK = 64 << 20
 """Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
 _LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file among which zeros are looked for: its header has some."""
+
+
+class _Take(NamedTuple):
+    """What a piece of a view takes of a chunk of ``stored``."""
+
+    piece: Piece
+    stored: TensorEntry
+    copy: Copy
 
 
 class Pointed:
@@ -46,17 +54,45 @@ class Pointed:
         """Stored tensors of which nothing is taken, and values that are not."""
         return tuple(sorted({*self.catalog.tensors} - self._taken - self.state.united | {*self.state.left_out}))
 
-    def add(self, name: str, view: View, wanted: Mapping[str, View]) -> None:
-        """A tensor, as it is stored or as a view of stored ones; ``wanted`` are all of them."""
+    def add(self, wanted: Mapping[str, View]) -> None:
+        """Tensors, as they are stored or as views of stored ones.
+
+        Raises:
+            CoverageError: one has no stored elements, some in several stored tensors, or filling that nothing can be found for.
+            UsageError: one is of several dtypes, or takes a part of a coded chunk.
+        """
+        taken = {name: [] if self._stays_alias(name, wanted) else self._takes(name, view) for name, view in wanted.items()}
+        extents = iter(self.catalog.extents_of([(t.stored, t.copy.chunk) for takes in taken.values() for t in takes]))  # of all at once
+        for name, view in wanted.items():
+            self._taken.update(piece.source for piece in view.pieces)
+            if self._stays_alias(name, wanted):
+                self.tensors.append(self.catalog.tensors[view.pieces[0].source])
+            else:
+                self._add(name, view, [(take, next(extents)) for take in taken[name]])
+
+    def _stays_alias(self, name: str, wanted: Mapping[str, View]) -> bool:
+        view = wanted[name]
         entry = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
-        if entry is None:
+        target = wanted.get(entry.alias) if entry is not None and entry.alias is not None else None
+        return target is not None and entry is not None and stays(view, name) and stays(target, entry.alias or "")
+
+    def _takes(self, name: str, view: View) -> list[_Take]:
+        """All chunks that a view is made of."""
+        if not view.pieces:
             raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
-        self._taken.update(piece.source for piece in view.pieces)
-        target = wanted.get(entry.alias) if entry.alias is not None else None
-        if target is not None and stays(view, name) and stays(target, entry.alias):
-            self.tensors.append(entry)
-            return
-        rows = [row for piece in view.pieces for row in self._rows(name, piece, entry)] or [self._empty(entry)]
+        like = self.catalog.tensors[view.pieces[0].source]
+        found = []
+        for piece in view.pieces:
+            stored = self.catalog.tensors[piece.source]
+            if stored.dtype != like.dtype:
+                told = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
+                raise UsageError(told, where=self.catalog.url, hint="convert with one dtype instead")
+            found += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
+        return found
+
+    def _add(self, name: str, view: View, takes: Sequence[tuple[_Take, Extent]]) -> None:
+        entry = self.catalog.tensors[view.pieces[0].source]
+        rows = [row for take, extent in takes for row in self._rows(name, take, extent)] or [self._empty(entry)]
         rows += [row for box in self._filling(name, view) for row in self._filled(name, box, rows[0][1].path, entry.dtype.itemsize)]
         boxes = [box for box, _ in rows]
         files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
@@ -69,6 +105,8 @@ class Pointed:
     def _filling(self, name: str, view: View) -> list[Box]:
         """Boxes that no piece has."""
         found: list[Box] = []
+        if view.is_whole:
+            return found
         while (fault := view.fault()) is not None:
             if fault.times:
                 raise CoverageError(f"{name}{fault.box} would be in {fault.times} stored tensors", where=self.catalog.url)
@@ -90,26 +128,15 @@ class Pointed:
         parts = _cut(box, itemsize, [itemsize * step for step in row_major_strides(box.shape)])
         return [(part, Extent(path, offset, itemsize, None, strided(part.shape, none, itemsize))) for part in parts]
 
-    def _rows(self, name: str, piece: Piece, like: TensorEntry) -> list[tuple[Box, Extent]]:
-        """Box of the logical tensor and where its bytes are, for each chunk that the piece takes something of."""
-        stored = self.catalog.tensors[piece.source]
-        if stored.dtype != like.dtype:
-            told = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
-            raise UsageError(told, where=self.catalog.url, hint="convert with one dtype instead")
-        copies = join(stored.grid, piece.part)
-        extents = self.catalog.extents(stored, [c.chunk for c in copies])
-        found = []
-        for copy, extent in zip(copies, extents, strict=True):
-            taken = within(piece, copy.box)
-            as_it_is = copy.box == copy.chunk_box and _in_order(taken) and taken.box.numel * stored.dtype.itemsize <= MAX_CHUNK
-            if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
-                told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
-                raise UsageError(told, where=self.catalog.url, hint="convert instead")
-            if as_it_is:
-                found.append((taken.box, extent))
-            else:
-                found += _parts(taken, copy.chunk_box, extent, stored.dtype.itemsize)
-        return found
+    def _rows(self, name: str, take: _Take, extent: Extent) -> list[tuple[Box, Extent]]:
+        """Boxes of the logical tensor and where their bytes are."""
+        (piece, stored, copy), size = take, take.stored.dtype.itemsize
+        taken = within(piece, copy.box)
+        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= MAX_CHUNK
+        if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
+            told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
+            raise UsageError(told, where=self.catalog.url, hint="convert instead")
+        return [(taken.box, extent)] if as_it_is else _parts(taken, copy.chunk_box, extent, size)
 
     def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
         """No bytes, of an empty tensor."""
@@ -132,12 +159,6 @@ class Pointed:
             sources=sources,
             extents=self.extents,
         )
-
-
-def _in_order(piece: Piece) -> bool:
-    """Whether the elements of box and part have one row-major order."""
-    axes = [a for a, n in zip(piece.axes, piece.box.shape, strict=True) if a is not None and n > 1]
-    return axes == sorted(axes)
 
 
 def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:

@@ -1,41 +1,33 @@
-"""Moves the bytes of a conversion: window by window, the next one read while the last one is written. Memory: two windows.
-
-A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
+"""Moves the bytes of a conversion into files: what is stored as it will be goes straight from file to file (``straight``), the rest in
+windows (``windowed``). Torch is imported for these alone.
 """
 
 from __future__ import annotations
 
-import mmap
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 import xxhash
 
-from ckpt.adapters.tensors import torch_dtype
-from ckpt.catalog import Catalog
-from ckpt.engine.reader import Reader
+from ckpt.engine.fetch import Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.spread import spread
 from ckpt.workers import Pending
 
-from .choosing import Chosen, seams_of
-from .reading import Part, read_views
+from .choosing import Chosen
+from .straight import jobs_of, pour, runs_of
 from .target import OutFile, Planned
-from .windows import Segment, Window, windows
+from .windows import Item, Segment
 
-PAGE = 4096
+if TYPE_CHECKING:
+    from .windowed import Windowed
+
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
-CODED = 2 * (64 << 20)
-"""Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
-LEAST = 8 << 20
-"""Bytes of the smallest window."""
-USEFUL = 128 << 20
-"""Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
 Progress = Callable[[int, int], None]
 
 
@@ -60,8 +52,8 @@ _DIGESTS: dict[str, Callable[[], _Digest]] = {"xxh3": xxhash.xxh3_64, "crc32": _
 
 
 class Stream:
-    """Writes files of one plan. ``written`` and ``reader.bytes_read`` count bytes; ``begin(number)`` is called before a file is
-    made, ``done(number)`` when it is durable.
+    """Writes files of one plan. ``written`` and ``bytes_read`` count bytes; ``begin(number)`` is called before a file is made,
+    ``done(number)`` when it is durable.
 
     ``verify``: read every file again, and compare.
     """
@@ -78,94 +70,87 @@ class Stream:
         begin: Callable[[int], None],
         done: Callable[[int], None],
     ) -> None:
-        coded = _is_coded(chosen.catalog)
-        threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
         self.planned = planned
         self.backend = backend
         self.verify = verify
-        self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
-        self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
+        self.straight = not (chosen.catalog.backend.grain.calls or backend.grain.calls)
         self.written = 0
+        self._kind = planned.digest or ("xxh3" if verify else None)
         self._begin = begin
         self._done = done
-        self._file: _Open | None = None
-        self._seams: dict[str, list[int]] = {}
+        self._memory = memory
+        self._threads = threads
+        self._fetch = Fetch(chosen.catalog, "full", lambda: None, None)
+        self._windowed: Windowed | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """So far, of the source."""
+        return self._fetch.read + (0 if self._windowed is None else self._windowed.reader.bytes_read)
 
     def write(self, numbers: Sequence[int], progress: Progress | None) -> None:
-        """Write the files of these numbers.
+        """Write the files of these numbers: a file is made durable while the next one is written.
 
         Raises:
             CorruptError: the source is damaged, or what was written is not what is read again.
             StorageError: the storage failed. No file that is not durable is left.
         """
         total = sum(self.planned.files[n].size for n in numbers)
-        longest = max((self.planned.files[n].size for n in numbers), default=0)
-        buffers = [_buffer(min(self.window, longest) + PAGE) for _ in range(2)] if numbers else []
-        turn, last = 0, Pending(lambda: None, "ckpt-convert")
+
+        def told() -> None:
+            if progress is not None:
+                progress(self.written, total)
+
+        opened: list[_Open] = []
+        last = Pending(lambda: None, "ckpt-convert")
         try:
-            for number, window, ends in self._windows(numbers):
-                self._read(self.planned.files[number], window, buffers[turn])
+            for number in numbers:
+                file = self.planned.files[number]
+                self._begin(number)
+                opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
+                self._fill(opened[-1], told)
                 last.result()
-                if progress is not None:
-                    progress(self.written, total)
-                last = Pending(partial(self._put, number, window, buffers[turn], ends), "ckpt-convert")
-                turn = 1 - turn
+                last = Pending(partial(self._end, number, opened[-1]), "ckpt-convert")
             last.result()
         except BaseException:
             last.wait()
-            if self._file is not None:
+            for begun in opened:
                 with suppress(CkptError):
-                    self._file.writer.abort()
+                    begun.writer.abort()  # does nothing to one that is durable
             raise
-        if progress is not None:
-            progress(total, total)
+        self.written = total
+        told()
 
-    def _windows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Window, bool]]:
-        """Number of a file, window, and whether it is the file's last."""
-        for number in numbers:
-            items = self.planned.files[number].items
-            held: Window | None = None
-            for window in windows(items, [self._seams_of(i.name) for i in items], self.window):
-                if held is not None:
-                    yield number, held, False
-                held = window
-            yield number, held or Window((), 0, 0), True
+    def _fill(self, opened: _Open, told: Callable[[], None]) -> None:
+        """Everything but the ends: first what goes straight from file to file, then the rest, in windows."""
+        items = opened.file.items
+        runs = runs_of(self.chosen, items) if self.straight else {}
+        jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
+        for count in spread((partial(pour, self._fetch, job, opened.take) for job in jobs), self._threads, "ckpt-convert"):
+            self.written += count
+            told()
+        rest = {number: item for number, item in enumerate(items) if number not in runs}
+        if rest:
+            self._fill_windows(opened, rest, told)
 
-    def _seams_of(self, name: str) -> list[int]:
-        if name not in self._seams:
-            self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
-        return self._seams[name]
+    def _fill_windows(self, opened: _Open, items: Mapping[int, Item], told: Callable[[], None]) -> None:
+        if self._windowed is None:
+            from .windowed import Windowed  # imports torch
 
-    def _read(self, file: OutFile, window: Window, buffer: torch.Tensor) -> None:
-        base = window.start // PAGE * PAGE
-        parts = []
-        for segment in window.segments:
-            wanted = self.chosen.tensors[file.items[segment.item].name]
-            raw = buffer[segment.start - base : segment.start - base + segment.length]
-            parts.append(Part(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
-        read_views(self.reader, parts)
+            self._windowed = Windowed(self.chosen, self.backend, memory=self._memory, threads=self._threads)
 
-    def _put(self, number: int, window: Window, buffer: torch.Tensor, ends: bool) -> None:  # noqa: FBT001  called by place
-        file = self.planned.files[number]
-        if self._file is None:
-            self._begin(number)
-            self._file = _Open(file, self.backend.create(file.path, file.size), self.planned.digest or ("xxh3" if self.verify else None))
-        base = window.start // PAGE * PAGE
-        data = buffer.numpy().data
-        for run in _runs(window.segments):
-            self._file.put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
-            self.written += sum(s.length for s in run)
-        if ends:
-            opened, self._file = self._file, None
-            try:
-                opened.end()
-            except BaseException:
-                self._file = opened
-                raise
-            if self.verify:
-                self._compare(opened)
-            self._done(number)
+        def put(segments: Sequence[Segment], data: memoryview) -> None:
+            opened.put(segments, data)
+            self.written += len(data)
+
+        self._windowed.fill(items, opened.file.size, put, told)
+
+    def _end(self, number: int, opened: _Open) -> None:
+        opened.end()
+        if self.verify:
+            self._compare(opened)
+        self._done(number)
 
     def _compare(self, opened: _Open) -> None:
         for item, digest in zip(opened.file.items, opened.digests, strict=True):
@@ -190,6 +175,11 @@ class _Open:
         self.kind = kind
         self.digests: list[int] = []
         self._state: dict[int, _Digest] = {}
+
+    def take(self, item: int, start: int, data: memoryview) -> None:
+        """Write the next bytes of an item; those of different items from any threads."""
+        self._update(item, data)
+        self.writer.write(start, [data])
 
     def put(self, run: Sequence[Segment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
@@ -224,33 +214,3 @@ class _Open:
         for offset, data in self.file.ends(self.digests):
             self.writer.write(offset, [data])
         self.writer.commit()
-
-
-def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments between which there is nothing."""
-    held: list[Segment] = []
-    for segment in segments:
-        if held and held[-1].start + held[-1].length != segment.start:
-            yield held
-            held = []
-        held.append(segment)
-    if held:
-        yield held
-
-
-def _useful(*backends: Backend) -> int:
-    """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
-    return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
-
-
-def _buffer(size: int) -> torch.Tensor:
-    """Memory that begins at a page, which the system gets back as soon as nobody has it."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _is_coded(catalog: Catalog) -> bool:
-    record = getattr(catalog, "record", None)
-    return record is not None and bool({"codecs", "extents"} & set(record.features))

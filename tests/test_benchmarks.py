@@ -21,6 +21,7 @@ from benchmarks.measure import RankCost, Sample
 from benchmarks.places import Place, filesystem_of
 from benchmarks.report import aligned, checks_of, rows_of
 from benchmarks.scenarios import Measurement, turns
+from benchmarks.sparse import can_make
 from benchmarks.states import pattern, shapes
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
         "plan-ranks": 8,
         "large-layers": 2,
         "large-ranks": 64,
+        "foreign-parts": 64,
     }
     command = [sys.executable, "-m", "benchmarks", "--dir", str(folder), "--json", str(folder / "out.json"), "-q"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -113,7 +115,8 @@ def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]
     done, document = run
     found = [(f["scenario"], len(f["rows"])) for f in document["findings"]]
     saves = [("async", 4), ("async", 3), ("background", 2), ("merge", 3), ("codecs", found[4][1]), ("memory", 4)]
-    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1]), ("convert", 8), ("export", 4), ("export", 4)]
+    last = [("convert", 8), *[("foreign", 5)] * can_make(), ("export", 4), ("export", 4)]
+    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1]), *last]
     assert found[8][1] in (0, 5)  # without Ceph's gateway there is nothing to measure
     merge, large = document["findings"][3]["figures"]["medians"], document["findings"][6]["figures"]
     assert merge["boxes"]["sent"] == 0 < merge["merge"]["sent"] < merge["gather"]["sent"]

@@ -181,6 +181,12 @@ def within(piece: Piece, part: Box) -> Piece:
     return _turned(_cut(_turned(piece, ""), part), piece.source)
 
 
+def in_order(piece: Piece) -> bool:
+    """Whether the elements of box and part have one row-major order."""
+    axes = [a for a, n in zip(piece.axes, piece.box.shape, strict=True) if a is not None and n > 1]
+    return axes == sorted(axes)
+
+
 def composed(view: View, sources: Mapping[str, View]) -> View:
     """The view with each stored tensor replaced by what it is made of.
 

@@ -20,7 +20,8 @@ from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
 
-from .items import WHOLE, box_place, open_items
+from .alike import Places
+from .items import open_items
 from .metadata import METADATA, Metadata, StoredBox, StoredTensor, read_metadata
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
     tensors = _Tensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
-    archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes, whole=WHOLE))
+    archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
     inner = TensorTable(archives, files, [rows[item.path] for item in metadata.values.values()])
     nodes: dict[str, Any] = {name: {"$tensor": name} for name in metadata.tensors}
     opaque: dict[str, str] = {}
@@ -115,7 +116,7 @@ class _Tensors:
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
         self._boxes = {name: boxes for name, (_, boxes) in described.items()}
-        self._backend = backend
+        self._looks = Places(backend, self.sizes)
         self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
@@ -134,10 +135,8 @@ class _Tensors:
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
 
     def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
-        new = {box.item: (entry, box) for entry, box in wanted if box.item[:2] not in self._places}
-        archives = open_items(self._backend, list(new), self.sizes)
-        for (item, (entry, box)), archive in zip(new.items(), archives, strict=True):
-            self._places[item[:2]] = box_place(archive, entry.name, entry.dtype.name, box)
+        new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in wanted if box.item[:2] not in self._places}
+        self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- state

@@ -27,33 +27,47 @@ HEAD = 1536
 TAIL = 1024
 """Bytes at its end: the directory of its seven records."""
 WHOLE = 16 << 10
-"""Shorter items are read whole."""
-_AT_ONCE = 2048
+"""Items of values that are shorter are read whole."""
+AT_ONCE = 2048
+"""Items that are read before the next ones."""
+
+Held = tuple[tuple[int, bytes], tuple[int, bytes]]
+"""Where in an item its first bytes begin, and its last ones, and these bytes; twice the same of a short item."""
 
 
-def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int], whole: int = HEAD + TAIL) -> Iterator[Archive]:
-    """The archives of items, in order; many are read at once, and those of up to ``whole`` bytes completely.
+def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int]) -> Iterator[Archive]:
+    """The archives of items, in order; many are read at once, and those of up to ``WHOLE`` bytes completely.
 
     Raises:
         CorruptError: an item does not lie in its file, or is damaged.
         FormatError: it is no archive of ``torch.save``.
     """
-    for first in range(0, len(items), _AT_ONCE):
-        batch = items[first : first + _AT_ONCE]
-        ranges = [r for item in batch for r in _ranges(item, sizes, whole, backend.url)]
-        held = iter(zip(ranges, read_ranges(backend, ranges), strict=True))
-        for item in batch:
-            window = Window(backend, item.path, item.offset, item.length, tail=TAIL)
-            parts = [next(held) for _ in _ranges(item, sizes, whole, backend.url)]
-            window.hold([(r.offset - item.offset, data) for r, data in parts])
-            if not parts[0][1].startswith(MAGIC):
-                raise FormatError(
-                    "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
-                )
-            yield Archive(backend, window)
+    for first in range(0, len(items), AT_ONCE):
+        batch = items[first : first + AT_ONCE]
+        ranges = [ranges_of(item, sizes, WHOLE, backend.url) for item in batch]
+        data = iter(read_ranges(backend, [r for of_item in ranges for r in of_item]))
+        for item, of_item in zip(batch, ranges, strict=True):
+            parts = [(r.offset - item.offset, next(data)) for r in of_item]
+            yield archive_of(backend, item, (parts[0], parts[-1]))
 
 
-def _ranges(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
+def archive_of(backend: Backend, item: Item, held: Held) -> Archive:
+    """The archive that an item is, some of whose bytes were read. Errors as for :func:`open_items`."""
+    window = Window(backend, item.path, item.offset, item.length, tail=TAIL)
+    window.hold(held)
+    if not held[0][1].startswith(MAGIC):
+        raise FormatError(
+            "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
+        )
+    return Archive(backend, window)
+
+
+def ranges_of(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
+    """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``whole`` bytes.
+
+    Raises:
+        CorruptError: it does not lie in its file.
+    """
     if item.offset + item.length > sizes[item.path]:
         raise CorruptError(
             f"an item should end at byte {item.offset + item.length:,} of a file of {sizes[item.path]:,} bytes",
@@ -63,11 +77,6 @@ def _ranges(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[
     if item.length <= max(whole, HEAD + TAIL):
         return [Range(item.path, item.offset, item.length)]
     return [Range(item.path, item.offset, HEAD), Range(item.path, item.offset + item.length - TAIL, TAIL)]
-
-
-def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
-    """Where in its file the bytes of a stored box begin; errors are as for :func:`box_place`."""
-    return box_place(archive, name, dtype, box)[0]
 
 
 def box_place(archive: Archive, name: str, dtype: str, box: StoredBox) -> tuple[int, int | None]:

@@ -75,9 +75,11 @@ class _Reader:
     def __init__(self, where: str) -> None:
         self.where = where
         self.values = Values(where)
+        self._paths_found: set[str] = set()
+        self._counted: dict[int, tuple[int, ...]] = {}
 
     def read(self, data: bytes) -> Metadata:
-        root = load_pickle(data, self.where)
+        root = load_pickle(data, self.where)  # alive to the end, so that an object is known by its id
         if type(root) is not Made or root.name != f"{_MODULE}.Metadata":
             self.damaged("it is no Metadata")
         said = root.attributes()
@@ -101,7 +103,7 @@ class _Reader:
     def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
         found = {}
         for index, info in stored.items():
-            key, place = index.attributes(), info.attributes()
+            key, place = _said(index), _said(info)
             if type(key["fqn"]) is not str:
                 self.damaged(f"a {type(key['fqn']).__name__} as a name")
             transforms = place.get("transform_descriptors")
@@ -110,12 +112,24 @@ class _Reader:
                 through = ", ".join(t if type(t) is str else type(t).__name__ for t in transforms)
                 raise FormatError(f"{key['fqn']} is stored through {through}", where=self.where, hint=hint)
             path = place["relative_path"]
-            problem = path_problem(path) if type(path) is str else "no path"
-            if problem is not None:
-                self.damaged(f"{key['fqn']} lies in a file that cannot be: {problem}")
+            if path not in self._paths_found:
+                self._check_path(path, key["fqn"])
             offset, length = counts((place["offset"], place["length"]))
-            at = None if key.get("offset") is None else counts(key["offset"])  # what is None was not pickled
+            at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
             found[key["fqn"], at] = Item(path, offset, length)
+        return found
+
+    def _check_path(self, path: Any, name: str) -> None:
+        problem = path_problem(path) if type(path) is str else "no path"
+        if problem is not None:
+            self.damaged(f"{name} lies in a file that cannot be: {problem}")
+        self._paths_found.add(path)
+
+    def _counts(self, value: Any) -> tuple[int, ...]:
+        """``counts``; boxes and items have the same offsets."""
+        found = self._counted.get(id(value))
+        if found is None:
+            found = self._counted[id(value)] = counts(value)
         return found
 
     def _item(self, items: Mapping[tuple[str, tuple[int, ...] | None], Item], name: str, offset: tuple[int, ...] | None) -> Item:
@@ -129,8 +143,8 @@ class _Reader:
         shape = shape_of(said["size"], DTYPES[kind].itemsize)
         boxes = []
         for chunk in said["chunks"]:
-            place = chunk.attributes()
-            offset, sizes = counts(place["offsets"]), counts(place["sizes"])
+            place = _said(chunk)
+            offset, sizes = self._counts(place["offsets"]), self._counts(place["sizes"])
             if len(offset) != len(shape) or any(o + n > size for o, n, size in zip(offset, sizes, shape, strict=True)):
                 self.damaged(f"a box {list(sizes)} at {list(offset)} does not lie in {name} {list(shape)}")
             if 0 not in sizes:
@@ -151,3 +165,8 @@ class _Reader:
 
     def damaged(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise CorruptError(f"the metadata are damaged: {what}", where=self.where, hint="copy the checkpoint again") from cause
+
+
+def _said(made: Made) -> Mapping[str, Any]:
+    """The attributes of an object, by names that are asked for one by one."""
+    return made.state if type(made.state) is dict else made.attributes()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.items import box_start, open_items
+from ckpt.formats.dcp.alike import Places
 from ckpt.formats.dcp.metadata import Item, StoredBox
 from ckpt.formats.elements import read_extent
 from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
@@ -88,7 +88,7 @@ class PieceTable:
         self.archives = archives
         self._rows = rows
         self._row_of = {file.path: row for row, file in enumerate(files)}
-        self._sizes = {file.path: file.size for file in files}
+        self._looks = Places(backend, {file.path: file.size for file in files})
         self._pieces: dict[str, list[Piece]] = {}
         self._copies: dict[str, list[Piece]] = {}
         self._starts: dict[Item, int] = {}
@@ -209,8 +209,8 @@ class PieceTable:
 
     def _look(self, sources: Sequence[InItem]) -> None:
         new = {source.box.item: source for source in sources if source.box.item not in self._starts}
-        for source, archive in zip(new.values(), open_items(self.backend, list(new), self._sizes), strict=True):
-            self._starts[source.box.item] = box_start(archive, source.name, source.dtype, source.box)
+        found = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
+        self._starts |= {item: start for item, (start, _) in zip(new, found, strict=True)}
 
     def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
         by_archive: dict[int, list[InArchive]] = {}

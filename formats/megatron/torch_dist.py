@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.items import WHOLE, open_items
+from ckpt.formats.dcp.items import open_items
 from ckpt.formats.dcp.metadata import METADATA, Metadata, StoredTensor, read_metadata
 from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.hf_index import sizes_of
@@ -82,7 +82,7 @@ class _TorchDist:
         files = [ForeignFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         sizes = {f.path: f.size for f in files}
         rows = {f.path: row for row, f in enumerate(files)}
-        archives = list(open_items(backend, list(self.items.values()), sizes, whole=WHOLE))
+        archives = list(open_items(backend, list(self.items.values()), sizes))
         self.number = {name: number for number, name in enumerate(self.items)}
         places = [rows[item.path] for item in self.items.values()]
         if common:

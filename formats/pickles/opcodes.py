@@ -27,6 +27,15 @@ def _tuple(length: int, m: Machine) -> None:
     m.stack[-length:] = [tuple(m.stack[-length:])]
 
 
+def _tuple1(m: Machine) -> None:
+    m.stack[-1] = (m.stack[-1],)
+
+
+def _tuple2(m: Machine) -> None:
+    last = m.stack.pop()
+    m.stack[-1] = (m.stack[-1], last)
+
+
 def _marked_tuple(m: Machine) -> None:
     items = m.items()
     m.stack.append(tuple(items))
@@ -144,6 +153,11 @@ def _put(length: int, m: Machine) -> None:
     m.memo[m.number(length)] = m.stack[-1]
 
 
+def _put_short(m: Machine) -> None:
+    m.memo[m.data[m.at]] = m.stack[-1]
+    m.at += 1
+
+
 def _put_line(m: Machine) -> None:
     m.memo[decimal(m, m.line())] = m.stack[-1]
 
@@ -255,8 +269,8 @@ HANDLERS: dict[int, Handler] = {
     pickle.EMPTY_LIST[0]: partial(_empty, list),
     pickle.EMPTY_SET[0]: partial(_empty, set),
     pickle.EMPTY_TUPLE[0]: partial(push, ()),
-    pickle.TUPLE1[0]: partial(_tuple, 1),
-    pickle.TUPLE2[0]: partial(_tuple, 2),
+    pickle.TUPLE1[0]: _tuple1,
+    pickle.TUPLE2[0]: _tuple2,
     pickle.TUPLE3[0]: partial(_tuple, 3),
     pickle.TUPLE[0]: _marked_tuple,
     pickle.LIST[0]: _marked_list,
@@ -272,7 +286,7 @@ HANDLERS: dict[int, Handler] = {
     pickle.POP_MARK[0]: _pop_mark,
     pickle.DUP[0]: _dup,
     pickle.PUT[0]: _put_line,
-    pickle.BINPUT[0]: partial(_put, 1),
+    pickle.BINPUT[0]: _put_short,
     pickle.LONG_BINPUT[0]: partial(_put, 4),
     pickle.MEMOIZE[0]: _memoize,
     pickle.GET[0]: _get_line,

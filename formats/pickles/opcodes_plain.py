@@ -40,8 +40,14 @@ def decimal(m: Machine, text: bytes) -> int:
     return int(text)
 
 
-def _unsigned(length: int, m: Machine) -> None:
-    m.stack.append(m.number(length))
+def _byte(m: Machine) -> None:
+    m.stack.append(m.data[m.at])
+    m.at += 1
+
+
+def _two_bytes(m: Machine) -> None:
+    m.stack.append(m.data[m.at] | m.data[m.at + 1] << 8)
+    m.at += 2
 
 
 def _binint(m: Machine) -> None:
@@ -105,8 +111,8 @@ PLAIN: dict[int, Handler] = {
     pickle.INT[0]: _int_line,
     pickle.LONG[0]: _long_line,
     pickle.BININT[0]: _binint,
-    pickle.BININT1[0]: partial(_unsigned, 1),
-    pickle.BININT2[0]: partial(_unsigned, 2),
+    pickle.BININT1[0]: _byte,
+    pickle.BININT2[0]: _two_bytes,
     pickle.LONG1[0]: partial(_long, 1),
     pickle.LONG4[0]: partial(_long, 4),
     pickle.FLOAT[0]: _float_line,

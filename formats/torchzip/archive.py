@@ -7,7 +7,7 @@ Layout: all records lie in one directory: ``data.pkl`` the pickle, ``data/<key>`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,11 @@ class Archive:
     def values(self) -> Values:
         """Gives meaning to the stand-ins of ``load``."""
         return Values(self.where)
+
+    @property
+    def records(self) -> Collection[Record]:
+        """What the directory lists; positions count from the start of the archive."""
+        return self._records.values()
 
     @property
     def pickle_bytes(self) -> int:

@@ -68,6 +68,10 @@ def native_codec(url: str) -> None:
     ckpt.save(url, tensors(), codec="zstd")
 
 
+def native_plain(url: str) -> None:
+    ckpt.save(url, tensors())
+
+
 def native_virtual(url: str) -> None:
     ckpt.save(f"{url}-source", tensors())
     import_checkpoint(f"{url}-source", url)
@@ -120,6 +124,26 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
         assert zipfile.ZipFile(made).testzip() is None
     else:
         same(dcp_load(made, {n: torch.zeros_like(t) for n, t in expected.items()}), expected)
+
+
+@pytest.mark.parametrize("source", [hugging_face, torch_file, dcp_directory, native_plain])
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("verified", [False, True])
+def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
+    from ckpt.converters import straight, streaming
+
+    monkeypatch.setattr(straight, "PIECE", 8192)
+    monkeypatch.setattr(straight, "JOB", 20_000)
+    left: list[int] = []
+    monkeypatch.setattr(streaming.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
+    url, made = str(tmp_path / "source"), str(tmp_path / "made")
+    source(url)
+    report = convert_checkpoint(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
+    assert report.read_bytes >= report.tensor_bytes and not left
+    same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
+    if to == "native":
+        assert verify(made).ok
 
 
 def test_a_training_state_keeps_everything(tmp_path: Path) -> None:
@@ -205,10 +229,11 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters import streaming, windows
+    from ckpt.converters import streaming, windowed, windows
 
     monkeypatch.setattr(windows, "UNIT", 1000)
-    monkeypatch.setattr(streaming, "LEAST", 5000)
+    monkeypatch.setattr(windowed, "LEAST", 5000)
+    monkeypatch.setattr(streaming, "runs_of", lambda chosen, items: {})
     monkeypatch.setattr("ckpt.converters.converting.SMALLEST", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
     convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
@@ -446,7 +471,7 @@ def test_one_process_after_another(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from ckpt.converters.converting import convert_checkpoint
-import ckpt.converters.streaming, ckpt.converters.to_torch
+import ckpt.converters.windowed, ckpt.converters.to_torch
 
 def resident(field):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))

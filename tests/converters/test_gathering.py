@@ -99,7 +99,7 @@ def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: 
         patch.setattr(gathering, "LONG", 12)
         patch.setattr(gathering, "WINDOW", 64)
         chosen = choose_weights(catalog, Choice(views=respelled if translate else None))
-        files = plan(chosen, Layout(id="", shard_size=shard, name=None, previous=None)).files
+        files = plan(chosen, Layout(id="", url="x", shard_size=shard, name=None, previous=None)).files
         planner = Planner(catalog, chosen.tensors, files, RANKS)
         budget = 700
         found = planner.plan(way, [part if way == "parts" else 0] * len(files), budget)
@@ -166,7 +166,7 @@ def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> Non
     state = {n: {"$tensor": n} for n in entries}
     catalog = LiveCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
     chosen = choose_weights(catalog, Choice())
-    files = plan(chosen, Layout(id="", shard_size=None, name="x", previous=None)).files
+    files = plan(chosen, Layout(id="", url="x", shard_size=None, name="x", previous=None)).files
     found = Planner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
     assert [files[f].items[i].name for f, i in found.direct] == ["rows"]
     kept = [sum(w.stop - w.start for w in found.windows if w.keeper == r) for r in RANKS]

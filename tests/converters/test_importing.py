@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters import pointing
+from ckpt.catalog import Catalog
+from ckpt.converters import importing, pointing
 from ckpt.converters.comparing import compare
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
@@ -268,6 +269,59 @@ def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path,
     with pytest.raises(CorruptError, match="changed while they were imported"):
         import_checkpoint(source, str(tmp_path / "virtual"))
     assert not (tmp_path / "virtual").exists()
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Two safetensors files and one more, all written long ago."""
+    root = tmp_path / "foreign"
+    root.mkdir()
+    for i in range(2):
+        save_file({f"w{i}": torch.full((40,), float(i))}, root / f"model-{i + 1:05d}-of-00002.safetensors")
+    (root / "config.json").write_text("{}")
+    for path in root.iterdir():
+        os.utime(path, (1e9, 1e9))
+    return root
+
+
+def opened(patch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
+    """The sources that are opened from now on; ``meanwhile`` is called before each is."""
+    seen: list[str] = []
+
+    def open_noted(url: str) -> Catalog:
+        meanwhile()
+        seen.append(url)
+        return open_catalog(url)
+
+    patch.setattr(importing, "open_catalog", open_noted)
+    return seen
+
+
+def test_files_that_nobody_writes_are_looked_at_once(foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = opened(monkeypatch)
+    import_checkpoint(str(foreign), str(tmp_path / "once"))
+    assert len(seen) == 1
+    os.utime(foreign / "config.json")  # another write right now could have the same time
+    import_checkpoint(str(foreign), str(tmp_path / "twice"))
+    assert len(seen) == 3
+    import_checkpoint(str(foreign / "model-00001-of-00002.safetensors"), str(tmp_path / "one"))
+    assert len(seen) == 4
+
+
+def test_a_file_that_changes_before_it_is_opened_or_after(foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there when the import began is not what was read: it is read again, and if that differs too, refused."""
+    file = foreign / "model-00002-of-00002.safetensors"
+    writes = iter([{"w1": torch.ones(7)}, {"w1": torch.ones(9)}])
+    seen = opened(monkeypatch, lambda: save_file(next(writes), file))
+    with pytest.raises(CorruptError, match="changed while they were imported"):
+        import_checkpoint(str(foreign), str(tmp_path / "changing"))
+    assert len(seen) == 2 and not (tmp_path / "changing").exists()
+    writes = iter([{"w1": torch.ones(9)}] * 2)
+    os.utime(file, (1e9, 1e9))
+    times = iter([2e9, 2e9])
+    seen = opened(monkeypatch, lambda: os.utime(file, (1e9, next(times))))
+    import_checkpoint(str(foreign), str(tmp_path / "touched"))
+    assert len(seen) == 2 and ckpt.open(str(tmp_path / "touched"))["w1"].shape == (9,)
 
 
 def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:

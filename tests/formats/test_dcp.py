@@ -240,6 +240,28 @@ def test_metadata_of_another_save(saved):
         ckpt.open(changed(saved, exchange))["model.bool"].read()
 
 
+@pytest.mark.parametrize("shape", [(300, 64), (5, 7), (1,)])
+def test_items_that_are_alike_but_for_something(tmp_path, shape):
+    """Boxes of one shape are looked into by comparing them with one that was read: whatever else differs is noticed in each."""
+    value = {f"w{i}": torch.full(shape, float(i)) for i in range(6)}
+    dcp.save(value, checkpoint_id=tmp_path, no_dist=True)
+    items = {index.fqn: place for index, place in FileSystemReader(tmp_path).read_metadata().storage_data.items()}
+    file, before = tmp_path / "__0_0.distcp", (tmp_path / "__0_0.distcp").read_bytes()
+    catalog = open_catalog(str(tmp_path))
+    assert all(same(ckpt.open(str(tmp_path))[n].read(), t) for n, t in value.items())
+    found = [e.offset for e in catalog.extents_of([(catalog.tensors[n], 0) for n in sorted(value)])]
+    assert [before[at : at + 4] for at in found] == [value[n].numpy().tobytes()[:4] for n in sorted(value)]
+    item = items["w4"]
+    inside = before[item.offset : item.offset + item.length]
+    for part in (b"FloatStorage", b"/data/0", b"PK\x01\x02"):  # the pickle, a header of a record, the directory
+        end = item.offset + inside.index(part) + len(part)
+        file.write_bytes(before[: end - 1] + bytes([before[end - 1] ^ 1]) + before[end:])
+        catalog = open_catalog(str(tmp_path))
+        with pytest.raises(CkptError):
+            catalog.extents_of([(catalog.tensors[n], 0) for n in sorted(value)])
+        assert [catalog.extents(catalog.tensors[n], [0])[0].offset for n in ("w0", "w5")] == [found[0], found[5]]
+
+
 def test_boxes_with_a_hole(tmp_path):
     shutil.copytree(FIXTURES / "fsdp/fsdp2_ws2", tmp_path / "x")
 
