@@ -57,8 +57,8 @@ class Archive:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        pickle, held = _pickled(value, len(stands))
-        self._add("data.pkl", pickle)
+        data, held = _pickled(value, len(stands))
+        self._add("data.pkl", data)
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:

@@ -89,7 +89,7 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
                 tensors=tuple(t for t in tensors if t.tensor in taken),
             )
             return replace(chosen, catalog=mended), mending
-    told = " or ".join(f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} on {b.ranks} ranks" for b in tried)
+    told = " or ".join(f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried)
     what = f"{problems[0].tensor} is not its weight, and would not be with {told} either"
     raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=HINT)
 

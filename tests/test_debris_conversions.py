@@ -209,6 +209,8 @@ def test_the_command(source: str, tmp_path: Path) -> None:
     for to in ("native", "torch"):
         begun(source, tmp_path, to)
     root = str(tmp_path / "run")
+    alone = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--grace", "0", f"{root}/step-1"]).stdout)
+    assert [(d["what"], d["url"], d["outcome"]) for d in alone["debris"]] == [("conversion", f"{root}/step-1", "removed")]
     shown = CliRunner().invoke(cli, ["gc", root])
     assert shown.exit_code == 0 and shown.output.count("unfinished conversion") == 2 and "may go on" in shown.output
     for path in Path(root).rglob("*"):

@@ -148,7 +148,7 @@ def test_nothing_to_repair(tmp_path: Path) -> None:
 
 def test_what_the_job_does_not_say_is_asked_for(files: Path, tmp_path: Path) -> None:
     source, made = str(files / "dp3/fully_reshardable"), str(tmp_path / "made")
-    with pytest.raises(UsageError, match="buckets of 3,000 on 1 ranks either") as caught:
+    with pytest.raises(UsageError, match="buckets of 3,000 and data-parallel size 1 either") as caught:
         convert_checkpoint(source, made, to="native", repair=True)
     assert "--job data_parallel_size=N" in caught.value.hint and "--job ddp_bucket_size=N" in caught.value.hint
     for job, words in (({"ddp_bucket_size": 1 << 20, "data_parallel_size": 3}, "cannot be repaired"), ({"ranks": 3}, "no argument")):
