@@ -108,3 +108,12 @@ def test_weights_of_transformers_loaded_by_megatron(tmp_path):
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
         expected[name][numbers["vocabulary"] :] = 0  # padding
     assert_same(dense_norms(whole_model(loaded / "legacy" / "iter_0000003", tp=2)), expected)
+
+
+def test_kinds_of_models(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).parents[2])}
+    kinds = Path(__file__).with_name("megatron_kinds.py")
+    done = subprocess.run([sys.executable, str(kinds), str(tmp_path)], timeout=200, env=environment, capture_output=True, text=True)
+    told = [line.partition(": ") for line in done.stdout.splitlines() if line.endswith("]")]
+    assert done.returncode == 0 and len(told) == 7, done.stderr[-4000:]
+    assert {name: changed for name, _, changed in told if changed != "[]"} == {}
