@@ -8,14 +8,13 @@ version 0.16.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .names import LAYER, expert_of, tensor_parallel_axis
 
-_MLP_NORM = "mlp.linear_fc1.layer_norm_"
-_PRE_MLP_NORM = "pre_mlp_layernorm."
-_LATENT = ".self_attention.linear_kv_down_proj."
+_LOCAL_NORM = re.compile(r"(.*\.layers\.\d+\.)pre_mlp_layernorm\.")
 
 
 class Place(NamedTuple):
@@ -38,22 +37,10 @@ def place_of(name: str, *, stacked: bool) -> Place:
     return Place(before + inner, (int(layer), *experts)) if stacked else Place(f"{before}{layer}.{inner}", experts)
 
 
-def spelled(names: Collection[str], *, local: bool) -> dict[str, str]:
-    """What Megatron-Core calls each parameter when it saves: norms before an MLP are called by the specification of layers.
-
-    ``local`` is the specification without Transformer Engine. It names the norm in front of a router after the linear layer that is not
-    there, and with latent attention that in front of any MLP by itself.
-    """
-    if not local:
-        return {name: name for name in names}
-    latent = any(_LATENT in name for name in names)
-    old, new = (_MLP_NORM, _PRE_MLP_NORM) if latent else (_PRE_MLP_NORM, _MLP_NORM)
-    found = {}
-    for name in names:
-        match = LAYER.fullmatch(name)
-        moved = match is not None and match[3].startswith(old)
-        found[name] = f"{match[1]}{match[2]}.{new}{match[3][len(old) :]}" if match is not None and moved else name
-    return found
+def spelled(names: Iterable[str], *, local: bool) -> dict[str, str]:
+    """What Megatron-Core calls each parameter when it saves. ``local`` is the specification of layers without Transformer Engine, which
+    names the norm in front of a router after the linear layer that is not there."""
+    return {name: _LOCAL_NORM.sub(r"\1mlp.linear_fc1.layer_norm_", name) if local else name for name in names}
 
 
 def are_alike(tensors: Mapping[str, object]) -> bool:

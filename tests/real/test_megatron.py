@@ -132,3 +132,12 @@ def test_what_is_displaced_is_repaired(tmp_path, ranks, options, data_parallel):
     assert report.filled > 0 and found.keys() == expected.keys()
     for name, array in expected.items():
         assert int((found[name] != array).sum()) <= filled.get(name, 0), name
+
+
+def test_kinds_of_models(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).parents[2])}
+    kinds = Path(__file__).with_name("megatron_kinds.py")
+    done = subprocess.run([sys.executable, str(kinds), str(tmp_path)], timeout=200, env=environment, capture_output=True, text=True)
+    told = [line.partition(": ") for line in done.stdout.splitlines() if line.endswith("]")]
+    assert done.returncode == 0 and len(told) == 7, done.stderr[-4000:]
+    assert {name: changed for name, _, changed in told if changed != "[]"} == {}
