@@ -28,7 +28,7 @@ from ckpt.plan.views import View
 
 from .choosing import Views, not_skipped, pruned, wanted_views
 from .pointing import Pointed
-from .renaming import Renamed, lost, renamed_state, selected
+from .renaming import Renamed, lost, renamed_state, selected, value_paths
 
 _BUFFER = 16 << 20
 
@@ -160,7 +160,7 @@ class _Choice(NamedTuple):
 
 def _point(catalog: Catalog, choice: _Choice) -> Pointed:
     entries = not_skipped(catalog, choice.skip)
-    wanted = wanted_views(catalog, entries, choice.views, choice.only, also=[path for path, _ in tree.leaves(catalog.state)])
+    wanted = wanted_views(catalog, entries, choice.views, choice.only, also=value_paths(catalog.state))
     pointed = Pointed(catalog, _state(catalog, wanted, choice))
     for name, view in wanted.items():
         pointed.add(name, view, wanted)

@@ -22,6 +22,8 @@ from ckpt.geometry import Box
 from ckpt.plan.views import View
 from ckpt.tree import MISSING, Missing, Node
 
+_TENSORS = ("$tensor", "$tensors")
+
 
 class Renamed(NamedTuple):
     """The node of a state; the paths of stored values that it has not; and stored numbers that are the same as another one that is taken,
@@ -76,25 +78,23 @@ def _tensors(node: Node) -> Iterator[str]:
 
 def lost(before: Node, after: Node) -> list[str]:
     """Paths of the values that only the state ``before`` has."""
-    there = dict(_values(after))
-    return [path for path in dict(_values(before)) if path and not any(path[:i] in there for i in _ends(path))]
+    there = {*value_paths(after)}
+    return [path for path in value_paths(before) if not any(path[:i] in there for i in _ends(path))]
 
 
 def selected(node: Node, globs: Sequence[str], path: str = "") -> Node:
-    """The node with only the values whose path, or that of something around them, fits a glob. What refers to tensors stays."""
+    """The node with only the values whose path fits a glob. What refers to tensors stays."""
     found = _selected(node, globs, path)
     return {} if found is MISSING else found
 
 
 def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
-    if tree.tag_of(node) in ("$tensor", "$tensors") or any(fnmatchcase(path, glob) for glob in globs):
-        return node
     pairs, items = tree.pairs_of(node), tree.items_of(node)
-    if pairs is not None:
+    if pairs:
         left = [(k, v) for k, child in pairs if (v := _selected(child, globs, tree.child_path(path, k))) is not MISSING]
         return tree.mapping_node(left) if left else MISSING
     if items is None or not tree.refers(node):
-        return MISSING
+        return node if tree.tag_of(node) in _TENSORS or any(fnmatchcase(path, glob) for glob in globs) else MISSING
     chosen = [_selected(child, globs, tree.child_path(path, i)) for i, child in enumerate(items)]
     if all(child is MISSING for child in chosen):
         return MISSING
@@ -102,8 +102,9 @@ def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
     return kept if isinstance(node, list) else {"$tuple": kept}
 
 
-def _values(state: Node) -> Iterator[tuple[str, Node]]:
-    return ((path, node) for path, node in tree.leaves(state) if tree.tag_of(node) not in ("$tensor", "$tensors"))
+def value_paths(state: Node) -> list[str]:
+    """Paths of all that is no tensor."""
+    return [path for path, node in tree.leaves(state) if path and tree.tag_of(node) not in _TENSORS]
 
 
 def _ends(path: str) -> Iterator[int]:
