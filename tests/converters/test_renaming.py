@@ -19,7 +19,7 @@ from ckpt.cli.main import cli
 from ckpt.converters import translated
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
-from ckpt.errors import NamesError, UsageError
+from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import PREFIX, by_hand, loaded
@@ -285,6 +285,20 @@ def test_values_of_ranks_stay(tmp_path: Path, to: str) -> None:
     groups = view.state()["optimizer"]["param_groups"]
     assert "model.first" in groups[0]["params"] and [len(g["params"]) for g in groups] == [5, 12]
     assert view.state()["lr_scheduler"] == ckpt.open(source).state()["lr_scheduler"]
+
+
+@pytest.mark.parametrize("to", ["import", "native"])
+def test_tensors_of_single_ranks_are_no_parameters(tmp_path: Path, rules: str, to: str) -> None:
+    """So a translation leaves them where they are."""
+    source, made = str(tmp_path / "s"), str(tmp_path / "made")
+    weights = {name: torch.ones(2, 3) for name in ("q", "k", "other")}
+    ckpt.save(source, {"net": weights, "mine": ckpt.PerRank({"seen": torch.arange(3), "n": 4})})
+    value = ckpt.open(brought(to, source, made, rules, "one")).per_rank("mine", 0)
+    assert torch.equal(value["seen"].read(), torch.arange(3)) and value["n"] == 4
+    report = import_checkpoint(source, str(tmp_path / "v"), only=["net.*"])
+    assert report.left_out == ("mine", "mine.seen@rank0")
+    with pytest.raises(NotFoundError):
+        ckpt.open(report.url).per_rank("mine", 0)
 
 
 # ----------------------------------------------------------------------------------------------------- torch's own (DCP)
