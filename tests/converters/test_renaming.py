@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt
 from ckpt.cli.main import cli
@@ -328,6 +329,26 @@ def test_names_within_the_module(tmp_path: Path, way: str) -> None:
         held = whole[f"{stored}.exp_avg"]
         assert torch.equal(optimizer.state[p]["exp_avg"], held.T if name == "b" else held)
         assert torch.equal(optimizer.state[p]["step"], whole[f"{stored}.step"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("skip", [(), ("opt.param_groups.*",)])
+def test_a_learning_rate_that_is_a_tensor_is_an_option(tmp_path: Path, rules: str, skip: tuple[str, ...]) -> None:
+    """``torch.distributed.checkpoint`` stores it as a tensor, of which no translation speaks."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 3)) for name in ("q", "k", "other")})
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    for p in model.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    source = str(tmp_path / "s")
+    dcp.save({"net": model.state_dict(), "opt": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=source, no_dist=True)
+    mine = one_module()
+    options = ["--names", rules, "--spelling", "one", *(f"--skip={glob}" for glob in skip)]
+    found = json.loads(CliRunner().invoke(cli, ["import", "--json", *options, source, str(tmp_path / "v")]).stdout)
+    ckpt.load(found["url"], {"net": mine[0], "opt": mine[1]})
+    assert mine[1].param_groups[0]["lr"] == (9.0 if skip else 0.25)
+    assert found["left_out"] == (["opt.param_groups.0.lr", "opt.param_groups.lr"] if skip else [])
+    assert torch.equal(mine[1].state[mine[0].same]["exp_avg"], optimizer.state[model["other"]]["exp_avg"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
