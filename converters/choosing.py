@@ -15,7 +15,7 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.geometry import Box
 from ckpt.plan.views import Piece, View, part, whole
 
-from .renaming import renamed_state
+from .renaming import option_tensors, renamed_state
 
 Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
 """From the shapes of stored tensors to what shall be made of them."""
@@ -67,7 +67,7 @@ class Chosen:
     left_out: tuple[str, ...] = ()
     """Paths of values that a translation could not take along."""
     united: frozenset[str] = frozenset()
-    """Stored numbers that are the same as another one that is taken."""
+    """Stored tensors that are not taken, but their numbers are there."""
 
     @property
     def stored(self) -> list[Wanted]:
@@ -139,8 +139,9 @@ def wanted_views(
     Raises:
         NamesError: a glob fits nothing.
     """
-    shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None}
-    found = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes}
+    options = option_tensors(catalog) if views is not None else set[str]()
+    shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None and name not in options}
+    found = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}
     found |= views(shapes) if views is not None else {}
     check_globs(only, [*found, *also], catalog.url)
     return {name: view for name, view in found.items() if not only or _fits(name, only)}
@@ -173,7 +174,7 @@ def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice
     ranks = {r: pruned_values(values, kept) for r, values in catalog.ranks.items()}
     if choice.views is None:
         return Chosen(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
-    told = renamed_state(catalog, found, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
+    told = renamed_state(catalog, here, found, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
     return Chosen(catalog=catalog, tensors=tensors, state=told.state, ranks=ranks, left_out=told.left_out, united=told.united)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpt import tree
-from ckpt.catalog import Catalog, Contents, Extent
+from ckpt.catalog import Catalog, Contents, Extent, TensorEntry
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog
@@ -31,7 +31,7 @@ from ckpt.plan.views import View
 
 from .choosing import Views, not_skipped, pruned, wanted_views
 from .pointing import Pointed
-from .renaming import Renamed, lost, renamed_state, selected
+from .renaming import Renamed, lost, renamed_state, selected, value_paths
 from .unchanged import Watch
 
 _BUFFER = 16 << 20
@@ -181,17 +181,17 @@ class _Choice(NamedTuple):
 
 def _point(catalog: Catalog, choice: _Choice) -> Pointed:
     entries = not_skipped(catalog, choice.skip)
-    wanted = wanted_views(catalog, entries, choice.views, choice.only, also=[path for path, _ in tree.leaves(catalog.state)])
-    pointed = Pointed(catalog, _state(catalog, wanted, choice))
+    wanted = wanted_views(catalog, entries, choice.views, choice.only, also=value_paths(catalog.state))
+    pointed = Pointed(catalog, _state(catalog, entries, wanted, choice))
     pointed.add(wanted)
     return pointed
 
 
-def _state(catalog: Catalog, wanted: Mapping[str, View], choice: _Choice) -> Renamed:
+def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: _Choice) -> Renamed:
     """The state for these tensors."""
     found = Renamed(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:
-        found = renamed_state(catalog, wanted, found.state)
+        found = renamed_state(catalog, entries, wanted, found.state)
     if not choice.only:
         return found
     chosen = selected(found.state, choice.only)

@@ -150,12 +150,13 @@ class Pointed:
         sources = tuple(
             Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
         )
-        kept = sorted(t.name for t in self.tensors)
+        kept, gone = sorted(t.name for t in self.tensors), {*self.state.left_out}
+        ranks = {rank: pruned_values(values, kept) for rank, values in self.catalog.ranks.items()}
         return Contents(
             tensors=tuple(self.tensors),
             files=(),
             state=self.state.state,
-            ranks={rank: pruned_values(values, kept) for rank, values in self.catalog.ranks.items()},
+            ranks={rank: {path: node for path, node in values.items() if path not in gone} for rank, values in ranks.items()},
             sources=sources,
             extents=self.extents,
         )

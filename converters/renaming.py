@@ -6,7 +6,8 @@ One that is taken apart gives its own to each part. What cannot follow is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,20 +23,32 @@ from ckpt.geometry import Box
 from ckpt.plan.views import View
 from ckpt.tree import MISSING, Missing, Node
 
+_TENSORS = ("$tensor", "$tensors")
+_INLINE = 64
+"""Elements of a tensor that is kept among the values (docs/format.md §8)."""
+
 
 class Renamed(NamedTuple):
-    """The node of a state; the paths of stored values that it has not; and stored numbers that are the same as another one that is taken,
-    because their parameters became one."""
+    """The node of a state; the paths of stored values that it has not; and stored tensors whose numbers are all the same there: among the
+    values, or as another one that is taken, because their parameters became one."""
 
     state: Node
     left_out: tuple[str, ...] = ()
     united: frozenset[str] = frozenset()
 
 
-def renamed_state(catalog: Catalog, views: Mapping[str, View], rest: Node, *, optimizers: bool = True) -> Renamed:
+def option_tensors(catalog: Catalog) -> set[str]:
+    """Names of tensors that are options of optimizers, such as a learning rate: values, of which no translation speaks."""
+    groups = [_by_key(node).get("param_groups") for node in _by_key(catalog.state).values() if _is_optimizer(node)]
+    named = (name for node in groups for name in _tensors(node) if name in catalog.tensors)
+    return {name for name in named if catalog.tensors[name].numel <= _INLINE}
+
+
+def renamed_state(catalog: Catalog, entries: Collection[str], views: Mapping[str, View], rest: Node, *, optimizers: bool = True) -> Renamed:
     """The state of the tensors that ``views`` make of stored ones, by their new names.
 
     Args:
+        entries: names of the stored tensors that may be taken.
         rest: the stored state without optimizers and without what refers to names that are not among the new ones (``choosing.pruned``).
         optimizers: take optimizers too.
 
@@ -45,7 +58,7 @@ def renamed_state(catalog: Catalog, views: Mapping[str, View], rest: Node, *, op
     pairs, state = _by_key(catalog.state), _by_key(rest)
     own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}
     now, before = _by_first({*views} - own), _by_first({*catalog.tensors} - own)
-    found = [_Optimizer(catalog, views, key) for key, node in pairs.items() if _is_optimizer(node)]
+    found = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if _is_optimizer(node)]
     for one in found:
         state.pop(one.key, None)
         if optimizers and (node := one.node(pairs[one.key])) is not MISSING:
@@ -76,25 +89,23 @@ def _tensors(node: Node) -> Iterator[str]:
 
 def lost(before: Node, after: Node) -> list[str]:
     """Paths of the values that only the state ``before`` has."""
-    there = dict(_values(after))
-    return [path for path in dict(_values(before)) if path and not any(path[:i] in there for i in _ends(path))]
+    there = {*value_paths(after)}
+    return [path for path in value_paths(before) if not any(path[:i] in there for i in _ends(path))]
 
 
 def selected(node: Node, globs: Sequence[str], path: str = "") -> Node:
-    """The node with only the values whose path, or that of something around them, fits a glob. What refers to tensors stays."""
+    """The node with only the values whose path fits a glob. What refers to tensors stays."""
     found = _selected(node, globs, path)
     return {} if found is MISSING else found
 
 
 def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
-    if tree.tag_of(node) in ("$tensor", "$tensors") or any(fnmatchcase(path, glob) for glob in globs):
-        return node
     pairs, items = tree.pairs_of(node), tree.items_of(node)
-    if pairs is not None:
+    if pairs:
         left = [(k, v) for k, child in pairs if (v := _selected(child, globs, tree.child_path(path, k))) is not MISSING]
         return tree.mapping_node(left) if left else MISSING
     if items is None or not tree.refers(node):
-        return MISSING
+        return node if tree.tag_of(node) in _TENSORS or any(fnmatchcase(path, glob) for glob in globs) else MISSING
     chosen = [_selected(child, globs, tree.child_path(path, i)) for i, child in enumerate(items)]
     if all(child is MISSING for child in chosen):
         return MISSING
@@ -102,8 +113,9 @@ def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
     return kept if isinstance(node, list) else {"$tuple": kept}
 
 
-def _values(state: Node) -> Iterator[tuple[str, Node]]:
-    return ((path, node) for path, node in tree.leaves(state) if tree.tag_of(node) not in ("$tensor", "$tensors"))
+def value_paths(state: Node) -> list[str]:
+    """Paths of all that is no tensor."""
+    return [path for path, node in tree.leaves(state) if path and tree.tag_of(node) not in _TENSORS]
 
 
 def _ends(path: str) -> Iterator[int]:
@@ -135,8 +147,9 @@ class _Group(NamedTuple):
 class _Optimizer:
     """One optimizer of a state, at ``key``. Parameters are called by their names in the state."""
 
-    def __init__(self, catalog: Catalog, views: Mapping[str, View], key: str) -> None:
+    def __init__(self, catalog: Catalog, entries: Collection[str], views: Mapping[str, View], key: str) -> None:
         self.catalog = catalog
+        self.small = option_tensors(catalog).intersection(entries)
         self.views = views
         self.key = key
         self.head = f"{key}.state."
@@ -267,11 +280,26 @@ class _Optimizer:
         return found
 
     def options(self, node: Node) -> Node:
-        """Options without those that are tensors of the checkpoint and are not taken."""
-        pairs = tree.pairs_of(node) or []
-        kept = [(key, child) for key, child in pairs if all(name in self.views for name in _tensors(child))]
-        self.left_out += [f"{self.key}.param_groups.{key}" for key, child in pairs if (key, child) not in kept]
+        """Options, with tensors of the checkpoint as values; without those that are not taken."""
+        kept = []
+        for key, child in tree.pairs_of(node) or ():
+            if self.small.issuperset(_tensors(child)):
+                kept.append((key, self.inlined(child)))
+            else:
+                self.left_out.append(f"{self.key}.param_groups.{key}")
         return tree.mapping_node(kept)
+
+    def inlined(self, node: Node) -> Node:
+        if tree.tag_of(node) == "$tensor":
+            entry = self.catalog.tensors[node["$tensor"]]
+            self.united.add(entry.name)
+            data = read_box(self.catalog, entry, Box.whole(entry.shape)).tobytes()
+            return {"$inline": [entry.dtype.name, list(entry.shape), b64encode(data).decode()]}
+        items = tree.items_of(node)
+        if items is None or not tree.refers(node):
+            return node
+        made = [self.inlined(child) for child in items]
+        return made if isinstance(node, list) else {"$tuple": made}
 
     def check_options(self, new: str, one: tuple[str, Node], other: tuple[str, Node]) -> None:
         mine, theirs = _by_key(one[1]), _by_key(other[1])

@@ -13,13 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters import translated
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
-from ckpt.errors import NamesError, UsageError
+from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import PREFIX, by_hand, loaded
@@ -287,6 +288,20 @@ def test_values_of_ranks_stay(tmp_path: Path, to: str) -> None:
     assert view.state()["lr_scheduler"] == ckpt.open(source).state()["lr_scheduler"]
 
 
+@pytest.mark.parametrize("to", ["import", "native"])
+def test_tensors_of_single_ranks_are_no_parameters(tmp_path: Path, rules: str, to: str) -> None:
+    """So a translation leaves them where they are."""
+    source, made = str(tmp_path / "s"), str(tmp_path / "made")
+    weights = {name: torch.ones(2, 3) for name in ("q", "k", "other")}
+    ckpt.save(source, {"net": weights, "mine": ckpt.PerRank({"seen": torch.arange(3), "n": 4})})
+    value = ckpt.open(brought(to, source, made, rules, "one")).per_rank("mine", 0)
+    assert torch.equal(value["seen"].read(), torch.arange(3)) and value["n"] == 4
+    report = import_checkpoint(source, str(tmp_path / "v"), only=["net.*"])
+    assert report.left_out == ("mine", "mine.seen@rank0")
+    with pytest.raises(NotFoundError):
+        ckpt.open(report.url).per_rank("mine", 0)
+
+
 # ----------------------------------------------------------------------------------------------------- torch's own (DCP)
 
 
@@ -314,6 +329,26 @@ def test_names_within_the_module(tmp_path: Path, way: str) -> None:
         held = whole[f"{stored}.exp_avg"]
         assert torch.equal(optimizer.state[p]["exp_avg"], held.T if name == "b" else held)
         assert torch.equal(optimizer.state[p]["step"], whole[f"{stored}.step"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("skip", [(), ("opt.param_groups.*",)])
+def test_a_learning_rate_that_is_a_tensor_is_an_option(tmp_path: Path, rules: str, skip: tuple[str, ...]) -> None:
+    """``torch.distributed.checkpoint`` stores it as a tensor, of which no translation speaks."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 3)) for name in ("q", "k", "other")})
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    for p in model.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    source = str(tmp_path / "s")
+    dcp.save({"net": model.state_dict(), "opt": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=source, no_dist=True)
+    mine = one_module()
+    options = ["--names", rules, "--spelling", "one", *(f"--skip={glob}" for glob in skip)]
+    found = json.loads(CliRunner().invoke(cli, ["import", "--json", *options, source, str(tmp_path / "v")]).stdout)
+    ckpt.load(found["url"], {"net": mine[0], "opt": mine[1]})
+    assert mine[1].param_groups[0]["lr"] == (9.0 if skip else 0.25)
+    assert found["left_out"] == (["opt.param_groups.0.lr", "opt.param_groups.lr"] if skip else [])
+    assert torch.equal(mine[1].state[mine[0].same]["exp_avg"], optimizer.state[model["other"]]["exp_avg"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
@@ -413,8 +448,9 @@ def test_only_takes_values_too(tmp_path: Path) -> None:
     assert len(ckpt.open(made.url).state()["opt"]["param_groups"]) == 2
     made = import_checkpoint(source, str(tmp_path / "w"), only=["net.q"])
     assert list(ckpt.open(made.url).state()) == ["net"]
-    with pytest.raises(NamesError, match="'epochs'"):
-        import_checkpoint(source, str(tmp_path / "x"), only=["net.*", "epochs"])
+    for wrong in ("epochs", "net", "opt"):
+        with pytest.raises(NamesError, match=f"'{wrong}'"):
+            import_checkpoint(source, str(tmp_path / "x"), only=["net.*", wrong])
 
 
 def test_skipped_names_need_no_rule_and_have_to_be_there(tmp_path: Path, rules: str) -> None:
