@@ -29,7 +29,7 @@ _BUILTIN = (
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
 CONVERTING = "convert.json"
-"""What lies in a directory while ``ckpt convert`` fills it."""
+"""What lies in a directory while ``ckpt convert`` or an export fills it."""
 
 _SHOWN = 8
 
@@ -68,7 +68,7 @@ def open_catalog(url: str) -> Catalog:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     if CONVERTING in names:
         told = f"a conversion into this directory did not finish: {CONVERTING} is there"
-        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on")
+        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
