@@ -92,7 +92,7 @@ def export(
 
     Collective: every rank of the job calls it; without torch.distributed, one process does. Each rank writes its own blocks at their
     final place, and no rank ever has the whole model. The state must not change before it returns. If it raises, nothing shows at ``url``,
-    and what stood there is untouched unless the message says otherwise.
+    and what stood there is untouched; but see ``overwrite``.
 
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
@@ -107,7 +107,7 @@ def export(
             Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
-            go; if the job dies in that moment, nothing can be opened there until it is exported again.
+            go; if the job dies or the storage fails in that moment, nothing can be opened there until it is exported again.
         memory: bytes of tensors that a rank has in windows at once.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
         threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ckpt.geometry import flat_to_boxes, row_major_strides, strided_blocks
+from ckpt.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, filled, within
 
@@ -97,21 +97,23 @@ class Planner:
 
     def moves(self, f: int, segment: Segment) -> Iterator[Move]:
         """Who has what of a segment of a file, in an order that is the same everywhere."""
-        for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
-            owners = self.catalog.owners[piece.source]
-            for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
-                yield Move(int(owners[copy.chunk]), within(piece, copy.box))
+        return (Move(rank, within(piece, box)) for rank, piece, box in self._held(f, segment))
 
     def _sizes(self, f: int, segments: Sequence[Segment]) -> dict[int, int]:
+        """Bytes of segments that each rank has."""
         found: dict[int, int] = {}
         for segment in segments:
             itemsize = self.files[f].items[segment.item].itemsize
-            for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
-                owners = self.catalog.owners[piece.source]
-                for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
-                    rank = int(owners[copy.chunk])
-                    found[rank] = found.get(rank, 0) + copy.box.numel * itemsize
+            for rank, _, box in self._held(f, segment):
+                found[rank] = found.get(rank, 0) + box.numel * itemsize
         return found
+
+    def _held(self, f: int, segment: Segment) -> Iterator[tuple[int, Piece, Box]]:
+        """Rank, piece, and the box of its stored tensor that the rank has."""
+        for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
+            owners = self.catalog.owners[piece.source]
+            for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
+                yield int(owners[copy.chunk]), piece, copy.box
 
     def direct_pieces(self, gathering: Gathering, rank: int) -> Iterator[tuple[int, int, Piece]]:
         """File, item and piece of all that ``rank`` writes by itself."""

@@ -66,7 +66,7 @@ def open_catalog(url: str) -> Catalog:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     if CONVERTING in names:
         told = f"a conversion into this directory did not finish: {CONVERTING} is there"
-        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on")
+        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):

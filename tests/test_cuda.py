@@ -79,6 +79,19 @@ def test_large_tensor_in_many_chunks(tmp_path: Path) -> None:
     assert report.bytes_read == report.bytes_needed == 160_000_000
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_exports(tmp_path: Path, dtype: str | None) -> None:
+    from safetensors.torch import load_file
+
+    from ckpt.converters.exporting import export
+
+    model = trained("cuda")[0]
+    export(str(tmp_path / "a.safetensors"), model, dtype=dtype)
+    wanted = {n: t.cpu() if dtype is None else t.to(torch.bfloat16).cpu() for n, t in model.state_dict().items()}
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
+
+
 def test_fsdp2_over_nccl(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
