@@ -151,6 +151,7 @@ class _Run:
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
+        self._new = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -172,7 +173,7 @@ class _Run:
             planned = self._plan("0" * 16)  # what cannot be planned leaves nothing behind
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
-            self.record = self._begun()
+            self.record, self._new = self._begun(), True
         self._check_previous(self.record)
         return self._plan(self.record.id)
 
@@ -259,6 +260,8 @@ class _Run:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
         record = self.record
         assert record is not None
+        if self._new:
+            return  # none was: what is there, a link that leads nowhere for example, is somebody's
         others = find(self.backend, self.name, self.digest) is None
         if record.mark(number) in record.marks():
             others = others or _size(self.backend, file.path) == file.size

@@ -83,6 +83,7 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
     def slow(self: _Run, planned: Any, missing: Any, **options: Any) -> int:
         if threading.current_thread().name != "second":
             return write(self, planned, missing, **options)
+        self._new = False  # as one that goes on with what was begun before
         looked.set()
         assert first_is_done.wait(30)
         with pytest.raises(ConflictError, match="another run"):
@@ -147,6 +148,14 @@ def test_what_only_looks_like_a_conversions_file_is_in_the_way(tmp_path: Path) -
     (tmp_path / "made" / "converted.safetensors").write_text("mine")
     with pytest.raises(ConflictError, match=r"converted\.safetensors"):
         convert(str(tmp_path / "s"), str(tmp_path / "made"), "hf")
+
+
+def test_a_link_that_leads_nowhere_is_not_replaced(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path / "s"), HELD)
+    os.symlink("nowhere", tmp_path / "made.pt")
+    with pytest.raises(ConflictError):
+        convert(str(tmp_path / "s"), str(tmp_path / "made.pt"), "torch")
+    assert os.readlink(tmp_path / "made.pt") == "nowhere"
 
 
 @pytest.mark.parametrize(("to", "name"), [("hf", "other.safetensors"), ("torch", "model.pt")])
