@@ -65,11 +65,6 @@ def _ranges(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[
     return [Range(item.path, item.offset, HEAD), Range(item.path, item.offset + item.length - TAIL, TAIL)]
 
 
-def box_start(archive: Archive, name: str, dtype: str, box: StoredBox) -> int:
-    """Where in its file the bytes of a stored box begin; errors are as for :func:`box_place`."""
-    return box_place(archive, name, dtype, box)[0]
-
-
 def box_place(archive: Archive, name: str, dtype: str, box: StoredBox) -> tuple[int, int | None]:
     """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it.
 
