@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.commit import CommitRecord, new_id
@@ -169,6 +169,7 @@ class _Run:
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
+        self._new = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -192,7 +193,7 @@ class _Run:
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
-            self.record = self._begun(Begun(id=id, digest=self.digest, files=files))
+            self.record, self._new = self._begun(Begun(id=id, digest=self.digest, files=files)), True
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
 
@@ -280,6 +281,8 @@ class _Run:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
         record = self.record
         assert record is not None
+        if self._new:
+            return  # none was: what is there, a link that leads nowhere for example, is somebody's
         others = find(self.backend, self.name, self.digest) is None
         if record.mark(number) in record.marks():
             others = others or _size(self.backend, file.path) == file.size
@@ -303,20 +306,31 @@ class _Run:
             return False
         if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
             return find(self.backend, self.name, self.digest) is None  # then another process has finished it
+        self._check_source(planned, self.record)
         planned.finish(self.backend)
         self.record.remove()
         return True
 
     def _whole(self, planned: Planned, record: Record) -> bool:
-        """Whether all files are durable, those of other processes too, and are of one state of the source."""
+        """Whether all files are durable, those of other processes too."""
         if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
             return False
         lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
         if lost and find(self.backend, self.name, self.digest) is not None:
             told = f"a file that was durable is gone: {planned.files[lost[0]].path}"
             raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
-        check_source(self.chosen, self.digest, *self._said)
         return not lost
+
+    def _check_source(self, planned: Planned, record: Record) -> None:
+        """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
+        try:
+            check_source(self.chosen, self.digest, *self._said)
+        except CorruptError:
+            if find(self.backend, self.name, self.digest) is not None:  # else another process has finished it before that
+                for file in planned.files:
+                    self.backend.delete(file.path)
+                record.remove()
+            raise
 
 
 def _size(backend: Backend, path: str) -> int | None:

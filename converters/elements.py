@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.native.codecs import decode
 from ckpt.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.coalesce import parts_of
@@ -42,11 +42,16 @@ class Elements:
 
         Raises:
             CorruptError, NotFoundError, StorageError, FormatError: it cannot be read.
+            UsageError: it would be made of tensors of several dtypes.
         """
-        size = self.catalog.tensors[view.pieces[0].source].dtype.itemsize if view.pieces else 1
-        out: Raw = np.zeros(box.shape, _RAW[size])
+        first = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
+        out: Raw = np.zeros(box.shape, _RAW[first.dtype.itemsize if first is not None else 1])
         for piece in view.overlapping(box):
-            found = self.of_tensor(self.catalog.tensors[piece.source], piece.part)
+            entry = self.catalog.tensors[piece.source]
+            if first is not None and entry.dtype != first.dtype:
+                told = f"{first.name} and {entry.name} would make one tensor, and have the dtypes {first.dtype.name} and {entry.dtype.name}"
+                raise UsageError(told, where=self.catalog.url, hint="convert with one dtype, and compare the result")
+            found = self.of_tensor(entry, piece.part)
             kept = [axis for axis in piece.axes if axis is not None]
             left = [axis for axis in range(found.ndim) if axis not in kept]
             out[slices_of(piece.box, box)] = found.transpose([*left, *kept]).reshape(piece.box.shape)

@@ -51,7 +51,7 @@ def check_source(chosen: Chosen, digest: str, *said: object) -> None:
     except NotFoundError:
         same = False
     if not same:
-        hint = "what is at the destination is a mixture: remove it, and convert again when nobody writes to the source"
+        hint = "convert again when nobody writes to the source"
         raise CorruptError("the files changed while they were converted", where=catalog.url, hint=hint)
 
 

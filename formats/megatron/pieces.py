@@ -91,7 +91,7 @@ class PieceTable:
         self._looks = Places(backend, {file.path: file.size for file in files})
         self._pieces: dict[str, list[Piece]] = {}
         self._copies: dict[str, list[Piece]] = {}
-        self._starts: dict[Item, int] = {}
+        self._places: dict[Item, tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[Piece], logical: tuple[int, ...] | None = None) -> None:
@@ -189,13 +189,23 @@ class PieceTable:
             return Extent(path, 0, 0, None)
         start = self._start(name, piece.source) + piece.start * size
         if piece.strides is None:
-            return Extent(path, start, math.prod(piece.shape) * size, None)
+            return Extent(path, start, math.prod(piece.shape) * size, None, crc32=self._crc32(piece, size))
         strides = [s * size for s in piece.strides]
         return Extent(path, start, reach(piece.shape, strides, size), None, strided(piece.shape, strides, size))
 
+    def _crc32(self, piece: Piece, size: int) -> int | None:
+        """What the archive says of the bytes of a piece, if these are a whole storage."""
+        source, length = piece.source, math.prod(piece.shape) * size
+        if isinstance(source, InItem):
+            whole = piece.start == 0 and length == math.prod(source.box.shape) * size
+            return self._places[source.box.item][1] if whole else None
+        if isinstance(source, InFile):
+            return None
+        return self.archives[source.archive].crc32(source.view.storage, (source.view.offset + piece.start) * size, length)
+
     def _start(self, name: str, source: Source) -> int:
         if isinstance(source, InItem):
-            return self._starts[source.box.item]
+            return self._places[source.box.item][0]
         if isinstance(source, InFile):
             return source.offset
         archive, view = self.archives[source.archive], source.view
@@ -208,9 +218,9 @@ class PieceTable:
         return archive.starts([view.storage])[0] + rows[0].start * view.itemsize
 
     def _look(self, sources: Sequence[InItem]) -> None:
-        new = {source.box.item: source for source in sources if source.box.item not in self._starts}
+        new = {source.box.item: source for source in sources if source.box.item not in self._places}
         found = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
-        self._starts |= {item: start for item, (start, _) in zip(new, found, strict=True)}
+        self._places |= zip(new, found, strict=True)
 
     def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
         by_archive: dict[int, list[InArchive]] = {}

@@ -122,7 +122,7 @@ class Sources(Backend):
             raise CorruptError(f"{source.path} has {size} bytes; when it was imported it had {source.size}", where=source.root, hint=_AGAIN)
         stamp = None if digested else stamp_of(backend, source.path)
         if not digested and source.stamp is not None and stamp != source.stamp:
-            told = f"{source.path} changed after it was imported: {stamp}, then {source.stamp}"
+            told = f"{source.path} changed after it was imported: now it has {stamp}, then {source.stamp}"
             raise CorruptError(told, where=source.root, hint=_AGAIN)
         self._checked.add((path, digested))
 

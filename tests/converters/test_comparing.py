@@ -28,6 +28,7 @@ from ckpt.converters.spelling import translated
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.geometry import Box
+from ckpt.plan.views import stack, whole
 from tests.formats.reading import FIXTURES
 
 
@@ -134,6 +135,14 @@ def test_a_difference_that_no_number_can_be(tmp_path: Path) -> None:
     left, right = ({"x": torch.tensor([v], dtype=torch.float64)} for v in (1.7e308, -1.7e308))
     report = compare(saved(tmp_path / "l", left), saved(tmp_path / "r", right), tolerances=[Tolerance(glob="*", relative=1.5)])
     assert [d.elements for d in report.differences] == [1]
+
+
+def test_a_view_of_several_dtypes_is_not_compared(tmp_path: Path) -> None:
+    """The lower half of the bits of 1.0 is that of 0.0."""
+    left = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.ones(3)}
+    one, two = saved(tmp_path / "l", left), saved(tmp_path / "r", {"m": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    with pytest.raises(UsageError, match="bfloat16 and float32"):
+        compare(one, two, views=lambda shapes: {"m": stack([whole(n, s) for n, s in shapes.items()], 0)}, values=False)
 
 
 def test_stored_parts_with_a_hole_are_equal_to_nothing(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
     def slow(self: _Run, planned: Any, missing: Any, **options: Any) -> int:
         if threading.current_thread().name != "second":
             return write(self, planned, missing, **options)
+        self._new = False  # as one that goes on with what was begun before
         looked.set()
         assert first_is_done.wait(30)
         with pytest.raises(ConflictError, match="another run"):
@@ -149,6 +150,14 @@ def test_what_only_looks_like_a_conversions_file_is_in_the_way(tmp_path: Path) -
         convert(str(tmp_path / "s"), str(tmp_path / "made"), "hf")
 
 
+def test_a_link_that_leads_nowhere_is_not_replaced(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path / "s"), HELD)
+    os.symlink("nowhere", tmp_path / "made.pt")
+    with pytest.raises(ConflictError):
+        convert(str(tmp_path / "s"), str(tmp_path / "made.pt"), "torch")
+    assert os.readlink(tmp_path / "made.pt") == "nowhere"
+
+
 @pytest.mark.parametrize(("to", "name"), [("hf", "other.safetensors"), ("torch", "model.pt")])
 def test_a_file_among_those_of_the_source(tmp_path: Path, to: str, name: str) -> None:
     """It would make the source one with a tensor in two files, or of an unknown format."""
@@ -183,11 +192,13 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, to: str, mo
     with pytest.raises(CorruptError, match="changed"):
         convert(source, url, to)
     monkeypatch.undo()
-    if to != "torch":
-        with pytest.raises(ckpt.CkptError):
-            ckpt.open(url)
-    with pytest.raises(ckpt.CkptError):  # and is not gone on with
-        convert(source, url, to)
+    with pytest.raises(ckpt.CkptError):
+        ckpt.open(url)
+    if virtual:
+        with pytest.raises(CorruptError, match="changed after it was imported"):
+            convert(source, url, to)
+    else:  # nothing is left that could be gone on with
+        assert convert(source, url, to).finished and not same(url)
 
 
 # ------------------------------------------------------------------------------------------------------------- damage
