@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.adapters.tensors import torch_dtype
+from ckpt.adapters.memory import as_bytes
+from ckpt.adapters.tensors import dtype_of, torch_dtype
 from ckpt.dtypes import DType
 
 ALIGNED = 64
@@ -57,12 +58,15 @@ class Archive:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        self._add("data.pkl", pickled(value))
+        data, inlined = pickled(value, len(stands))
+        self._add("data.pkl", data)
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:
             self._add(f"data/{stand.key}", None, stand.nbytes)
             self.starts.append(base + self._records[-1].data)
+        for key, content in enumerate(inlined, len(stands)):
+            self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
         self.size = self._directory + len(self._tail([0] * len(stands)))
@@ -120,28 +124,37 @@ def _central(record: _Record, crc: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- pickle
 
 
-def pickled(value: Any) -> bytes:
-    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too."""
+def pickled(value: Any, first: int) -> tuple[bytes, list[bytes]]:
+    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of the tensors that
+    are in the object itself, such as the step of an optimizer: those of the storages ``first``, ``first + 1``, …"""
     held = io.BytesIO()
-    _Pickler(held).dump(value)
-    return held.getvalue()
+    pickler = _Pickler(held, first)
+    pickler.dump(value)
+    return held.getvalue(), pickler.inlined
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, first: int) -> None:
         super().__init__(file, protocol=2)  # the protocol of torch.save
+        self.inlined: list[bytes] = []
+        self._first = first
         self._storages: dict[int, tuple[Any, Stand]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """A stand is pickled as torch pickles a tensor of its dtype."""
-        if not isinstance(obj, Stand):
-            return NotImplemented
-        rebuild, arguments = torch.empty(0, dtype=torch_dtype(obj.dtype)).__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        """A stand is pickled as torch pickles a tensor of its dtype; so is a tensor, whose bytes are kept."""
+        if isinstance(obj, torch.Tensor):
+            stand = Stand(self._first + len(self.inlined), dtype_of(obj, "a value"), tuple(obj.shape))
+            self.inlined.append(bytes(as_bytes(obj.detach())))
+            return self._reduced(stand)
+        return self._reduced(obj) if isinstance(obj, Stand) else NotImplemented
+
+    def _reduced(self, stand: Stand) -> Any:
+        rebuild, arguments = torch.empty(0, dtype=torch_dtype(stand.dtype)).__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
-        self._storages[id(storage)] = storage, obj
-        strides = torch.empty(obj.shape, device="meta").stride()
+        self._storages[id(storage)] = storage, stand
+        strides = torch.empty(stand.shape, device="meta").stride()
         rest = [OrderedDict() if isinstance(r, OrderedDict) else r for r in rest]
-        return rebuild, (storage, 0, obj.shape, strides, *rest)
+        return rebuild, (storage, 0, stand.shape, strides, *rest)
 
     def persistent_id(self, obj: Any) -> Any:
         found = self._storages.get(id(obj))

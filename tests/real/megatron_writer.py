@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 tests/real/megatron_writer.py --tp 2 --pp 2 --vpp 2 --out DIR
 
 writes ``DIR/legacy``, ``DIR/dp_reshardable``, ``DIR/fully_reshardable``, ``DIR/dp_zero_gather_scatter``, as the version at hand can, with
-the state of three steps on random gradients. Sizes are such that few parameters are multiples of what buffers are aligned to.
+the state of three steps on random gradients, and ``DIR/memory/rank_*.pt``: what each rank holds, as the objects of Megatron-Core say. Sizes
+are such that few parameters are multiples of what buffers are aligned to.
 Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0.16.
 """
 
@@ -12,6 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +57,7 @@ def _on_cpu(make: Any) -> Any:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("experts", 0), ("bucket", 2000)):
+    for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("experts", 0), ("bucket", 2000), ("hidden", SIZES["hidden"])):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vpp", type=int)
@@ -61,7 +65,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--singleton", action="store_true")
     parser.add_argument("--types", nargs="*", default=TYPES)
-    return parser.parse_args()
+    found = parser.parse_args()
+    SIZES["hidden"] = found.hidden
+    return found
 
 
 def config_of(a: argparse.Namespace) -> Any:
@@ -150,8 +156,35 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     return models
 
 
+def placed(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters by the names that they have in the whole model: the modules themselves know the numbers of their layers and experts."""
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    for name, p in model.named_parameters():
+        if m := re.match(r"decoder\.layers\.(\d+)\.", name):
+            mlp = model.decoder.layers[int(m[1])].mlp
+            name = f"decoder.layers.{layers[int(m[1])]}.{name[m.end() :]}"
+            if e := re.search(r"local_experts\.(\d+)", name):
+                name = name.replace(e[0], f"local_experts.{mlp.local_expert_indices[int(e[1])]}")
+        yield name, p
+
+
+def gradient(name: str, p: torch.nn.Parameter, step: int) -> torch.Tensor:
+    """Random, and different for every parameter and tensor-parallel part; equal on all ranks that have the same part, copies on other
+    stages included."""
+    name = "embedding.word_embeddings.weight" if getattr(p, "shared_embedding", False) else name
+    part = tensor_rank(name) if getattr(p, "tensor_model_parallel", False) else 0
+    seed = zlib.crc32(f"{name}/{part}/{step}".encode())
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensor_rank(name: str) -> int:
+    from megatron.core import parallel_state as ps
+
+    return ps.get_expert_tensor_parallel_rank() if ".local_experts." in name else ps.get_tensor_model_parallel_rank()
+
+
 def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
-    """An optimizer after some steps; gradients are random, and those of shared embeddings are equal on the stages that have them."""
+    """An optimizer after some steps."""
     import megatron.core.optimizer.optimizer as module
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -165,13 +198,10 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
         optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0
     )
     optimizer = get_megatron_optimizer(options, wrapped)
+    named = [found for w in wrapped for found in placed(w.module)]
     for step in range(STEPS):
-        for w in wrapped:
-            for buffer in w.buffers + w.expert_parallel_buffers:
-                buffer.grad_data.copy_(torch.randn(buffer.numel, generator=torch.Generator().manual_seed(100 + step)))
-            for name, p in w.module.named_parameters():
-                if getattr(p, "shared_embedding", False) or "layernorm" in name or "router" in name:
-                    p.main_grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(200 + step)))
+        for name, p in named:
+            p.main_grad.copy_(gradient(name, p, step))
         optimizer.step()
     return optimizer
 
@@ -224,6 +254,25 @@ def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> Non
         (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
 
 
+def save_memory(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
+    """For each parameter of this rank its weight, how tensor parallelism cuts it, and the ranges of its flattened states that are here."""
+    held: dict[str, dict[str, Any]] = {}
+    for name, p in (found for m in models for found in placed(m)):
+        axis = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
+        held[name] = {"weight": p.detach().clone(), "axis": axis, "part": tensor_rank(name), "states": []}
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if p in one.model_param_group_index_map:
+                at = one._get_model_param_range_map(p)["param"]
+                group, order = one.model_param_group_index_map[p]
+                master = one.optimizer.param_groups[group]["params"][order]
+                states = {k: t for k, t in one.optimizer.state[master].items() if k.startswith("exp_avg")}
+                flat = {k: t.detach().flatten().clone() for k, t in {"master": master, **states}.items()}
+                held[name]["states"].append((at.start, at.end, flat))
+    folder = Path(a.out, "memory")
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(held, folder / f"rank_{dist.get_rank()}.pt")
+
+
 def main() -> None:
     a = parsed()
     without_gpus()
@@ -244,6 +293,7 @@ def main() -> None:
     optimizer = trained(a, config, models)
     save_torch_dist(a, models, optimizer)
     save_legacy(a, models, optimizer)
+    save_memory(a, models, optimizer)
     dist.barrier()
     dist.destroy_process_group()
 
