@@ -117,3 +117,7 @@ CASES = [
     ),
 ]
 """All that the fixtures hold but for those that a defect of Megatron-Core made wrong, which tests/formats/test_megatron.py repairs."""
+
+OTHER_FORMS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
+ONE_OF_EACH = [case for case in CASES if not case.path.endswith(OTHER_FORMS) or "common_state" in case.path]
+"""One form of each job: what is done with a checkpoint once its tensors are found does not depend on the form."""

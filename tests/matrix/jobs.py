@@ -92,7 +92,7 @@ def into_fsdp(url: str, shapes: Shapes, rename: Mapping[str, str], options: dict
 def into_mesh(
     url: str, shapes: Shapes, rename: Mapping[str, str], sizes: tuple[int, ...], cuts: Mapping[str, int], options: dict[str, Any]
 ) -> tuple[Full, set[float]]:
-    """Tensor parallelism over the last dimension of a mesh, as ``cuts`` says (end of a name → axis), FSDP2 over the first if there are two."""
+    """Tensor parallelism over the last dimension of a mesh, as ``cuts`` says (end of a name → axis), FSDP2 over the first of two."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
     model = module_of(shapes)
     for name, param in list(model.named_parameters()):
