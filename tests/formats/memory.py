@@ -12,24 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.formats.megatron_files import STATE, Arrays, bits, dense_norms
+from tests.formats.megatron_files import STATE, Arrays, bits
 
+Cut = tuple[int | None, bool]
+"""The axis that a parameter is cut along, and whether its rows are those of a gate and of an up projection."""
 Parts = dict[str, dict[int, dict[str, Any]]]
 """By parameter and part: ``weight`` and every key of the optimizer, as masked bits."""
 
 
-def held_by_ranks(folder: Path) -> tuple[Parts, dict[str, int | None]]:
-    """All that the ranks had, and the axis that each parameter is cut along. What several ranks had must be equal."""
+def held_by_ranks(folder: Path) -> tuple[Parts, dict[str, Cut]]:
+    """All that the ranks had, and how each parameter is cut. What several ranks had must be equal."""
     parts: Parts = {}
-    axes: dict[str, int | None] = {}
+    cuts: dict[str, Cut] = {}
     for path in sorted(folder.glob("rank_*.pt")):
         for name, held in torch.load(path).items():
-            axes[name] = held["axis"]
+            cuts[name] = held["axis"], held.get("gated", "linear_fc1" in name)
             into = parts.setdefault(name, {}).setdefault(held["part"] if held["axis"] is not None else 0, {})
             for key, array in _of_rank(held).items():
                 _fill(into, key, array, name)
     assert parts
-    return parts, axes
+    return parts, cuts
 
 
 def _of_rank(held: dict[str, Any]) -> dict[str, np.ma.MaskedArray]:
@@ -50,7 +52,7 @@ def _fill(into: dict[str, Any], key: str, array: np.ma.MaskedArray, name: str) -
     known[new] = array[new]
 
 
-def joined(parts: list[Any], axis: int | None, *, gated: bool = False) -> np.ndarray:
+def joined(parts: list[Any], axis: int | None, gated: bool = False) -> np.ndarray:
     """Tensor-parallel parts in order. Of a gated layer every part has its rows of the gate, then its rows of the up projection."""
     assert not any(np.ma.getmaskarray(part).any() for part in parts), "nobody has some elements"
     arrays = [np.asarray(part) for part in parts]
@@ -64,17 +66,19 @@ def joined(parts: list[Any], axis: int | None, *, gated: bool = False) -> np.nda
 
 def megatron_memory(folder: Path, *, tied: bool = False) -> Arrays:
     """Every tensor of a Megatron-Core job as bits, by the names of docs/foreign.md."""
-    parts, axes = held_by_ranks(folder)
+    parts, cuts = held_by_ranks(folder)
     if tied:
         copy, real = parts.pop("output_layer.weight"), parts["embedding.word_embeddings.weight"]
         assert all(np.array_equal(copy[part]["weight"], real[part]["weight"]) for part in real)
     found: Arrays = {}
     for name, by_part in parts.items():
         named = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+        if name.replace("pre_mlp_layernorm", "mlp.router") not in parts:  # a layer without experts
+            named = named.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
         for key in by_part[0]:
-            whole = joined([by_part[part][key] for part in sorted(by_part)], axes[name], gated="linear_fc1" in name)
+            whole = joined([by_part[part][key] for part in sorted(by_part)], *cuts[name])
             found[f"model.{named}" if key == "weight" else f"{STATE}{named}.{key}"] = whole
-    return found if any("router" in name for name in parts) else dense_norms(found)
+    return found
 
 
 def deepspeed_memory(folder: Path) -> Arrays:

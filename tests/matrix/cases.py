@@ -46,7 +46,16 @@ SIZES: dict[str, dict[str, int]] = {
     "pp2tied": {"pp": 2, "dp": 2, "bucket": 100_000, "tied": True},
     "tp2pp2vpp2ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2},
 }
-PARAMETERS = {"dp2": 27, "tp2pp2vpp2": 27, "tp2ep2": 55, "model_space_tp2": 27, "moe_singleton": 55, "pp2tied": 26, "tp2pp2vpp2ep2": 55}
+PARAMETERS = {
+    "dp2": 27,
+    "tp2pp2vpp2": 27,
+    "tp2ep2": 55,
+    "model_space_tp2": 27,
+    "moe_singleton": 55,
+    "pp2tied": 26,
+    "tp2pp2vpp2ep2": 55,
+    "pp2vpp2ep2": 48,
+}
 
 
 def megatron(layout: str, form: str, replicas: int = 0) -> Case:
@@ -107,6 +116,7 @@ CASES = [
     megatron("pp2tied", "fully_reshardable"),
     megatron("tp2pp2vpp2ep2", "legacy", replicas=60),
     megatron("tp2pp2vpp2ep2", "dp_reshardable", replicas=30),
+    megatron("pp2vpp2ep2", "dp_reshardable"),
     Case(
         path="megatron/common_state/dp_reshardable",
         format="Megatron torch_dist",

@@ -11,20 +11,25 @@ Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import os
-import re
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron_memory import gradient, placed, save_memory  # beside this script
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 4, "groups": 2, "ffn": 20, "expert": 12, "vocabulary": 42, "padded": 48}
 STEPS = 3
+CONFIG_OF = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+"""Arguments that the configuration calls otherwise."""
 TYPES = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "fully_sharded_model_space")
 
 
@@ -57,23 +62,32 @@ def _on_cpu(make: Any) -> Any:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("experts", 0), ("bucket", 2000), ("hidden", SIZES["hidden"])):
+    for name, default in (
+        ("tp", 1),
+        ("pp", 1),
+        ("ep", 1),
+        ("experts", 0),
+        ("bucket", 2000),
+        ("hidden", SIZES["hidden"]),
+        ("layers", SIZES["layers"]),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vpp", type=int)
     parser.add_argument("--out", required=True)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--singleton", action="store_true")
+    parser.add_argument("--config", type=json.loads, default={}, help="further arguments of the model, as JSON")
     parser.add_argument("--types", nargs="*", default=TYPES)
     found = parser.parse_args()
-    SIZES["hidden"] = found.hidden
+    SIZES.update(hidden=found.hidden, layers=found.layers)
     return found
 
 
 def config_of(a: argparse.Namespace) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=SIZES["layers"],
         hidden_size=SIZES["hidden"],
         num_attention_heads=SIZES["heads"],
@@ -100,11 +114,13 @@ def config_of(a: argparse.Namespace) -> Any:
         expert_model_parallel_size=a.ep,
         expert_tensor_parallel_size=a.etp,
     )
+    more = {CONFIG_OF.get(n, n): v for n, v in a.config.items() if n != "position_embedding_type"}
+    return dataclasses.replace(config, **more)
 
 
 def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
     """What Megatron-LM's training script would have kept as ``args``."""
-    return argparse.Namespace(
+    told = argparse.Namespace(
         tensor_model_parallel_size=a.tp,
         pipeline_model_parallel_size=a.pp,
         virtual_pipeline_model_parallel_size=a.vpp,
@@ -126,21 +142,26 @@ def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
         overlap_grad_reduce=True,
         ddp_bucket_size=a.bucket,
     )
+    return argparse.Namespace(**vars(told) | a.config | {"swiglu": a.config.get("gated_linear_unit", True)})
 
 
 def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     from megatron.core import parallel_state as ps
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(1234)
-    spec = get_gpt_layer_local_spec(num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     models = []
     for chunk in range(a.vpp or 1):
         stage: dict[str, Any] = {}
         if a.vpp:
             ps.set_virtual_pipeline_model_parallel_rank(chunk)
             stage = {"ignore_virtual": False, "vp_stage": chunk}
+        if "moe_layer_freq" in a.config:  # layers without experts among the others
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage.get("vp_stage"))
         model = GPTModel(
             config,
             spec,
@@ -149,38 +170,11 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
             pre_process=ps.is_pipeline_first_stage(**stage),
             post_process=ps.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=a.tied,
-            position_embedding_type="rope",
+            position_embedding_type=a.config.get("position_embedding_type", "rope"),
             **({"vp_stage": chunk} if a.vpp else {}),
         )
         models.append(model.bfloat16())
     return models
-
-
-def placed(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by the names that they have in the whole model: the modules themselves know the numbers of their layers and experts."""
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    for name, p in model.named_parameters():
-        if m := re.match(r"decoder\.layers\.(\d+)\.", name):
-            mlp = model.decoder.layers[int(m[1])].mlp
-            name = f"decoder.layers.{layers[int(m[1])]}.{name[m.end() :]}"
-            if e := re.search(r"local_experts\.(\d+)", name):
-                name = name.replace(e[0], f"local_experts.{mlp.local_expert_indices[int(e[1])]}")
-        yield name, p
-
-
-def gradient(name: str, p: torch.nn.Parameter, step: int) -> torch.Tensor:
-    """Random, and different for every parameter and tensor-parallel part; equal on all ranks that have the same part, copies on other
-    stages included."""
-    name = "embedding.word_embeddings.weight" if getattr(p, "shared_embedding", False) else name
-    part = tensor_rank(name) if getattr(p, "tensor_model_parallel", False) else 0
-    seed = zlib.crc32(f"{name}/{part}/{step}".encode())
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tensor_rank(name: str) -> int:
-    from megatron.core import parallel_state as ps
-
-    return ps.get_expert_tensor_parallel_rank() if ".local_experts." in name else ps.get_tensor_model_parallel_rank()
 
 
 def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
@@ -254,25 +248,6 @@ def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> Non
         (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
 
 
-def save_memory(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
-    """For each parameter of this rank its weight, how tensor parallelism cuts it, and the ranges of its flattened states that are here."""
-    held: dict[str, dict[str, Any]] = {}
-    for name, p in (found for m in models for found in placed(m)):
-        axis = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
-        held[name] = {"weight": p.detach().clone(), "axis": axis, "part": tensor_rank(name), "states": []}
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if p in one.model_param_group_index_map:
-                at = one._get_model_param_range_map(p)["param"]
-                group, order = one.model_param_group_index_map[p]
-                master = one.optimizer.param_groups[group]["params"][order]
-                states = {k: t for k, t in one.optimizer.state[master].items() if k.startswith("exp_avg")}
-                flat = {k: t.detach().flatten().clone() for k, t in {"master": master, **states}.items()}
-                held[name]["states"].append((at.start, at.end, flat))
-    folder = Path(a.out, "memory")
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(held, folder / f"rank_{dist.get_rank()}.pt")
-
-
 def main() -> None:
     a = parsed()
     without_gpus()
@@ -293,7 +268,7 @@ def main() -> None:
     optimizer = trained(a, config, models)
     save_torch_dist(a, models, optimizer)
     save_legacy(a, models, optimizer)
-    save_memory(a, models, optimizer)
+    save_memory(Path(a.out, "memory"), models, optimizer, gated=a.config.get("gated_linear_unit", True))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -44,6 +44,15 @@ def written(folder: Path, ranks: int, *options: str) -> Path:
         (4, "--tp 2 --ep 2 --etp 1 --experts 4 --types dp_reshardable"),
         (4, "--tp 4 --types dp_reshardable"),
         (3, "--bucket 700 --types dp_reshardable dp_zero_gather_scatter"),
+        (2, '--pp 2 --config {"decoder_first_pipeline_num_layers":1} --types dp_reshardable'),
+        (2, '--pp 2 --vpp 2 --layers 6 --config {"decoder_first_pipeline_num_layers":2} --types dp_reshardable'),
+        (2, '--pp 2 --layers 3 --config {"account_for_embedding_in_pipeline_split":true} --types dp_reshardable'),
+        (2, '--pp 2 --vpp 2 --layers 5 --config {"pipeline_model_parallel_layout":"Et|t|tt|tL"} --types dp_reshardable'),
+        (4, '--tp 2 --pp 2 --config {"add_bias_linear":true,"add_qkv_bias":true,"qk_layernorm":true} --types dp_reshardable'),
+        (2, '--tp 2 --config {"gated_linear_unit":false,"position_embedding_type":"learned_absolute"} --types dp_reshardable'),
+        (4, '--tp 2 --ep 2 --experts 4 --config {"moe_shared_expert_intermediate_size":8} --types dp_reshardable'),
+        (4, '--tp 2 --ep 2 --experts 4 --config {"moe_layer_freq":[0,1,0,1]} --types dp_reshardable'),
+        (4, '--pp 2 --vpp 2 --ep 2 --experts 4 --config {"moe_layer_freq":[0,1,1,1]} --types dp_reshardable'),
     ],
 )
 def test_forms_of_one_state(tmp_path, ranks, options):
