@@ -56,7 +56,8 @@ class OptimizerBinder:
         prefix, groups_path = state_path(path), join(path, "param_groups")
         states = self.binder.nodes.child(node, "state", prefix)
         groups = self.binder.nodes.child(node, "param_groups", groups_path)
-        options = self.stored_options(groups, prefix)
+        stored = state_path(self.binder.nodes.origin(groups_path).rpartition(".")[0])
+        options = self.stored_options(groups, prefix, stored)
         if options:
             self.found.values.append(groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
@@ -78,10 +79,11 @@ class OptimizerBinder:
         keys = {key for state in self.states_below(prefix).values() for key in state} | set(optimizer.state.get(param, {}))
         return any(self.selection.wants(f"{said}.{key}") for key in keys)
 
-    def stored_options(self, groups: Node, prefix: str) -> dict[str, Node]:
+    def stored_options(self, groups: Node, prefix: str, stored: str) -> dict[str, Node]:
+        """Options by parameter; groups that name parameters within the module do so below ``stored``, the state's path there."""
         if isinstance(groups, list):
             named = [(name, plain) for plain, names in map(_plain_group, groups) for name in names]
-            return {self.selection.renamed(f"{prefix}.{name}").removeprefix(f"{prefix}."): plain for name, plain in named}
+            return {self.selection.renamed(f"{stored}.{name}").removeprefix(f"{prefix}."): plain for name, plain in named}
         if not isinstance(groups, dict):
             return {}
         return {self.selection.renamed(name): group["options"] for group in groups.get("$param_groups", []) for name in group["params"]}

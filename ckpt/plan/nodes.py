@@ -27,10 +27,12 @@ class Nodes:
     def __init__(self, root: Node, selection: Selection) -> None:
         self._selection = selection
         self._moved: dict[str, Node] = {}
+        self._origins: dict[str, str] = {}
         for path, node in _all(root, "") if selection.rename else ():
             moved = renamed_path(selection, path)
             if moved != path:
                 self._moved[moved] = node
+                self._origins[moved] = path
 
     def child(self, node: Node | Missing, key: object, path: str) -> Node | Missing:
         """The node that the state has at ``path``, where ``key`` leads to from the node of its container; or ``MISSING``."""
@@ -39,6 +41,10 @@ class Nodes:
         if self._selection.rename and renamed_path(self._selection, path) != path:
             return MISSING  # what the checkpoint has there goes elsewhere
         return find(node, [key])
+
+    def origin(self, path: str) -> str:
+        """Where the checkpoint has what the state has at ``path``."""
+        return self._origins.get(path, path)
 
 
 def _all(node: Node, path: str) -> Iterator[tuple[str, Node]]:

@@ -66,6 +66,7 @@ class Spread:
             expert = None if match is None else expert_of(match[3])
             if expert is not None:
                 self._expert_numbers[name] = expert.number
+        self._chunks = 1  # on each stage, as the groups of dense parameters tell, which come first
         self.experts = 1 + max(self._expert_numbers.values(), default=-1)
         if self.experts % self.expert_parallel:
             self.refuse(f"{self.experts} experts on {self.expert_parallel} ranks")
@@ -84,14 +85,20 @@ class Spread:
         experts = self.apart and group.chain > 0
         ranks = self.expert_tensor_parallel * self.expert_parallel if experts else self.tensor_parallel
         stage = group.rank // ranks
-        kinds = len({b.dtype for b in own.values()})
-        chunks, rest = divmod(len(own), kinds or 1)
-        if rest or stage >= self.stages or sorted(own) != list(range(len(own))):
-            self.refuse(f"{len(own)} buffers of {kinds} dtypes on stage {stage} of {self.stages}")
+        owner = group.rank // self.expert_tensor_parallel % self.expert_parallel if experts else None
+        kinds = len({b.dtype for b in own.values()}) or 1
+        chunks = self._chunks if experts else len(own) // kinds
+        if stage >= self.stages or sorted(own) != list(range(len(own))):
+            self.refuse(f"{len(own)} buffers on stage {stage} of {self.stages}")
+        named = [self._names_on(stage, chunk, chunks, owner) for chunk in range(chunks)]
+        if experts:  # a chunk without experts has no buffer of them
+            named = [names for names in named if names]
+        else:
+            self._chunks = chunks
+        if len(named) * kinds != len(own):
+            self.refuse(f"{len(own)} buffers of {kinds} dtypes on stage {stage} of {self.stages}, for {len(named)} parts of the model")
         for number, buffer in sorted(own.items()):
-            owner = group.rank // self.expert_tensor_parallel % self.expert_parallel if experts else None
-            names = self._names_on(stage, number // kinds, chunks, owner)
-            yield [n for n in names if self._weight(n).dtype.name == buffer.dtype], buffer
+            yield [n for n in named[number // kinds] if self._weight(n).dtype.name == buffer.dtype], buffer
 
     def _weight(self, name: str) -> Any:
         return self.entries[EMBEDDING if name == OUTPUT and self.tied else name]

@@ -180,6 +180,22 @@ def test_a_training_state_keeps_everything(tmp_path: Path) -> None:
     assert torch.equal(loaded["rng"][0], state["rng"].value) and loaded["t"] == (1, 2.5, "x")
 
 
+def test_tensors_among_values(tmp_path: Path) -> None:
+    """Options of an optimizer that are tensors: ``torch.load`` takes the file with ``weights_only``, and so does our own reader."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": [p], "lr": torch.tensor([0.25, 0.5][i])} for i, p in enumerate(model.parameters())])
+    ckpt.save(str(tmp_path / "s"), {"model": model, "optimizer": optimizer})
+    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch", verify=True)
+    for mmap in (False, True):
+        groups = torch.load(tmp_path / "t.pt", weights_only=True, mmap=mmap)["optimizer"]["param_groups"]
+        assert [raw(g["lr"]) for g in groups] == [raw(torch.tensor(0.25)), raw(torch.tensor(0.5))]
+    assert zipfile.ZipFile(tmp_path / "t.pt").testzip() is None
+    same(
+        {n: t.read() for n, t in ckpt.open(str(tmp_path / "t.pt")).items() if n.startswith("model.")},
+        dict(model.state_dict(prefix="model.")),
+    )
+
+
 def test_weights_alone_cast_and_filtered(tmp_path: Path) -> None:
     state, url = trained(), str(tmp_path / "source")
     ckpt.save(url, state)

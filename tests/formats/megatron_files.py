@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,17 +64,26 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy().view(f"u{tensor.element_size()}")
 
 
-def whole_model(folder: Path, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, layers: int = 4) -> Arrays:
-    """The weights in the files of one iteration, put together by the rules of Megatron-LM's documentation."""
+def whole_model(folder: Path, *, vpp: int = 1, **sizes: int) -> Arrays:
+    """The weights in the files of one iteration, put together by the rules of Megatron-LM's documentation; ``sizes``: tp, pp, ep"""
+    chunks = {}
+    for path in folder.glob("*/model_optim_rng.pt"):
+        state = load(path)
+        chunks[path.parent] = [state["model" if vpp == 1 else f"model{chunk}"] for chunk in range(vpp)]
+    return joined_parts(chunks, vpp=vpp, **sizes)
+
+
+def joined_parts(
+    chunks: Mapping[Path, Sequence[Mapping[str, Any]]], *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, layers: int = 4
+) -> Arrays:
+    """Whole tensors of what the ranks have of each chunk of the model; the names of their directories say which ranks."""
     found: dict[str, dict[int, np.ndarray]] = {}
-    for path in sorted(folder.glob("*/model_optim_rng.pt")):
-        ranks = [int(n) for n in path.parent.name.removeprefix("mp_rank_").split("_")]
+    for path in sorted(chunks):
+        ranks = [int(n) for n in path.name.removeprefix("mp_rank_").split("_")]
         stage = ranks[1] if pp > 1 else 0
         owner = ranks[-1] if ep > 1 else 0
-        state = load(path)
-        for chunk in range(vpp):
+        for chunk, model in enumerate(chunks[path]):
             first = chunk * (layers // vpp) + stage * (layers // (pp * vpp))
-            model = state["model" if vpp == 1 else f"model{chunk}"]
             experts = len({m[1] for n in model if (m := re.search(r"local_experts\.(\d+)", n))})
             for name, tensor in model.items():
                 if isinstance(tensor, torch.Tensor):

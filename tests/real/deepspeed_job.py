@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 
 VOCABULARY, WIDTH = 33, 16
 
@@ -152,6 +153,32 @@ def merged(tag: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def save_memory(engine: Any, path: str) -> None:
+    """For each parameter that this rank trains its weight, and the ranges of its flattened master and moments that are here, as DeepSpeed
+    links them. Experts get their numbers in the whole model."""
+    held: dict[str, dict[str, Any]] = {}
+    of_zero = engine.optimizer
+    partitions = getattr(of_zero, "single_partition_of_fp32_groups", None) or of_zero.fp32_groups_flat_partition
+    experts = {n: m for n, m in engine.module.named_modules() if hasattr(m, "num_local_experts")}
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            continue
+        for prefix, layer in experts.items():
+            if m := re.match(rf"{re.escape(prefix)}\.(.*deepspeed_experts\.)(\d+)\.", name):
+                number = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts + int(m[2])
+                name = f"{prefix}.{m[1]}{number}.{name[m.end() :]}"
+                break
+        held[name] = {"weight": param.detach().clone(), "axis": None, "part": 0, "states": []}
+        if (here := param._hp_mapping) is not None:
+            flat = partitions[here.param_group_index]  # linked are the moments of the first group alone
+            keys = {k: t for k, t in of_zero.optimizer.state[flat].items() if torch.is_tensor(t) and t.shape == flat.shape}
+            at, of = here.lp_fragment_address, here.hp_fragment_address
+            parts = {key: t.detach().narrow(0, of.start, of.numel).clone() for key, t in {"master": flat, **keys}.items()}
+            held[name]["states"].append((at.start, at.start + at.numel, parts))
+    os.makedirs(path, exist_ok=True)
+    torch.save(held, os.path.join(path, f"rank_{torch.distributed.get_rank()}.pt"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -182,6 +209,8 @@ def main() -> None:
             engine.step()
     engine.save_checkpoint(a.out, tag=f"global_step{engine.global_steps}", client_state={"mine": {"rank": torch.distributed.get_rank()}})
     torch.distributed.barrier()
+    if a.stage in (1, 2) and not json.loads(a.zero).get("round_robin_gradients"):
+        save_memory(engine, os.path.join(a.out, "memory"))
     if not a.pipeline and not a.experts and a.stage:
         whole = gathered(engine, ("exp_avg", "exp_avg_sq") if a.stage == 3 else ())
         if torch.distributed.get_rank() == 0:

@@ -3,14 +3,16 @@
     torchrun --nproc-per-node 4 tests/real/megatron_writer.py --tp 2 --pp 2 --vpp 2 --out DIR
 
 writes ``DIR/legacy``, ``DIR/dp_reshardable``, ``DIR/fully_reshardable``, ``DIR/dp_zero_gather_scatter``, as the version at hand can, with
-the state of three steps on random gradients; and in ``DIR/buffers`` where the optimizer's buffers have which parameter.
-Sizes are such that few parameters are multiples of what buffers are aligned to.
+the state of three steps on random gradients; in ``DIR/memory/rank_*.pt`` what each rank holds, as the objects of Megatron-Core say; and in
+``DIR/buffers`` where the optimizer's buffers have which parameter. Sizes are such that few parameters are multiples of what buffers are
+aligned to.
 Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0.16.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -20,9 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron_memory import gradient, placed, save_memory  # beside this script
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 4, "groups": 2, "ffn": 20, "expert": 12, "vocabulary": 42, "padded": 48}
 STEPS = 3
+CONFIG_OF = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+"""Arguments that the configuration calls otherwise."""
 TYPES = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "fully_sharded_model_space")
 
 
@@ -55,7 +63,15 @@ def _on_cpu(make: Any) -> Any:
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("experts", 0), ("bucket", 2000)):
+    for name, default in (
+        ("tp", 1),
+        ("pp", 1),
+        ("ep", 1),
+        ("experts", 0),
+        ("bucket", 2000),
+        ("hidden", SIZES["hidden"]),
+        ("layers", SIZES["layers"]),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vpp", type=int)
@@ -63,6 +79,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--singleton", action="store_true")
     parser.add_argument("--dense", type=int, default=0, help="first layers without experts")
+    parser.add_argument("--config", type=json.loads, default={}, help="further arguments of the model, as JSON")
     parser.add_argument("--types", nargs="*", default=TYPES)
     return parser
 
@@ -70,7 +87,7 @@ def options() -> argparse.ArgumentParser:
 def config_of(a: argparse.Namespace) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=SIZES["layers"],
         hidden_size=SIZES["hidden"],
         num_attention_heads=SIZES["heads"],
@@ -98,6 +115,8 @@ def config_of(a: argparse.Namespace) -> Any:
         expert_model_parallel_size=a.ep,
         expert_tensor_parallel_size=a.etp,
     )
+    more = {CONFIG_OF.get(n, n): v for n, v in a.config.items() if n != "position_embedding_type"}
+    return dataclasses.replace(config, **more)
 
 
 def _frequency(a: argparse.Namespace) -> int | list[int]:
@@ -106,7 +125,7 @@ def _frequency(a: argparse.Namespace) -> int | list[int]:
 
 def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
     """What Megatron-LM's training script would have kept as ``args``."""
-    return argparse.Namespace(
+    told = argparse.Namespace(
         tensor_model_parallel_size=a.tp,
         pipeline_model_parallel_size=a.pp,
         virtual_pipeline_model_parallel_size=a.vpp,
@@ -129,6 +148,7 @@ def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
         overlap_grad_reduce=True,
         ddp_bucket_size=a.bucket,
     )
+    return argparse.Namespace(**vars(told) | a.config | {"swiglu": a.config.get("gated_linear_unit", True)})
 
 
 def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
@@ -137,24 +157,26 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(1234)
-    spec = get_gpt_layer_local_spec(num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     models = []
     for chunk in range(a.vpp or 1):
         stage: dict[str, Any] = {}
         if a.vpp:
             ps.set_virtual_pipeline_model_parallel_rank(chunk)
             stage = {"ignore_virtual": False, "vp_stage": chunk}
+        if a.dense or "moe_layer_freq" in a.config:  # layers without experts among the others
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage.get("vp_stage"))
         model = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk if a.vpp else None)
-            if a.dense
-            else spec,
+            spec,
             vocab_size=SIZES["padded"],
             max_sequence_length=64,
             pre_process=ps.is_pipeline_first_stage(**stage),
             post_process=ps.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=a.tied,
-            position_embedding_type="rope",
+            position_embedding_type=a.config.get("position_embedding_type", "rope"),
             **({"vp_stage": chunk} if a.vpp else {}),
         )
         models.append(model.bfloat16())
@@ -162,8 +184,7 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
 
 
 def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> tuple[Any, list[Any]]:
-    """An optimizer after some steps, and the models as they were wrapped for it. Gradients are random; those of shared embeddings are equal
-    on the stages that have them."""
+    """An optimizer after some steps, and the models as they were wrapped for it."""
     import megatron.core.optimizer.optimizer as module
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -177,13 +198,10 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> tuple[Any,
         optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0
     )
     optimizer = get_megatron_optimizer(options, wrapped)
+    named = [found for w in wrapped for found in placed(w.module)]
     for step in range(STEPS):
-        for w in wrapped:
-            for buffer in w.buffers + w.expert_parallel_buffers:
-                buffer.grad_data.copy_(torch.randn(buffer.numel, generator=torch.Generator().manual_seed(100 + step)))
-            for name, p in w.module.named_parameters():
-                if getattr(p, "shared_embedding", False) or "layernorm" in name or "router" in name:
-                    p.main_grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(200 + step)))
+        for name, p in named:
+            p.main_grad.copy_(gradient(name, p, step))
         optimizer.step()
     return optimizer, wrapped
 
@@ -265,6 +283,7 @@ def say_where(a: argparse.Namespace, wrapped: list[Any]) -> None:
 
 def started(a: argparse.Namespace) -> None:
     """Begin as a job of this parallelism."""
+    SIZES.update(hidden=a.hidden, layers=a.layers)
     without_gpus()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("gloo")
@@ -288,6 +307,7 @@ def main() -> None:
     optimizer, wrapped = trained(a, config, models)
     save_torch_dist(a, models, optimizer)
     save_legacy(a, models, optimizer)
+    save_memory(Path(a.out, "memory"), models, optimizer, gated=a.config.get("gated_linear_unit", True))
     dist.barrier()
     say_where(a, wrapped)
     dist.destroy_process_group()

@@ -8,10 +8,13 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
+from tests.formats.megatron_files import read_all
+from tests.formats.memory import deepspeed_memory
 from tests.formats.reading import same
 from tests.formats.test_deepspeed import PREFIX, masters_fit
 
@@ -31,6 +34,8 @@ CASES = {
     "zero3": (3, "--stage", "3"),
     "zero3 sub-groups": (2, "--stage", "3", "--zero", '{"sub_group_size": 300}'),
     "zero2 float32 round robin": (2, "--stage", "2", "--dtype", "fp32", "--zero", '{"round_robin_gradients": true}'),
+    "zero1 float32": (3, "--stage", "1", "--dtype", "fp32"),
+    "zero2": (3, "--stage", "2"),
     "zero1 elastic": (2, "--stage", "1", "--zero", '{"elastic_checkpoint": true}'),
     "BF16_Optimizer": (2, "--stage", "1", "--grads", "fp32"),
     "momentum": (3, "--stage", "2", "--optimizer", "sgd"),
@@ -46,13 +51,34 @@ def test_zero(case: str, tmp_path: Path) -> None:
     for name in ("merged.oracle",) if wrong else ("gathered.oracle", "merged.oracle"):
         expected = torch.load(tmp_path / name)
         assert expected and all(same(view[f"{PREFIX}{n}"].read(), t) for n, t in expected.items())
+    if (tmp_path / "memory").exists():
+        as_held(tmp_path)
     masters_fit(view)
     assert {"model.head.weight", "model.frozen", "model.buf"} <= set(view)
 
 
-@pytest.mark.parametrize("options", [("--pipeline", "2"), ("--pipeline", "2", "--tied"), ("--experts", "4")])
-def test_stages_and_experts(options: tuple[str, ...], tmp_path: Path) -> None:
-    train(tmp_path, 4, "--stage", "1", *options)
+def as_held(path: Path) -> None:
+    """Weights, masters and moments of all trained parameters are what the ranks held in memory."""
+    found = read_all(path)
+    expected = deepspeed_memory(path / "memory")
+    masters = sum(n.endswith(".master") for n in found)
+    assert masters == sum(n.endswith(".master") for n in expected) and len(expected) >= 3 * masters
+    assert [n for n, array in expected.items() if not np.array_equal(found[n], array)] == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, "--stage 1 --pipeline 2"),
+        (4, "--stage 1 --pipeline 2 --tied"),
+        (4, "--stage 1 --experts 4"),
+        (4, "--stage 2 --experts 4"),
+        (4, "--stage 2 --experts 8"),
+    ],
+)
+def test_stages_and_experts(ranks: int, options: str, tmp_path: Path) -> None:
+    train(tmp_path, ranks, *options.split())
+    as_held(tmp_path)
     masters_fit(ckpt.open(str(tmp_path)))
 
 

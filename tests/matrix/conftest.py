@@ -1,0 +1,33 @@
+"""What these tests share: the Megatron checkpoints, unpacked once, processes, and directories in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+from tests.formats.megatron_files import unpacked
+
+SHM = "/dev/shm"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory where that can be: thousands of fsyncs on a disk take minutes."""
+    with TemporaryDirectory(prefix="ckpt-", dir=SHM if os.path.isdir(SHM) else None) as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def megatron_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Runs a function on up to 8 ranks."""
+    return Ranks(8)

@@ -1,0 +1,158 @@
+"""Every checkpoint that a framework wrote × everything that can be done with it, against what that framework says it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.converters.comparing import compare
+from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.importing import import_checkpoint
+from ckpt.engine.verify import verify
+from tests.formats.reading import same
+from tests.matrix.cases import CASES, ONE_OF_EACH, Case
+from tests.matrix.oracles import PREFIX, Tensors, flattened, nested_of_dcp
+
+
+@dataclass(frozen=True)
+class Held:
+    """A case, where it is, and every tensor of it."""
+
+    case: Case
+    url: str
+    tensors: Tensors
+
+
+@pytest.fixture(scope="session")
+def known(megatron_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Held]:
+    """What an oracle says of a case, asked once."""
+
+    @cache
+    def found(case: Case) -> Held:
+        url = case.url(megatron_files)
+        return Held(case, str(url), case.holds(url, tmp_path_factory.mktemp("oracle")))
+
+    return found
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.path)
+def held(request: pytest.FixtureRequest, known: Callable[[Case], Held]) -> Held:
+    return known(request.param)
+
+
+@pytest.fixture(params=ONE_OF_EACH, ids=lambda case: case.path)
+def one(request: pytest.FixtureRequest, known: Callable[[Case], Held]) -> Held:
+    return known(request.param)
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert sorted(found) == sorted(expected)
+    assert [n for n, t in expected.items() if not same(found[n], t)] == []
+
+
+def read(url: str) -> Tensors:
+    return {t.name: t.read() for t in ckpt.open(url).tensors()}
+
+
+def loaded(url: str, like: Tensors) -> Tensors:
+    """What ``ckpt.load`` puts into fresh tensors."""
+    fresh = {n: torch.full_like(t, 1) for n, t in like.items()}
+    report = ckpt.load(url, fresh, strict=False)
+    assert report.missing == ()
+    return fresh
+
+
+def test_every_tensor(held: Held) -> None:
+    """All of it, and a box of it: slices with steps, single rows, and nothing."""
+    random, view = np.random.default_rng(7), ckpt.open(held.url)
+    assert_same({t.name: t.read() for t in view.tensors()}, held.tensors)
+    for name, tensor in held.tensors.items():
+        key = tuple(slice(*sorted(random.integers(0, n + 1, 2).tolist()), int(random.integers(1, 3))) for n in tensor.shape)
+        assert same(view[name][key], tensor[key]), (name, key)
+        if tensor.ndim:
+            row = int(random.integers(0, len(tensor)))
+            assert same(view[name][row], tensor[row]), (name, row)
+
+
+def test_loaded(held: Held) -> None:
+    assert_same(loaded(held.url, held.tensors), held.tensors)
+
+
+def test_imported(one: Held, tmp_path: Path) -> None:
+    """Without copying: the same tensors and values, and digests that all hold."""
+    url = str(tmp_path / "v")
+    import_checkpoint(one.url, url, digest=True)
+    assert_same(loaded(url, one.tensors), one.tensors)
+    assert compare(one.url, url).same
+    found = verify(url)
+    assert found.ok and not found.undigested
+
+
+def within_modules(names: Tensors) -> Tensors:
+    """As torch names the parameters of an optimizer: within their module."""
+    return {n.replace(PREFIX, "optimizer.state.", 1) if n.startswith(PREFIX) else n: t for n, t in names.items()}
+
+
+@pytest.mark.parametrize("to", ["native", "torch", "dcp"])
+def test_converted(one: Held, to: str, tmp_path: Path) -> None:
+    """What the framework of the new format loads. Steps that were values are tensors there, as torch's optimizers keep them."""
+    url = tmp_path / "made"
+    convert_checkpoint(one.url, str(url), to=to, verify=True)
+    if to == "native":
+        assert_same(loaded(str(url), one.tensors), one.tensors)
+        assert compare(one.url, str(url)).same and verify(str(url)).undigested == 0
+        return
+    expected = within_modules(one.tensors)
+    if one.case.step_values:
+        masters = [n for n in expected if n.endswith(".master")]
+        expected |= {n.removesuffix("master") + "step": torch.tensor(3.0) for n in masters}
+    nested: Any = torch.load(url, weights_only=True) if to == "torch" else nested_of_dcp(url)
+    assert_same(flattened(nested), expected)
+    read_again = read(str(url))
+    assert read_again and not [n for n, t in read_again.items() if not same(t, expected[n])]
+
+
+def run(*arguments: object) -> tuple[int, Any]:
+    result = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_meaning(held: Held) -> None:
+    """``verify --semantic``: masters round to weights, moments and steps fit; copies of several ranks were compared."""
+    code, report = run("verify", "--semantic", held.url)
+    meant, case = report["semantic"], held.case
+    assert code == 0 and report["ok"] and meant["ok"], meant
+    assert (meant["masters"], meant["moments"], meant["steps"]) == (case.masters, case.moments, case.moments // 2)
+    assert meant["replicas"] >= case.replicas
+
+
+def test_inspect(held: Held) -> None:
+    code, shown = run("inspect", held.url)
+    assert (code, shown["format"]) == (0, held.case.format)
+    assert {t["name"]: t["dtype"] for t in shown["tensors"]} == {n: str(t.dtype).removeprefix("torch.") for n, t in held.tensors.items()}
+
+
+def test_differences(one: Held, tmp_path: Path) -> None:
+    """``diff`` with the same tensors in our own format, but for one bit of one element, and one tensor that has another name."""
+    gone, name, *_ = sorted(one.tensors, key=lambda n: (n[::-1], n)) if len(one.tensors) > 1 else ("", *one.tensors)
+    changed = one.tensors[name].clone()
+    at = tuple(n // 2 for n in changed.shape)
+    changed.view({2: torch.int16, 4: torch.int32}[changed.element_size()])[at] ^= 1
+    others = {n: t for n, t in one.tensors.items() if n != gone}
+    ckpt.save(str(tmp_path / "c"), others | {name: changed, "~more": torch.zeros(2)})
+    code, report = run("diff", "--no-values", one.url, tmp_path / "c")
+    found = {d["name"]: (d["kind"], d["elements"], d["first"]) for d in report["differences"]}
+    expected = {name: ("values", 1, list(at)), "~more": ("only-right", 0, None), gone: ("only-left", 0, None)}
+    assert (code, found) == (3, {n: d for n, d in expected.items() if n})
+    assert report["tensors"] == len(others)
