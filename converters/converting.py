@@ -19,6 +19,7 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
+from .parallel import Parallel
 from .record import Record, begin, digest_of, find
 from .target import Layout, Planned, Target, target
 
@@ -68,6 +69,7 @@ def convert_checkpoint(
     dtype: str | None = None,
     root: str | None = None,
     shard_size: int | None = None,
+    parallel: Parallel | None = None,
     memory: int = MEMORY,
     threads: int | None = None,
     overwrite: bool = False,
@@ -76,7 +78,8 @@ def convert_checkpoint(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch`` or ``dcp``.
+    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``, ``dcp`` or
+    ``megatron``.
 
     A conversion that was killed goes on when the same call is made again; files that are whole stay.
 
@@ -85,8 +88,9 @@ def convert_checkpoint(
         only, exclude: globs of new names.
         optimizer: take optimizers too. ``hf`` never does.
         dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
-        root: for ``hf``, the key of the state that has the model; by default the only one with tensors.
+        root: for ``hf`` and ``megatron``, the key of the state that has the model; by default the only one with tensors.
         shard_size: bytes of a file, about. By default 5 GB for ``hf`` and 4 GiB for others; ``torch`` has one file.
+        parallel: the ranks to write for, with ``megatron``; by default one.
         memory: bytes for tensors in memory.
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
         verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
@@ -106,7 +110,7 @@ def convert_checkpoint(
     choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root)
     catalog = open_catalog(source)
     chosen = format.choose(catalog, choice)
-    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite)
+    run = _Run(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite)
     planned = run.look() if dry_run else run.begin(part)
     missing = run.missing(planned)
     read = 0
@@ -136,17 +140,23 @@ def convert_checkpoint(
 class _Run:
     """One process of one conversion."""
 
-    def __init__(self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool) -> None:
+    def __init__(
+        self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, parallel: Parallel | None, overwrite: bool
+    ) -> None:
+        if parallel is not None and not format.parallel:
+            hint = "leave out --tp, --pp, --vpp, --ep and --arg"
+            raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
         if overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
         self.format = format
         self.chosen = chosen
         self.url = url
         self.shard_size = shard_size
+        self.parallel = parallel
         self.overwrite = overwrite
         self.root, self.name = _apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
-        self.digest = digest_of(chosen, format.name, shard_size)
+        self.digest = digest_of(chosen, format.name, shard_size, parallel)
         self.record: Record | None = None
         self.part = (0, 1)
         self._previous = read_record(self.backend) if self.name is None else None
@@ -193,7 +203,8 @@ class _Run:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        return self.format.plan(self.chosen, Layout(id=id, shard_size=self.shard_size, name=self.name, previous=self._previous))
+        layout = Layout(id=id, shard_size=self.shard_size, name=self.name, previous=self._previous, parallel=self.parallel)
+        return self.format.plan(self.chosen, layout)
 
     def _check_empty(self) -> None:
         if self.name is not None:

@@ -70,7 +70,8 @@ class Stream:
     ) -> None:
         coded = _is_coded(chosen.catalog)
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
-        self.chosen = chosen
+        self.catalog = chosen.catalog
+        self.tensors = chosen.tensors if planned.tensors is None else planned.tensors
         self.planned = planned
         self.backend = backend
         self.verify = verify
@@ -123,14 +124,14 @@ class Stream:
 
     def _seams_of(self, name: str) -> list[int]:
         if name not in self._seams:
-            self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
+            self._seams = {name: seams_of(self.catalog, self.tensors[name].view)}
         return self._seams[name]
 
     def _read(self, file: OutFile, window: Window, buffer: torch.Tensor) -> None:
         base = window.start // PAGE * PAGE
         parts = []
         for segment in window.segments:
-            wanted = self.chosen.tensors[file.items[segment.item].name]
+            wanted = self.tensors[file.items[segment.item].name]
             raw = buffer[segment.start - base : segment.start - base + segment.length]
             parts.append(Part(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
         read_views(self.reader, parts)

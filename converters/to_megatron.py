@@ -1,0 +1,135 @@
+"""Conversion into Megatron-LM's format ``torch``: a file for each tensor-, pipeline- and expert-parallel rank, as the job loads it.
+
+(Source: ``get_checkpoint_name``, ``generate_state_dict`` and ``load_checkpoint`` of Megatron-LM training/checkpointing.py.)
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt.catalog import Catalog
+from ckpt.errors import ConflictError, UsageError
+from ckpt.formats.megatron.catalog import TRACKER
+from ckpt.formats.megatron.legacy import FILE
+from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
+from ckpt.geometry import Box
+from ckpt.io_backends.protocol import Backend
+
+from .archives import Archive, Stand
+from .choosing import Choice, Chosen, Wanted, pruned
+from .choosing import choose as choose_all
+from .megatron_arguments import arguments_of
+from .megatron_ranks import Coordinates, Part, Ranks
+from .nested import nested_state
+from .parallel import Parallel
+from .roles import MODEL
+from .target import Layout, OutFile, Planned, Target
+from .windows import Item
+
+VERSION = 3.0
+"""Of the order of queries, keys and values; Megatron's ``checkpoint_version``."""
+RELEASE = "release"
+"""What Megatron calls a checkpoint that is of no iteration: weights to begin with."""
+_KEPT = ("num_floating_point_operations_so_far", "opt_param_scheduler")
+
+
+def choose(catalog: Catalog, choice: Choice) -> Chosen:
+    """The tensors of one model under the names that they have in the whole of Megatron's model, and the values of the state.
+
+    ``choice.root`` is the key of the state that has the model; by default ``model``, if anything lies there.
+
+    Raises:
+        UsageError: nothing lies below the key; the others as ``choosing.choose``.
+    """
+    chosen = choose_all(catalog, replace(choice, root=None))
+    root = choice.root
+    if root is None:
+        root = "model" if any(name.startswith(MODEL) for name in chosen.tensors) else ""
+    head = f"{root}." if root else ""
+    whole = {n: w for n, w in chosen.tensors.items() if n.startswith(head) and w.rank is None and not n.endswith(EXTRA_STATE)}
+    if not root:
+        whole = {n: w for n, w in whole.items() if not n.startswith("optimizer.")}
+    if not whole:
+        raise UsageError(f"no tensor of a model lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
+    named = {n.removeprefix(head): chosen.tensors[w.alias] if w.alias in whole else w for n, w in whole.items()}
+    if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
+        del named[OUTPUT]  # tied
+    return replace(chosen, tensors=_in_one_spelling(named), state=pruned(chosen.state, [], optimizers=False), ranks={})
+
+
+def _in_one_spelling(named: Mapping[str, Wanted]) -> dict[str, Wanted]:
+    """The tensors by the names that ``ckpt.formats.megatron.names`` has for them."""
+    apart = {}
+    for name, wanted in named.items():
+        match = LAYER.fullmatch(name)
+        expert = None if match is None else expert_of(match[3])
+        apart[name if match is None or expert is None else f"{match[1]}{match[2]}.{expert_name(*expert)}"] = wanted
+    called = fused_norms(apart)
+    return {called[name]: wanted for name, wanted in apart.items()}
+
+
+def plan(chosen: Chosen, layout: Layout) -> Planned:
+    """One file for each rank, and what says where they are.
+
+    Raises:
+        UsageError: what Megatron has no place for, or cannot be divided so.
+    """
+    if layout.shard_size is not None:
+        raise UsageError("the format megatron has a file for each rank", hint="leave out --shard-size: more ranks make smaller files")
+    parallel = layout.parallel or Parallel()
+    arguments = arguments_of(chosen.catalog, chosen.tensors, parallel)
+    ranks = Ranks(chosen.tensors, parallel, arguments, chosen.catalog.url)
+    values = _values(chosen)
+    iteration = values.pop("iteration", None)
+    known = isinstance(iteration, int) and iteration > 0
+    below = f"iter_{iteration:07d}" if known else RELEASE
+    head = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": iteration if known else 0, **values}
+    tensors: dict[str, Wanted] = {}
+    files = [_file(f"{below}/{directory(at, parallel)}/{FILE}", head, ranks.chunks(at), tensors) for at in ranks.all()]
+
+    def finish(backend: Backend) -> None:
+        text = f"{iteration if known else RELEASE}".encode()
+        try:
+            backend.publish(TRACKER, text, replaces=None)
+        except ConflictError:
+            if backend.read(TRACKER) != text:
+                raise
+
+    return Planned(files=tuple(files), digest="crc32", finish=finish, tensors=tensors)
+
+
+def directory(at: Coordinates, parallel: Parallel) -> str:
+    """Where the files of a rank are."""
+    stage = f"_{at.pipeline:03d}" if parallel.pipeline > 1 else ""
+    return f"mp_rank_{at.tensor:02d}{stage}" + (f"_{at.expert:03d}" if parallel.expert > 1 else "")
+
+
+def _values(chosen: Chosen) -> dict[str, Any]:
+    """The values of the state that Megatron keeps too."""
+    found = nested_state(replace(chosen, tensors={}), lambda wanted: None)
+    return {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
+
+
+def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[Part]], tensors: dict[str, Wanted]) -> OutFile:
+    """The file of a rank; what it is made of is added to ``tensors``."""
+    stands: list[Stand] = []
+    made: list[Wanted] = []
+    state = dict(head)
+    for number, chunk in enumerate(chunks):
+        key = "model" if len(chunks) == 1 else f"model{number}"
+        state[key] = {}
+        for one in chunk:
+            state[key][one.name] = Stand(len(stands), one.dtype, one.shape)
+            stands.append(state[key][one.name])
+            made.append(Wanted(name=f"{path}:{key}.{one.name}", view=one.view, dtype=one.dtype))
+    archive = Archive(state, stands)
+    tensors.update({w.name: w for w in made})
+    items = [Item(w.name, Box.whole(w.shape), at, w.dtype.itemsize) for w, at in zip(made, archive.starts, strict=True)]
+    return OutFile(path=path, size=archive.size, items=tuple(items), ends=archive.ends)
+
+
+TARGET = Target(name="megatron", choose=choose, plan=plan, parallel=True)
+"""For ``ckpt.converters.target``."""
