@@ -5,12 +5,12 @@ How tensor parallelism cuts a parameter is said by ``ckpt.formats.megatron.names
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
-from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
+from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
 from ckpt.formats.megatron.spelled import spelling_of
 from ckpt.formats.megatron.stages import layers_of_chunks
@@ -43,11 +43,23 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raise UsageError for a name of which Megatron's GPTModel has no parameter, or none whose place and division are known."""
+    for name in names:
+        try:
+            tensor_parallel_axis(name)
+            order_key(name, ORDERS[0])
+        except KeyError:
+            told = f"Megatron's GPTModel has no parameter {name!r}, or none whose place and division are known here"
+            hint = "give it Megatron's names (--names llama --spelling megatron), or leave it out (--exclude)"
+            raise UsageError(told, where=where, hint=hint) from None
+
+
 class Ranks:
-    """The ranks that ``parallel`` says, of a model with these parameters by their names in the whole model.
+    """The ranks that ``parallel`` says, of a model with these parameters by their names in the whole model, which are known.
 
     Raises:
-        UsageError: Megatron has no such parameter, layers or experts are missing, or something cannot be divided so.
+        UsageError: layers or experts are missing, or something cannot be divided so.
     """
 
     def __init__(self, model: Mapping[str, Wanted], parallel: Parallel, arguments: Mapping[str, Any], where: str) -> None:
@@ -62,7 +74,7 @@ class Ranks:
         self._by_layer: dict[int, list[str]] = {}
         self._inner: dict[int, set[str]] = {}
         self._number: dict[str, int] = {}
-        for name in sorted(model, key=self._order):
+        for name in sorted(model, key=lambda n: order_key(n, self.spelling.order)):
             match = LAYER.fullmatch(name)
             layer = _OUTSIDE if match is None else int(match[2])
             inner = name if match is None else match[3]
@@ -72,7 +84,7 @@ class Ranks:
             self._number[name] = _OUTSIDE if expert is None else expert.number
         self.layers = self._count("layer", set(self._by_layer))
         self.experts = max((self._experts_in(layer) for layer in range(self.layers)), default=0)
-        if self.experts % parallel.expert:
+        if self.experts % parallel.expert or self.experts < parallel.expert > 1:
             self._refuse(f"{self.experts} experts cannot be divided among {parallel.expert} ranks", "--ep")
         self.counts = self._counts(arguments)
 
@@ -80,16 +92,6 @@ class Ranks:
         raise UsageError(what, where=self.where, hint=hint)
 
     # ---- what the model is
-
-    def _order(self, name: str) -> tuple[int, ...]:
-        try:
-            tensor_parallel_axis(name)
-            return order_key(name, self.spelling.order)
-        except KeyError:
-            self._refuse(
-                f"Megatron's GPTModel has no parameter {name!r}, or none whose place and division are known here",
-                "give it Megatron's names (--names llama --spelling megatron), or leave it out (--exclude)",
-            )
 
     def _count(self, what: str, numbers: set[int]) -> int:
         found = numbers - {_OUTSIDE}

@@ -22,7 +22,7 @@ from .archives import Archive, Stand
 from .choosing import Choice, Chosen, Wanted, pruned
 from .choosing import choose as choose_all
 from .megatron_arguments import arguments_of
-from .megatron_ranks import Coordinates, Part, Ranks
+from .megatron_ranks import Coordinates, Part, Ranks, check_names
 from .nested import nested_state
 from .parallel import Parallel
 from .roles import MODEL
@@ -42,7 +42,7 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     ``choice.root`` is the key of the state that has the model; by default ``model``, if anything lies there.
 
     Raises:
-        UsageError: nothing lies below the key; the others as ``choosing.choose``.
+        UsageError: nothing lies below the key, or a tensor is none of Megatron's; the others as ``choosing.choose``.
     """
     chosen = choose_all(catalog, replace(choice, root=None))
     root = choice.root
@@ -57,6 +57,7 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     named = {n.removeprefix(head): chosen.tensors[w.alias] if w.alias in whole else w for n, w in whole.items()}
     if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
         del named[OUTPUT]  # tied
+    check_names(named, catalog.url)
     return replace(chosen, tensors=_in_one_spelling(named), state=pruned(chosen.state, [], optimizers=False), ranks={})
 
 
