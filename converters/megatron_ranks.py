@@ -43,14 +43,15 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_names(names: Iterable[str], where: str) -> None:
-    """Raise UsageError for a name of which Megatron's GPTModel has no parameter, or none whose place and division are known."""
+def check_names(names: Iterable[str], head: str, where: str) -> None:
+    """Raise UsageError for a name of which Megatron's GPTModel has no parameter, or none whose place and division are known. ``head`` stands
+    before all of them."""
     for name in names:
         try:
             tensor_parallel_axis(name)
             order_key(name, ORDERS[0])
         except KeyError:
-            told = f"Megatron's GPTModel has no parameter {name!r}, or none whose place and division are known here"
+            told = f"Megatron's GPTModel has no parameter {head + name!r}, or none whose place and division are known here"
             hint = "give it Megatron's names (--names llama --spelling megatron), or leave it out (--exclude)"
             raise UsageError(told, where=where, hint=hint) from None
 

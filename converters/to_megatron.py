@@ -15,6 +15,7 @@ from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy import FILE
 from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
+from ckpt.formats.megatron.spelled import extra_states
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
 
@@ -57,7 +58,7 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     named = {n.removeprefix(head): chosen.tensors[w.alias] if w.alias in whole else w for n, w in whole.items()}
     if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
         del named[OUTPUT]  # tied
-    check_names(named, catalog.url)
+    check_names(named, head, catalog.url)
     return replace(chosen, tensors=_in_one_spelling(named), state=pruned(chosen.state, [], optimizers=False), ranks={})
 
 
@@ -126,6 +127,7 @@ def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[Part]], 
             state[key][one.name] = Stand(len(stands), one.dtype, one.shape)
             stands.append(state[key][one.name])
             made.append(Wanted(name=f"{path}:{key}.{one.name}", view=one.view, dtype=one.dtype))
+        state[key] |= dict.fromkeys(extra_states(state[key]))
     archive = Archive(state, stands)
     tensors.update({w.name: w for w in made})
     items = [Item(w.name, Box.whole(w.shape), at, w.dtype.itemsize) for w, at in zip(made, archive.starts, strict=True)]

@@ -7,16 +7,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .names import LAYER, expert_name, expert_of
+from .names import EXTRA_STATE, LAYER, expert_name, expert_of
 
 Experts = Literal["sequential", "grouped", "transposed"]
 _QKV_NORM = re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)")
 _MLP_NORM = re.compile(r"mlp\.linear_fc1\.layer_norm_(\w+)")
 _LATENT_NORM = re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
+_LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|output_layer)(?=\.weight\d*)")
 _LATENT_HEAD = re.compile(r"self_attention\.(q|kv)_layernorm\.(\w+)")
 
 
@@ -60,6 +61,12 @@ class Spelling:
         inner = _QKV_NORM.sub(r"input_layernorm.\1", inner)
         inner = _MLP_NORM.sub(r"pre_mlp_layernorm.\1", inner)
         return _LATENT_NORM.sub(r"self_attention.\1_layernorm.\2", inner)
+
+
+def extra_states(names: Iterable[str]) -> list[str]:
+    """The names of extra states that a rank has beside these parameters: those of linear layers, whoever made them. They are None without
+    FP8. (Transformer Engine has more, by its version; where they are missing Megatron-LM says so, and goes on.)"""
+    return list(dict.fromkeys(f"{m[0]}{EXTRA_STATE}" for n in names if (m := _LINEAR.match(n)) is not None))
 
 
 def spelling_of(arguments: Mapping[str, Any]) -> Spelling:

@@ -131,9 +131,7 @@ def models_of(args: argparse.Namespace, state: dict[str, Any]) -> list[Any]:
             **({"vp_stage": chunk} if virtual else {}),
         )
         own = state["model" if not virtual else f"model{chunk}"]
-        missing = model.load_state_dict(own, strict=False)
-        told = [n for n in (*missing.missing_keys, *missing.unexpected_keys) if not n.endswith("_extra_state")]
-        assert not told, told
+        model.load_state_dict(own, strict=True)
         models.append(model.eval())
     return models
 
