@@ -6,6 +6,7 @@ How tensor parallelism cuts a parameter is said by ``ckpt.formats.megatron.names
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt.dtypes import DType
@@ -41,11 +42,14 @@ class Part(NamedTuple):
     view: View
     dtype: DType
     shape: tuple[int, ...]
+    of_expert: bool = False
 
 
 def check_names(names: Iterable[str], head: str, where: str) -> None:
-    """Raise UsageError for a name of which Megatron's GPTModel has no parameter, or none whose place and division are known. ``head`` stands
-    before all of them."""
+    """Raise UsageError for a name of which Megatron's GPTModel has no parameter, or none whose place and division are known.
+
+    ``head`` stands before all of them.
+    """
     for name in names:
         try:
             tensor_parallel_axis(name)
@@ -137,8 +141,33 @@ class Ranks:
                     yield Coordinates(rank, stage, owner)
 
     def chunks(self, at: Coordinates) -> list[list[Part]]:
-        """The parameters of a rank, for each of its chunks, in the model's order."""
+        """The parameters of a rank, for each of its chunks, in the model's order. Those that have no tensor are left out."""
         return [list(self._chunk(at, number)) for number in range(self.parallel.virtual)]
+
+    def over(self, tensors: Mapping[str, Wanted]) -> Ranks:
+        """The same ranks, of other tensors of the same parameters, such as an optimizer's."""
+        other = copy(self)
+        other.model = tensors
+        return other
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether the gradients of experts are reduced over other ranks than all else."""
+        return self.experts > 0 and self.parallel.expert > 1
+
+    def owns_dense(self, at: Coordinates) -> bool:
+        """Whether it is the first of the ranks that have the same parameters, those of experts aside: the neighbours of a rank are those of
+        tensor parallelism, then those of expert parallelism (``order`` of Megatron's ``initialize_model_parallel``)."""
+        return at.expert == at.tensor // self.expert_tensor % self.parallel.expert
+
+    def owns_experts(self, at: Coordinates) -> bool:
+        """Whether it is the first of the ranks that have the same experts."""
+        first = at.expert * self.expert_tensor
+        return any((first + i) % self.parallel.tensor == at.tensor for i in range(self.expert_tensor))
+
+    def is_shared(self, part: Part) -> bool:
+        """Whether the first and the last stage have it both."""
+        return self.tied and self.parallel.pipeline > 1 and part.source == EMBEDDING
 
     def _chunk(self, at: Coordinates, number: int) -> Iterator[Part]:
         place, last = number * self.parallel.pipeline + at.pipeline, len(self.counts) - 1
@@ -158,7 +187,7 @@ class Ranks:
         own = self._own
         for name in self._by_layer[layer]:
             expert = self._number[name]
-            if expert != _OUTSIDE and expert // own != at.expert:
+            if name not in self.model or (expert != _OUTSIDE and expert // own != at.expert):
                 continue
             found = self._parameter(name, name, at, first)
             if expert == _OUTSIDE or self.spelling.experts != "transposed":
@@ -183,7 +212,7 @@ class Ranks:
         match = LAYER.fullmatch(name)
         layer = self._inner[_OUTSIDE if match is None else int(match[2])]
         called = self.spelling.name(name, layer, first_layer=first, first_expert=at.expert * self._own)
-        return Part(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local)
+        return Part(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 
     def _with_rows(self, view: View) -> View:
         """The view with as many rows as the job pads the vocabulary to: what padding is stored stays, the rest is zeros."""
@@ -199,4 +228,4 @@ class Ranks:
         view = stack([transpose(e.view, (1, 0)) for e in experts], 0)
         count, rows, columns = view.shape
         shape = (rows, count * columns) if name.endswith("1") else (count * rows, columns)
-        return Part(name, experts[0].source, view, experts[0].dtype, shape)
+        return Part(name, experts[0].source, view, experts[0].dtype, shape, of_expert=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.catalog import Catalog
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.catalog import TRACKER
-from ckpt.formats.megatron.legacy import FILE
+from ckpt.formats.megatron.legacy import FILE, OPTIMIZER_FILE
 from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
 from ckpt.formats.megatron.spelled import extra_states
 from ckpt.geometry import Box
@@ -23,10 +23,11 @@ from .archives import Archive, Stand
 from .choosing import Choice, Chosen, Wanted, pruned
 from .choosing import choose as choose_all
 from .megatron_arguments import arguments_of
+from .megatron_optimizer import buffers_file, groups_of, optimizer_of
 from .megatron_ranks import Coordinates, Part, Ranks, check_names
 from .nested import nested_state
 from .parallel import Parallel
-from .roles import MODEL
+from .roles import MODEL, STATE
 from .target import Layout, OutFile, Planned, Target
 from .windows import Item
 
@@ -59,7 +60,14 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
         del named[OUTPUT]  # tied
     check_names(named, head, catalog.url)
-    return replace(chosen, tensors=_in_one_spelling(named), state=pruned(chosen.state, [], optimizers=False), ranks={})
+    model = _in_one_spelling(named)
+    optimizer = optimizer_of(chosen.tensors, list(model), _optimizer_node(catalog)) if head == MODEL and choice.optimizer else None
+    states = {} if optimizer is None else optimizer.tensors
+    return replace(chosen, tensors={**model, **states}, state=pruned(chosen.state, [], optimizers=False), ranks={})
+
+
+def _optimizer_node(catalog: Catalog) -> Any:
+    return catalog.state.get("optimizer") if isinstance(catalog.state, dict) else None
 
 
 def _in_one_spelling(named: Mapping[str, Wanted]) -> dict[str, Wanted]:
@@ -82,15 +90,27 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     if layout.shard_size is not None:
         raise UsageError("the format megatron has a file for each rank", hint="leave out --shard-size: more ranks make smaller files")
     parallel = layout.parallel or Parallel()
-    arguments = arguments_of(chosen.catalog, chosen.tensors, parallel)
-    ranks = Ranks(chosen.tensors, parallel, arguments, chosen.catalog.url)
+    model = {name: w for name, w in chosen.tensors.items() if not name.startswith(STATE)}
+    optimizer = optimizer_of(chosen.tensors, list(model), _optimizer_node(chosen.catalog)) if len(model) < len(chosen.tensors) else None
+    arguments = arguments_of(chosen.catalog, model, parallel)
+    if optimizer is not None:
+        arguments["use_distributed_optimizer"] = True
+    ranks = Ranks(model, parallel, arguments, chosen.catalog.url)
     values = _values(chosen)
     iteration = values.pop("iteration", None)
-    known = isinstance(iteration, int) and iteration > 0
+    known = isinstance(iteration, int) and (iteration > 0 or optimizer is not None)
     below = f"iter_{iteration:07d}" if known else RELEASE
     head = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": iteration if known else 0, **values}
+    if optimizer is not None:
+        head["optimizer"] = groups_of(optimizer, ranks)
     tensors: dict[str, Wanted] = {}
-    files = [_file(f"{below}/{directory(at, parallel)}/{FILE}", head, ranks.chunks(at), tensors) for at in ranks.all()]
+    files = []
+    for at in ranks.all():
+        folder = f"{below}/{directory(at, parallel)}"
+        files.append(_file(f"{folder}/{FILE}", head, ranks.chunks(at), tensors))
+        if optimizer is not None:
+            beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, arguments, tensors)
+            files += [] if beside is None else [beside]
 
     def finish(backend: Backend) -> None:
         text = f"{iteration if known else RELEASE}".encode()
