@@ -22,7 +22,7 @@ from ckpt.converters.converting import ConvertReport, convert_checkpoint
 from ckpt.converters.parallel import Parallel
 from ckpt.converters.spelling import translated
 from ckpt.errors import CkptError, UsageError
-from tests.formats.megatron_files import Arrays, assert_same, bits, read_all, unpacked
+from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 LOCAL = {"transformer_impl": "local"}
@@ -61,10 +61,6 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[name] is value is None, name
 
 
-def weights(arrays: Arrays) -> Arrays:
-    return {n: a for n, a in arrays.items() if n.startswith("model.")}
-
-
 # ------------------------------------------------------------------------------------- what Megatron's own ranks had
 
 
@@ -75,17 +71,18 @@ def weights(arrays: Arrays) -> Arrays:
         ("tp2ep2", [{}, {"expert": 4}, {"tensor": 2, "pipeline": 2}], {"tensor": 2, "expert": 2}),
         ("pp2tied", [{"tensor": 2}, {"tensor": 2, "pipeline": 2, "virtual": 2}], {"pipeline": 2}),
         ("moe_singleton", [{"tensor": 2, "expert": 2}], {}),
+        ("dp2", [{"tensor": 2, "pipeline": 2}], {}),
     ],
 )
 def test_ranks_of_megatron_itself(files: Path, tmp_path: Path, layout: str, through: list[dict[str, int]], back: dict[str, int]) -> None:
     source: Path = files / layout / "legacy"
-    whole = weights(read_all(source))
+    whole = read_all(source)
     for number, parallel in enumerate([*through, back]):
         made = tmp_path / str(number)
         report = convert(source, made, **parallel, arguments={"padded_vocab_size": 48})
-        assert report.finished and (made / "latest_checkpointed_iteration.txt").read_text() == "3"
+        assert report.finished and not report.left_out and (made / "latest_checkpointed_iteration.txt").read_text() == "3"
         source = made
-        assert_same(weights(read_all(source)), whole)
+        assert_same(read_all(source), whole)
     found, expected = by_rank(source / "iter_0000003"), by_rank(files / layout / "legacy" / "iter_0000003")
     assert sorted(found) == sorted(expected)
     for rank, state in expected.items():
@@ -94,8 +91,29 @@ def test_ranks_of_megatron_itself(files: Path, tmp_path: Path, layout: str, thro
         for chunk in chunks:
             same(found[rank][chunk], state[chunk])
         assert (found[rank]["iteration"], found[rank]["checkpoint_version"]) == (3, 3.0)
+        assert found[rank]["optimizer"] == state["optimizer"]
         told = {k: v for k, v in vars(state["args"]).items() if v is not None}
         assert {k: getattr(found[rank]["args"], k) for k in told} == told
+    found, expected = (by_rank(p / "iter_0000003", "distrib_optim.pt") for p in (source, files / layout / "legacy"))
+    assert sorted(found) == sorted(expected)
+    for rank, buffers in expected.items():
+        same_buffers(found[rank], buffers)
+
+
+def same_buffers(found: Any, expected: Any) -> None:
+    """All that a ``distrib_optim.pt`` has, to the last bit."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            same_buffers(found[key], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same_buffers(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and np.array_equal(bits(found), bits(expected))
+    else:
+        assert found == expected
 
 
 def test_from_torch_dist_and_from_ours(files: Path, tmp_path: Path) -> None:
@@ -291,6 +309,38 @@ def test_layers_of_stages(tmp_path: Path, arguments: dict[str, Any], expected: l
         table = state["model"]["output_layer.weight" if stage else "embedding.word_embeddings.weight"]
         assert torch.equal(table[:10], held["embedding.word_embeddings.weight"]) and not table[10:].any() and len(table) == 128
     assert ckpt.open(str(tmp_path / "m")).state()["opt_param_scheduler"]["num_steps"] == 5
+
+
+def test_groups_of_experts_come_and_go(files: Path, tmp_path: Path) -> None:
+    """Experts have an optimizer of their own where they are on several ranks: then the groups are listed twice."""
+    convert(files / "moe_singleton" / "legacy", tmp_path / "apart", expert=2)
+    convert(tmp_path / "apart", tmp_path / "together")
+    apart = by_rank(tmp_path / "apart" / "iter_0000003")["mp_rank_00_001"]["optimizer"]
+    together = by_rank(tmp_path / "together" / "iter_0000003")["mp_rank_00"]["optimizer"]["optimizer"]["param_groups"]
+    kinds = [[(g["wd_mult"], g["is_expert_parallel"], g["step"]) for g in part["optimizer"]["param_groups"]] for part in apart]
+    assert kinds == [[(1.0, False, 3), (0.0, False, 3)], [(1.0, True, 3)]]
+    assert [(g["wd_mult"], g["is_expert_parallel"], g["lr"], g["betas"]) for g in together] == [
+        (1.0, False, 0.01, (0.9, 0.999)),
+        (0.0, False, 0.01, (0.9, 0.999)),
+    ]
+    buffers = by_rank(tmp_path / "apart" / "iter_0000003", "distrib_optim.pt")
+    assert [part is not None for part in buffers["mp_rank_00_001"]] == [False, True] and None not in buffers["mp_rank_00_000"]
+
+
+def test_owners_of_buffers_where_experts_are_not_cut(files: Path, tmp_path: Path) -> None:
+    """TP 2, EP 2, ETP 1: rank 0 has (0, 0) and rank 1 has (1, 1), and both come first among those with the same parameters."""
+    convert(files / "tp2ep2" / "legacy", tmp_path / "m", tensor=2, expert=2, arguments={"expert_tensor_parallel_size": 1})
+    buffers = by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt")
+    assert sorted(buffers) == ["mp_rank_00_000", "mp_rank_01_001"] and None not in [b for pair in buffers.values() for b in pair]
+    convert(tmp_path / "m", tmp_path / "back", tensor=2, expert=2, arguments={"padded_vocab_size": 48})
+    assert_same(read_all(tmp_path / "back"), read_all(files / "tp2ep2" / "legacy"))
+
+
+def test_the_optimizer_can_stay(files: Path, tmp_path: Path) -> None:
+    report = convert(files / "dp2" / "legacy", tmp_path / "m", optimizer=False)
+    assert report.left_out and all(n.startswith("optimizer.state.") for n in report.left_out)
+    (state,) = by_rank(tmp_path / "m" / "iter_0000003").values()
+    assert "optimizer" not in state and not list(tmp_path.rglob("distrib_optim.pt"))
 
 
 def test_other_parts_of_the_state_are_told(tmp_path: Path) -> None:
