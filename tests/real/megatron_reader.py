@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_writer import without_gpus
+from megatron_writer import rank_folder, without_gpus
 
 
 def tokens(vocabulary: int) -> torch.Tensor:
@@ -173,10 +173,9 @@ def main() -> None:
         expert_model_parallel_size=a.ep,
         expert_tensor_parallel_size=a.etp,
     )
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if a.pp > 1 else ""
-    name += f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else ""
-    state = torch.load(a.load / name / "model_optim_rng.pt", map_location="cpu")  # Megatron-Core has told torch which classes are safe
+    state = torch.load(
+        a.load / rank_folder(a) / "model_optim_rng.pt", map_location="cpu"
+    )  # Megatron-Core has told torch which classes are safe
     with torch.no_grad():
         logits = logits_of(state["args"], models_of(state["args"], state))
     if logits is not None and dist.get_rank() == dist.get_world_size() - 1:

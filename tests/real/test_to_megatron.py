@@ -1,4 +1,5 @@
-"""Models of transformers in files that the installed Megatron-Core loads: its logits are theirs. Skipped where it is not installed.
+"""Models of transformers in files that the installed Megatron-Core loads: its logits are theirs. Its own checkpoints in files for other
+ranks: it loads all of them, optimizer included. Skipped where it is not installed.
 
 pip install megatron-core==0.16.1; pytest tests/real/test_to_megatron.py
 """
@@ -19,10 +20,12 @@ import torch
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.parallel import Parallel
 from ckpt.converters.spelling import translated
+from tests.formats.megatron_files import assert_same, read_all, unpacked
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 pytestmark = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed")
 READER = Path(__file__).with_name("megatron_reader.py")
+WRITER = Path(__file__).with_name("megatron_writer.py")
 
 SIZES = {
     "hidden_size": 64,
@@ -68,13 +71,17 @@ def model_at(url: Path, name: str) -> torch.Tensor:
             return model(tokens(SIZES["vocab_size"])).logits
 
 
-def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> torch.Tensor:
+def launch(script: Path, ranks: int, *options: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
-    command = [*launcher, str(READER), "--load", str(folder), "--out", str(out), *said]
+    command = [*launcher, str(script), *options]
     done = subprocess.run(command, check=False, timeout=300, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr.partition("Traceback")[2][:3000]
+
+
+def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> torch.Tensor:
+    said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
+    launch(READER, ranks, "--load", str(folder), "--out", str(out), *said)
     return torch.load(out, weights_only=True)
 
 
@@ -105,3 +112,25 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, ranks: int,
     found = computed(tmp_path / "m" / "release", tmp_path / "logits.pt", ranks, options)
     assert torch.allclose(found[..., : SIZES["vocab_size"]], expected, rtol=1e-4, atol=1e-5), (found[..., :250] - expected).abs().max()
     assert expected.abs().max() > 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "options"),
+    [
+        ("tp2pp2vpp2", 2, {}),  # two data-parallel ranks, several buckets
+        ("dp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
+        ("pp2tied", 2, {"tp": 2}),
+        ("moe_singleton", 2, {"tp": 2, "ep": 2, "etp": 1}),
+        ("tp2ep2", 4, {"pp": 2, "ep": 2}),
+    ],
+)
+def test_megatron_goes_on_from_it(tmp_path: Path, layout: str, ranks: int, options: dict[str, int]) -> None:
+    source = unpacked(tmp_path / "files") / layout / "legacy"
+    arguments: dict[str, Any] = {"padded_vocab_size": 48, "expert_tensor_parallel_size": options.get("etp")}
+    sizes = {full: options.get(short, 1) for full, short in (("tensor", "tp"), ("pipeline", "pp"), ("virtual", "vpp"), ("expert", "ep"))}
+    convert_checkpoint(str(source), str(tmp_path / "m"), to="megatron", parallel=Parallel(**sizes, arguments=arguments))
+    said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
+    said += ["--tied", "--bucket", "100000"] if layout == "pp2tied" else []
+    said += ["--experts", "4"] if layout in ("moe_singleton", "tp2ep2") else []
+    launch(WRITER, ranks, "--load", str(tmp_path / "m" / "iter_0000003"), "--out", str(tmp_path / "again"), *said)
+    assert_same(read_all(tmp_path / "again" / "legacy"), read_all(source))
