@@ -71,7 +71,7 @@ def _vocabulary(found: Arguments, model: Mapping[str, Wanted], where: str, *, gi
     if not 0 < real <= min(stored, rows) or rows % ranks:
         told = f"a vocabulary of {real}, padded to {rows} rows on {ranks} tensor-parallel ranks, of an embedding with {stored}"
         raise UsageError(told, where=where, hint="--arg vocab_size=… --arg padded_vocab_size=…")
-    known = {"vocab_size": real} if real != stored or "vocab_size" in found else {}
+    known = {"vocab_size": real} if real != rows or "vocab_size" in found else {}
     return {**known, "padded_vocab_size": rows, "make_vocab_size_divisible_by": divisor}
 
 

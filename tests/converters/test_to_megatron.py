@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.converters.converting import ConvertReport, convert_checkpoint
 from ckpt.converters.parallel import Parallel
+from ckpt.converters.record import Record
 from ckpt.converters.spelling import translated
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -34,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
-def convert(source: Path | str, url: Path, names: str | None = None, **more: Any) -> ConvertReport:
+def convert(source: Path | str, url: Path | str, names: str | None = None, **more: Any) -> ConvertReport:
     views = None if names is None else translated(str(source), names, "megatron", {})
     fields = {k: more.pop(k) for k in ("tensor", "pipeline", "virtual", "expert", "arguments") if k in more}
     return convert_checkpoint(str(source), str(url), to="megatron", views=views, parallel=Parallel(**fields), verify=True, **more)
@@ -355,6 +356,45 @@ def test_processes_divide_the_ranks(tmp_path: Path) -> None:
     assert len(by_rank(tmp_path / "m" / "release")) == 4
     looked = convert(HF / "llama", tmp_path / "other", "llama", tensor=2, pipeline=2, dry_run=True)
     assert looked.files == reports[0].files and not (tmp_path / "other").exists()
+
+
+def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, left = Record.done, [3]
+
+    def stops(self: Record, number: int) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        done(self, number)
+
+    source, made, rows = files / "tp2pp2vpp2" / "legacy", tmp_path / "m", {"padded_vocab_size": 48}
+    monkeypatch.setattr(Record, "done", stops)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, made, pipeline=4, arguments=rows)
+    monkeypatch.setattr(Record, "done", done)
+    with pytest.raises(NotCommittedError):
+        ckpt.open(str(made))
+    assert not (made / "latest_checkpointed_iteration.txt").exists()
+    with pytest.raises(ConflictError):
+        convert(source, made, pipeline=2)
+    assert convert(source, made, pipeline=4, arguments=rows).written_files == 5
+    assert_same(read_all(made), read_all(source))
+    assert sorted(p.name for p in made.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_coded_source_and_storage_that_is_no_file_system(files: Path, tmp_path: Path) -> None:
+    """Chunks that are compressed, gaps between parameters of buffers, and a file that has to be written without holes."""
+    source = files / "pp2tied" / "legacy"
+    weights = {n: ckpt.open(str(source))[n].read() for n in read_all(source) if n.startswith("model.")}
+    ckpt.save(str(tmp_path / "coded"), {"model": {n.removeprefix("model."): t for n, t in weights.items()}}, codec="zstd")
+    arguments = {"num_attention_heads": 4, "padded_vocab_size": 48, "transformer_impl": "local"}
+    convert(tmp_path / "coded", "memory://megatron/coded", tensor=2, arguments=arguments)
+    convert(source, "memory://megatron/whole", tensor=2)
+    for made in ("coded", "whole"):
+        view = ckpt.open(f"memory://megatron/{made}")
+        for name, tensor in weights.items():
+            assert torch.equal(view[name].read(), tensor), name
+        assert view["model.embedding.word_embeddings.weight"].shape == (42, 24)
 
 
 def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
