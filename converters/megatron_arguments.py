@@ -46,8 +46,11 @@ def arguments_of(catalog: Catalog, model: Mapping[str, Wanted], parallel: Parall
         UsageError: nothing says how many attention heads there are, or a size of the vocabulary cannot be.
         CorruptError: a configuration beside the source cannot be read.
     """
-    told, config = _told(catalog, parallel), _config(catalog)
-    found = {**_soft(model), **_of_config(config), **told, **parallel.arguments, **_facts(model), **_of_parallel(parallel)}
+    said = {**_of_config(_config(catalog)), **_told(catalog, parallel), **parallel.arguments}
+    if said.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
+        hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
+        raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
+    found = {**_soft(model), **said, **_facts(model), **_of_parallel(parallel)}
     if "num_attention_heads" not in found:
         hint = "--arg num_attention_heads=…; also num_query_groups and kv_channels"
         raise UsageError("nothing says how many attention heads the model has", where=catalog.url, hint=hint)
@@ -123,13 +126,15 @@ def _soft(model: Mapping[str, Wanted]) -> Arguments:
     dense, shared = _inner(model, ".mlp.linear_fc2.weight"), _inner(model, ".mlp.shared_experts.linear_fc2.weight")
     routed = next((w for n, w in model.items() if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
     biased = _inner(model, ".linear_proj.bias") is not None
+    latent = _inner(model, ".linear_kv_up_proj.layer_norm_weight") is not None
     learned = "embedding.position_embeddings.weight" in model
     found: Arguments = {
         "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in model else "RMSNorm",
         "swiglu": bool(gated_layers({n: w.shape for n, w in model.items()})),
         "add_bias_linear": biased,
         "add_qkv_bias": not biased and _inner(model, ".linear_qkv.bias") is not None,
-        "qk_layernorm": _inner(model, ".self_attention.q_layernorm.weight") is not None,
+        "qk_layernorm": latent or _inner(model, ".self_attention.q_layernorm.weight") is not None,
+        "multi_latent_attention": _inner(model, ".linear_kv_down_proj.weight") is not None,
         "add_position_embedding": True,
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "transformer_impl": "transformer_engine",
@@ -141,6 +146,8 @@ def _soft(model: Mapping[str, Wanted]) -> Arguments:
         found["moe_ffn_hidden_size"] = routed.shape[1]
         found["moe_layer_freq"] = _frequency(model)
         found["moe_router_enable_expert_bias"] = _inner(model, ".router.expert_bias") is not None
+        if found["moe_router_enable_expert_bias"]:
+            found["moe_router_score_function"] = "sigmoid"  # the only one that Megatron has a bias with
     if shared is not None:
         found["moe_shared_expert_intermediate_size"] = shared.shape[1]
         found["moe_shared_expert_gate"] = _inner(model, ".shared_experts.gate_weight") is not None
@@ -162,6 +169,8 @@ _SAME = {
     "rms_norm_eps": "norm_epsilon",
     "num_experts_per_tok": "moe_router_topk",
     "rope_theta": "rotary_base",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "scoring_func": "moe_router_score_function",
 }
 """What transformers calls them, and Megatron."""
 
@@ -199,6 +208,8 @@ def _of_config(config: Mapping[str, Any]) -> Arguments:
         found["vocab_size"] = known["vocabulary"]
     if "max_position_embeddings" in found:
         found["seq_length"] = found["max_position_embeddings"]
+    if "tie_word_embeddings" in config:
+        found["untie_embeddings_and_output_weights"] = not config["tie_word_embeddings"]
     if "norm_topk_prob" in text:
         found["moe_router_pre_softmax"] = not text["norm_topk_prob"]
     return found

@@ -77,15 +77,12 @@ class Ranks:
         self.padded_rows: int = arguments["padded_vocab_size"]
         self.expert_tensor = self._expert_tensor(arguments.get("expert_tensor_parallel_size"))
         self._by_layer: dict[int, list[str]] = {}
-        self._inner: dict[int, set[str]] = {}
         self._number: dict[str, int] = {}
         for name in sorted(model, key=lambda n: order_key(n, self.spelling.order)):
             match = LAYER.fullmatch(name)
             layer = _OUTSIDE if match is None else int(match[2])
-            inner = name if match is None else match[3]
-            expert = expert_of(inner)
+            expert = None if match is None else expert_of(match[3])
             self._by_layer.setdefault(layer, []).append(name)
-            self._inner.setdefault(layer, set()).add(inner)
             self._number[name] = _OUTSIDE if expert is None else expert.number
         self.layers = self._count("layer", set(self._by_layer))
         self.experts = max((self._experts_in(layer) for layer in range(self.layers)), default=0)
@@ -209,9 +206,7 @@ class Ranks:
         if local is None or (gated and local[0] % 2):
             self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "--tp")
         blocks = [part(view, Box(b.offset, b.shape)) for b in cut_of(name, local, rank, ranks, gated=gated).blocks]
-        match = LAYER.fullmatch(name)
-        layer = self._inner[_OUTSIDE if match is None else int(match[2])]
-        called = self.spelling.name(name, layer, first_layer=first, first_expert=at.expert * self._own)
+        called = self.spelling.name(name, first_layer=first, first_expert=at.expert * self._own)
         return Part(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 
     def _with_rows(self, view: View) -> View:

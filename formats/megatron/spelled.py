@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ _QKV_NORM = re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)")
 _MLP_NORM = re.compile(r"mlp\.linear_fc1\.layer_norm_(\w+)")
 _LATENT_NORM = re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
 _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|output_layer)(?=\.weight\d*)")
-_LATENT_HEAD = re.compile(r"self_attention\.(q|kv)_layernorm\.(\w+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +36,14 @@ class Spelling:
         """The order of the parameters: one of ``names.ORDERS``."""
         return "fused" if self.fused else "local", self.experts != "sequential"
 
-    def name(self, name: str, layer: Collection[str], *, first_layer: int, first_expert: int) -> str:
-        """The name on a rank whose first layer and expert have these numbers; ``layer`` has the names within the same layer."""
+    def name(self, name: str, *, first_layer: int, first_expert: int) -> str:
+        """The name on a rank whose first layer and expert have these numbers."""
         match = LAYER.fullmatch(name)
         if match is None:
             return name
         inner, expert = match[3], expert_of(match[3])
         if expert is None:
-            inner = self._norm(inner, layer)
+            inner = inner if self.fused else _norm(inner)
         elif self.experts == "grouped":
             linear, _, kind = expert.rest.partition(".")
             inner = f"mlp.experts.{linear}.{kind}{expert.number - first_expert}"
@@ -52,15 +51,12 @@ class Spelling:
             inner = expert_name(expert.number - first_expert, expert.rest)
         return f"{match[1]}{int(match[2]) - first_layer}.{inner}"
 
-    def _norm(self, inner: str, layer: Collection[str]) -> str:
-        if self.fused:
-            head = _LATENT_HEAD.fullmatch(inner)
-            if head is None or f"self_attention.linear_{head[1]}_up_proj.weight" not in layer:
-                return inner
-            return f"self_attention.linear_{head[1]}_up_proj.layer_norm_{head[2]}"
-        inner = _QKV_NORM.sub(r"input_layernorm.\1", inner)
-        inner = _MLP_NORM.sub(r"pre_mlp_layernorm.\1", inner)
-        return _LATENT_NORM.sub(r"self_attention.\1_layernorm.\2", inner)
+
+def _norm(inner: str) -> str:
+    """What a local layer specification calls a norm."""
+    inner = _QKV_NORM.sub(r"input_layernorm.\1", inner)
+    inner = _MLP_NORM.sub(r"pre_mlp_layernorm.\1", inner)
+    return _LATENT_NORM.sub(r"self_attention.\1_layernorm.\2", inner)
 
 
 def extra_states(names: Iterable[str]) -> list[str]:

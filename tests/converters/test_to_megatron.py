@@ -426,6 +426,8 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
             convert(tmp_path / name, tmp_path / "m", **options)
     with pytest.raises(UsageError, match="'model.embed_tokens.weight'"):
         convert(HF / "llama", tmp_path / "m")
+    with pytest.raises(UsageError, match="output layer is missing"):
+        convert(files / "dp2" / "legacy", tmp_path / "m", exclude=["model.output_layer.*"])
     with pytest.raises(CkptError, match="experts"):
         convert(files / "tp2ep2" / "legacy", tmp_path / "m", expert=3)
     with pytest.raises(UsageError, match="does not depend on ranks"):

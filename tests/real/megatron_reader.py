@@ -67,6 +67,8 @@ def config_of(args: argparse.Namespace) -> Any:
             "moe_router_topk": args.moe_router_topk,
             "moe_router_pre_softmax": getattr(args, "moe_router_pre_softmax", False),
             "moe_layer_freq": args.moe_layer_freq,
+            "moe_shared_expert_intermediate_size": getattr(args, "moe_shared_expert_intermediate_size", None),
+            "moe_shared_expert_gate": getattr(args, "moe_shared_expert_gate", False),
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
         }

@@ -43,6 +43,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "llama", {}),
     "qwen3": ("Qwen3Config", "llama", {"head_dim": 16}),
     "mixtral": ("MixtralConfig", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        "qwen-moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         "qwen-moe",
@@ -96,6 +107,7 @@ def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> to
         ("qwen3", 1, {}),
         ("mixtral", 1, {}),
         ("mixtral", 2, {"ep": 2}),
+        ("qwen2-moe", 2, {"pp": 2}),
         ("qwen3-moe", 4, {"tp": 2, "ep": 2}),
         ("qwen3-moe", 2, {"tp": 2, "ep": 2, "etp": 1}),
     ],
