@@ -337,6 +337,20 @@ def test_owners_of_buffers_where_experts_are_not_cut(files: Path, tmp_path: Path
     assert_same(read_all(tmp_path / "back"), read_all(files / "tp2ep2" / "legacy"))
 
 
+def test_the_embedding_that_two_stages_share_has_a_bucket_of_its_own(files: Path, tmp_path: Path) -> None:
+    """So no gap follows it, whatever its size: 43 rows of 24 are no multiple of 64."""
+    source = files / "pp2tied" / "legacy"
+    convert(source, tmp_path / "m", pipeline=2, arguments={"padded_vocab_size": 43})
+    buffers = by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt")["mp_rank_00_001"][0]
+    (buffer,) = buffers.values()
+    states = read_all(source)
+    for key, ours in (("param", "master"), ("exp_avg", "exp_avg")):
+        table, norm = (states[f"optimizer.state.model.{n}.weight.{ours}"] for n in ("embedding.word_embeddings", "decoder.final_layernorm"))
+        assert np.array_equal(bits(buffer[key])[: 43 * 24], table[:43].reshape(-1))
+        assert np.array_equal(bits(buffer[key])[43 * 24 : 44 * 24], norm)
+    assert buffer["numel_unpadded"] == len(buffer["param"])
+
+
 def test_the_optimizer_can_stay(files: Path, tmp_path: Path) -> None:
     report = convert(files / "dp2" / "legacy", tmp_path / "m", optimizer=False)
     assert report.left_out and all(n.startswith("optimizer.state.") for n in report.left_out)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import FormatError
 from ckpt.formats.megatron.buffers import Bucket, BufferLayout, Member, Slot, buffer_layout, layout_in, shifts
+from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import fused_norms, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.spelled import Spelling, extra_states
 from ckpt.formats.megatron.stages import layers_of_chunks
@@ -143,6 +144,24 @@ def test_norms_belong_to_what_follows():
     of_heads = [at + f"self_attention.{n}.weight" for n in ("q_layernorm", "kv_layernorm", "linear_q_up_proj")]
     found = fused_norms(of_heads)
     assert found[of_heads[0]] == at + "self_attention.linear_q_up_proj.layer_norm_weight" and found[of_heads[1]] == of_heads[1]
+
+
+def test_buckets_of_a_job():
+    """They matter where parameters are no multiples of 64, and only on the first stage, and where reductions overlap."""
+    members = [Member(100), Member(70), Member(30)]  # in reverse 30, 70 and 100
+    one = [192, 64, 0]
+    for arguments, bucketed, expected in (
+        ({}, True, one),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 90}, False, one),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 90}, True, [134, 64, 0]),
+        ({"overlap_grad_reduce": False, "ddp_bucket_size": 90}, True, one),
+        ({"overlap_grad_reduce": True}, True, one),
+    ):
+        layout = job_layout(members, arguments, bucketed=bucketed)
+        assert layout is not None and [layout.compact(s) for s in layout.slots] == expected, arguments
+    large = [Member(64), Member(70), Member(50_000_001)]
+    assert job_layout(large, {"overlap_grad_reduce": True}, bucketed=True) is None
+    assert job_layout(large, {"overlap_grad_reduce": True, "ddp_bucket_size": 60_000_000}, bucketed=True) is not None
 
 
 def test_names_on_a_rank():
