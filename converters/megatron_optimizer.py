@@ -25,7 +25,7 @@ from ckpt.geometry import Box
 from .archives import Archive, Stand
 from .choosing import Wanted
 from .crc import of_parts
-from .megatron_ranks import Coordinates, Part, Ranks
+from .megatron_ranks import Coordinates, RankParam, Ranks
 from .roles import STATE
 from .target import OutFile
 from .windows import Item
@@ -106,30 +106,29 @@ def groups_of(optimizer: Optimizer, ranks: Ranks) -> Any:
     return [{"optimizer": {"param_groups": dense}}, {"optimizer": {"param_groups": experts}}]
 
 
-def buffers_file(
-    path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer, arguments: Mapping[str, Any], tensors: dict[str, Wanted]
-) -> OutFile | None:
+def buffers_file(path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer, tensors: dict[str, Wanted]) -> OutFile | None:
     """The ``distrib_optim.pt`` of a rank; what it is made of is added to ``tensors``. None if other ranks have all of it.
 
     Raises:
         UsageError: where parameters lie depends on what nobody says of the job, or states have several dtypes.
     """
-    file = _Buffers(path, at, ranks, optimizer, arguments)
-    if not ranks.experts_apart:
-        return file.written(file.part(None), tensors) if ranks.owns_dense(at) else None
     owned = (ranks.owns_dense(at), ranks.owns_experts(at))
-    parts = [file.part(bool(i)) if own else None for i, own in enumerate(owned)]
-    return file.written(parts, tensors) if any(owned) else None
+    if not any(owned):
+        return None
+    file = _Buffers(path, at, ranks, optimizer)
+    if not ranks.experts_apart:
+        return file.written(file.part(None), tensors)
+    return file.written([file.part(bool(i)) if own else None for i, own in enumerate(owned)], tensors)
 
 
 class _Buffers:
     """Lays the buffers of one rank out."""
 
-    def __init__(self, path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer) -> None:
         self.path = path
         self.stage = at.pipeline
         self.ranks = ranks
-        self.arguments = arguments
+        self.arguments = ranks.arguments
         self.chunks = ranks.chunks(at)
         self.states = {key: ranks.over(own).chunks(at) for key, own in optimizer.states.items()}
         self.stands: list[Stand] = []
@@ -148,7 +147,7 @@ class _Buffers:
                 found[len(found) - 1] = {(torch_dtype(dtype), grad): self._buffer(number, [trained[i] for i in own], own)}
         return found
 
-    def _buffer(self, number: int, params: Sequence[Part], places: Sequence[int]) -> dict[str, Any]:
+    def _buffer(self, number: int, params: Sequence[RankParam], places: Sequence[int]) -> dict[str, Any]:
         members = [Member(math.prod(p.shape), self.ranks.is_shared(p)) for p in params]
         layout = job_layout(members, self.arguments, bucketed=self.stage == number == 0)
         if layout is None:

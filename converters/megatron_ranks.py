@@ -33,7 +33,7 @@ class Coordinates(NamedTuple):
     expert: int
 
 
-class Part(NamedTuple):
+class RankParam(NamedTuple):
     """A parameter of a rank: ``view`` has its elements in order, ``shape`` is its own, which may be another of as many. ``source`` is the
     whole parameter it is a part of; of several experts, the first one's."""
 
@@ -70,6 +70,7 @@ class Ranks:
     def __init__(self, model: Mapping[str, Wanted], parallel: Parallel, arguments: Mapping[str, Any], where: str) -> None:
         self.model = model
         self.parallel = parallel
+        self.arguments = arguments
         self.where = where
         self.spelling = spelling_of(arguments)
         self.tied = OUTPUT not in model
@@ -88,7 +89,7 @@ class Ranks:
         self.experts = max((self._experts_in(layer) for layer in range(self.layers)), default=0)
         if self.experts % parallel.expert or self.experts < parallel.expert > 1:
             self._refuse(f"{self.experts} experts cannot be divided among {parallel.expert} ranks", "--ep")
-        self.counts = self._counts(arguments)
+        self.counts = self._counts()
 
     def _refuse(self, what: str, hint: str) -> NoReturn:
         raise UsageError(what, where=self.where, hint=hint)
@@ -105,11 +106,11 @@ class Ranks:
     def _experts_in(self, layer: int) -> int:
         return self._count(f"layer {layer}: expert", {self._number[name] for name in self._by_layer[layer]})
 
-    def _counts(self, arguments: Mapping[str, Any]) -> list[int]:
+    def _counts(self) -> list[int]:
         """Layers of each chunk, in the pipeline's order."""
         stages, chunks = self.parallel.pipeline, self.parallel.virtual
         try:
-            return layers_of_chunks(arguments, self.layers, stages, chunks)
+            return layers_of_chunks(self.arguments, self.layers, stages, chunks)
         except FormatError:
             self._refuse(
                 f"{self.layers} layers cannot be divided among {stages} pipeline stages with {chunks} chunks each",
@@ -137,7 +138,7 @@ class Ranks:
                 for rank in range(p.tensor):
                     yield Coordinates(rank, stage, owner)
 
-    def chunks(self, at: Coordinates) -> list[list[Part]]:
+    def chunks(self, at: Coordinates) -> list[list[RankParam]]:
         """The parameters of a rank, for each of its chunks, in the model's order. Those that have no tensor are left out."""
         return [list(self._chunk(at, number)) for number in range(self.parallel.virtual)]
 
@@ -162,11 +163,11 @@ class Ranks:
         first = at.expert * self.expert_tensor
         return any((first + i) % self.parallel.tensor == at.tensor for i in range(self.expert_tensor))
 
-    def is_shared(self, part: Part) -> bool:
+    def is_shared(self, part: RankParam) -> bool:
         """Whether the first and the last stage have it both."""
         return self.tied and self.parallel.pipeline > 1 and part.source == EMBEDDING
 
-    def _chunk(self, at: Coordinates, number: int) -> Iterator[Part]:
+    def _chunk(self, at: Coordinates, number: int) -> Iterator[RankParam]:
         place, last = number * self.parallel.pipeline + at.pipeline, len(self.counts) - 1
         first = sum(self.counts[:place])
         outside = self._by_layer.get(_OUTSIDE, [])
@@ -179,8 +180,8 @@ class Ranks:
             if self.tied and place:
                 yield self._parameter(OUTPUT, EMBEDDING, at, first)
 
-    def _layer(self, layer: int, at: Coordinates, first: int) -> Iterator[Part]:
-        joined: dict[str, list[Part]] = {}
+    def _layer(self, layer: int, at: Coordinates, first: int) -> Iterator[RankParam]:
+        joined: dict[str, list[RankParam]] = {}
         own = self._own
         for name in self._by_layer[layer]:
             expert = self._number[name]
@@ -195,7 +196,7 @@ class Ranks:
             if len(joined[which]) == own:
                 yield self._transposed(which, joined[which])
 
-    def _parameter(self, name: str, source: str, at: Coordinates, first: int) -> Part:
+    def _parameter(self, name: str, source: str, at: Coordinates, first: int) -> RankParam:
         """``source`` is the parameter whose elements it has."""
         expert = self._number.get(name, _OUTSIDE) != _OUTSIDE
         rank, ranks = (at.tensor % self.expert_tensor, self.expert_tensor) if expert else (at.tensor, self.parallel.tensor)
@@ -207,7 +208,7 @@ class Ranks:
             self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "--tp")
         blocks = [part(view, Box(b.offset, b.shape)) for b in cut_of(name, local, rank, ranks, gated=gated).blocks]
         called = self.spelling.name(name, first_layer=first, first_expert=at.expert * self._own)
-        return Part(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
+        return RankParam(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 
     def _with_rows(self, view: View) -> View:
         """The view with as many rows as the job pads the vocabulary to: what padding is stored stays, the rest is zeros."""
@@ -216,11 +217,11 @@ class Ranks:
             return padded(view, 0, rows)
         return part(view, Box((0,) * len(view.shape), (rows, *view.shape[1:])))
 
-    def _transposed(self, name: str, experts: list[Part]) -> Part:
+    def _transposed(self, name: str, experts: list[RankParam]) -> RankParam:
         """One parameter of a layer of all local experts, as GroupedMLP has it."""
         if any(len(e.shape) != 2 for e in experts):
             self._refuse("GroupedMLP has no biases", "--arg moe_grouped_gemm=false")
         view = stack([transpose(e.view, (1, 0)) for e in experts], 0)
         count, rows, columns = view.shape
         shape = (rows, count * columns) if name.endswith("1") else (count * rows, columns)
-        return Part(name, experts[0].source, view, experts[0].dtype, shape, of_expert=True)
+        return RankParam(name, experts[0].source, view, experts[0].dtype, shape, of_expert=True)

@@ -24,7 +24,7 @@ from .choosing import Choice, Chosen, Wanted, pruned
 from .choosing import choose as choose_all
 from .megatron_arguments import arguments_of
 from .megatron_optimizer import buffers_file, groups_of, optimizer_of
-from .megatron_ranks import Coordinates, Part, Ranks, check_names
+from .megatron_ranks import Coordinates, RankParam, Ranks, check_names
 from .nested import nested_state
 from .parallel import Parallel
 from .roles import MODEL, STATE
@@ -109,7 +109,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         folder = f"{below}/{directory(at, parallel)}"
         files.append(_file(f"{folder}/{FILE}", head, ranks.chunks(at), tensors))
         if optimizer is not None:
-            beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, arguments, tensors)
+            beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, tensors)
             files += [] if beside is None else [beside]
 
     def finish(backend: Backend) -> None:
@@ -135,7 +135,7 @@ def _values(chosen: Chosen) -> dict[str, Any]:
     return {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
 
 
-def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[Part]], tensors: dict[str, Wanted]) -> OutFile:
+def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[RankParam]], tensors: dict[str, Wanted]) -> OutFile:
     """The file of a rank; what it is made of is added to ``tensors``."""
     stands: list[Stand] = []
     made: list[Wanted] = []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,10 +59,13 @@ def _norm(inner: str) -> str:
     return _LATENT_NORM.sub(r"self_attention.\1_layernorm.\2", inner)
 
 
-def extra_states(names: Iterable[str]) -> list[str]:
-    """The names of extra states that a rank has beside these parameters: those of linear layers, whoever made them. They are None without
+def extra_states(names: Collection[str]) -> list[str]:
+    """The names of extra states that a chunk has beside these parameters: those of linear layers, whoever made them. They are None without
     FP8. (Transformer Engine has more, by its version; where they are missing Megatron-LM says so, and goes on.)"""
-    return list(dict.fromkeys(f"{m[0]}{EXTRA_STATE}" for n in names if (m := _LINEAR.match(n)) is not None))
+    found = dict.fromkeys(m[0] for n in names if (m := _LINEAR.match(n)) is not None)
+    if any(n.startswith("decoder.final_layernorm.") for n in names):
+        found["output_layer"] = None  # it is there without a weight of its own too
+    return [f"{linear}{EXTRA_STATE}" for linear in found]
 
 
 def spelling_of(arguments: Mapping[str, Any]) -> Spelling:

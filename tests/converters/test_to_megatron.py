@@ -27,7 +27,8 @@ from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 LOCAL = {"transformer_impl": "local"}
-HEADS, GROUPS, HEAD = 8, 4, 8  # of both fixtures of transformers
+GROUPS, HEAD = 4, 8  # of both fixtures of transformers
+EXPERT = "model.decoder.layers.3.mlp.experts.local_experts.{}.linear_fc2.weight"
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +327,22 @@ def test_groups_of_experts_come_and_go(files: Path, tmp_path: Path) -> None:
     ]
     buffers = by_rank(tmp_path / "apart" / "iter_0000003", "distrib_optim.pt")
     assert [part is not None for part in buffers["mp_rank_00_001"]] == [False, True] and None not in buffers["mp_rank_00_000"]
+
+
+def test_optimizer_of_experts_that_are_one_parameter(files: Path, tmp_path: Path) -> None:
+    """GroupedMLP has its weights transposed, so in the buffers too."""
+    convert(files / "moe_singleton" / "legacy", tmp_path / "m", tensor=2, arguments={"moe_grouped_gemm": True, "padded_vocab_size": 48})
+    states = read_all(files / "moe_singleton" / "legacy")
+    assert_same(read_all(tmp_path / "m"), states)
+    (_, first), (_, buffer) = sorted(by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt").items())
+    state = by_rank(tmp_path / "m" / "iter_0000003")["mp_rank_01"]["model"]
+    name = "decoder.layers.3.mlp.experts.weight2"  # before the final norm and the output layer, in reverse
+    at = -(-24 // 64) * 64 + 24 * 24
+    joined = torch.stack([torch.from_numpy(states[f"optimizer.state.{EXPERT.format(i)}.master"].view(np.float32)) for i in range(4)])
+    expected = joined[:, :, 6:].transpose(1, 2).reshape(state[name].shape)
+    (values,) = buffer[0].values()
+    assert torch.equal(values["param"][at : at + expected.numel()].reshape(expected.shape), expected)
+    assert first[0].keys() == buffer[0].keys()
 
 
 def test_owners_of_buffers_where_experts_are_not_cut(files: Path, tmp_path: Path) -> None:

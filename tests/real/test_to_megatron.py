@@ -102,6 +102,7 @@ def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> to
         ("llama", 1, {}),
         ("llama", 2, {"tp": 2}),
         ("llama", 4, {"tp": 2, "pp": 2, "vpp": 2}),
+        ("tied", 1, {}),
         ("tied", 2, {"pp": 2}),
         ("qwen2", 2, {"tp": 2}),
         ("qwen3", 1, {}),
