@@ -82,7 +82,7 @@ def _told(catalog: Catalog, parallel: Parallel) -> Arguments:
     """Those of the source, if it is Megatron's or was made of one, but for what is true of its ranks alone."""
     node = catalog.state.get("args") if isinstance(catalog.state, dict) else None
     pairs = [] if node is None or tree.tag_of(node) is not None else tree.pairs_of(node) or []
-    told = {str(k): v for k, v in pairs if v is None or isinstance(v, (bool, int, float, str))}
+    told = {str(k): v for k, v in pairs if v is None or isinstance(v, (bool, int, float, str, list))}
     pipeline = (told.get("pipeline_model_parallel_size", 1), told.get("virtual_pipeline_model_parallel_size") or 1)
     dropped = {*_OF_ONE_JOB, "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage"}
     if pipeline != (parallel.pipeline, parallel.virtual):

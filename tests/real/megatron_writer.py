@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 4 tests/real/megatron_writer.py --tp 2 --pp 2 --vpp 2 --out DIR
 
 writes ``DIR/legacy``, ``DIR/dp_reshardable``, ``DIR/fully_reshardable``, ``DIR/dp_zero_gather_scatter``, as the version at hand can, with
-the state of three steps on random gradients. With ``--load`` it writes what it has loaded instead: the format ``torch``, in the same
-layout. Sizes are such that few parameters are multiples of what buffers are aligned to.
+the state of three steps on random gradients. Sizes are such that few parameters are multiples of what buffers are aligned to.
 Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0.16.
 """
 
@@ -59,7 +58,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--etp", type=int)
     parser.add_argument("--vpp", type=int)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--load", type=Path, help="the directory of an iteration")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--singleton", action="store_true")
     parser.add_argument("--types", nargs="*", default=TYPES)
@@ -129,7 +127,7 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    torch.manual_seed(4321 if a.load else 1234)
+    torch.manual_seed(1234)
     spec = get_gpt_layer_local_spec(num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm")
     models = []
     for chunk in range(a.vpp or 1):
@@ -167,7 +165,7 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
         optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0
     )
     optimizer = get_megatron_optimizer(options, wrapped)
-    for step in range(STEPS if a.load is None else 0):
+    for step in range(STEPS):
         for w in wrapped:
             for buffer in w.buffers + w.expert_parallel_buffers:
                 buffer.grad_data.copy_(torch.randn(buffer.numel, generator=torch.Generator().manual_seed(100 + step)))
@@ -176,25 +174,6 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> Any:
                     p.main_grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(200 + step)))
         optimizer.step()
     return optimizer
-
-
-def load_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
-    """As ``load_checkpoint`` of Megatron-LM does."""
-    folder = a.load / rank_folder(a)
-    state = torch.load(folder / "model_optim_rng.pt", map_location="cpu")
-    for i, model in enumerate(models):
-        model.load_state_dict(state[_key(i, models)], strict=True)
-    optimizer.load_state_dict(state["optimizer"])
-    for one in optimizer.chained_optimizers:  # of torch's AdamW, 0.16 takes the step for a tensor that is in the file
-        inner = one._set_main_param_and_optimizer_states
-        one._set_main_param_and_optimizer_states = functools.partial(with_step, one, inner)
-    optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
-
-
-def with_step(optimizer: Any, put: Any, param: Any, tensors: dict[str, torch.Tensor]) -> None:
-    group, place = optimizer.model_param_group_index_map[param]
-    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
-    put(param, {**tensors, "step": state["step"]})
 
 
 def save_torch_dist(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
@@ -227,20 +206,14 @@ def _key(number: int, models: list[Any]) -> str:
     return "model" if len(models) == 1 else f"model{number}"
 
 
-def rank_folder(a: argparse.Namespace) -> str:
-    """Where the files of this rank are, in the directory of an iteration."""
-    from megatron.core import parallel_state as ps
-
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if a.pp > 1 else ""
-    return name + (f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else "")
-
-
 def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
     from megatron.core import parallel_state as ps
 
     root = Path(a.out, "legacy")
-    folder = root / f"iter_{STEPS:07d}" / rank_folder(a)
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if a.pp > 1 else ""
+    name += f"_{ps.get_expert_model_parallel_rank():03d}" if a.ep > 1 else ""
+    folder = root / f"iter_{STEPS:07d}" / name
     folder.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
@@ -269,10 +242,7 @@ def main() -> None:
     config = config_of(a)
     models = models_of(a, config)
     optimizer = trained(a, config, models)
-    if a.load is None:
-        save_torch_dist(a, models, optimizer)
-    else:
-        load_legacy(a, models, optimizer)
+    save_torch_dist(a, models, optimizer)
     save_legacy(a, models, optimizer)
     dist.barrier()
     dist.destroy_process_group()

@@ -24,8 +24,8 @@ from tests.formats.megatron_files import assert_same, read_all, unpacked
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 pytestmark = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed")
-READER = Path(__file__).with_name("megatron_reader.py")
-WRITER = Path(__file__).with_name("megatron_writer.py")
+LOGITS = Path(__file__).with_name("megatron_logits.py")
+RESUME = Path(__file__).with_name("megatron_resume.py")
 
 SIZES = {
     "hidden_size": 64,
@@ -66,8 +66,8 @@ def model_at(url: Path, name: str) -> torch.Tensor:
     """Save a model; gives its logits."""
     import transformers
 
-    sys.path.insert(0, str(READER.parent))
-    from megatron_reader import tokens
+    sys.path.insert(0, str(LOGITS.parent))
+    from megatron_logits import tokens
 
     kind, _, more = MODELS[name]
     torch.manual_seed(11)
@@ -92,7 +92,7 @@ def launch(script: Path, ranks: int, *options: str) -> None:
 
 def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> torch.Tensor:
     said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
-    launch(READER, ranks, "--load", str(folder), "--out", str(out), *said)
+    launch(LOGITS, ranks, "--load", str(folder), "--out", str(out), *said)
     return torch.load(out, weights_only=True)
 
 
@@ -145,5 +145,5 @@ def test_megatron_goes_on_from_it(tmp_path: Path, layout: str, ranks: int, optio
     said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
     said += ["--tied", "--bucket", "100000"] if layout == "pp2tied" else []
     said += ["--experts", "4"] if layout in ("moe_singleton", "tp2ep2") else []
-    launch(WRITER, ranks, "--load", str(tmp_path / "m" / "iter_0000003"), "--out", str(tmp_path / "again"), *said)
+    launch(RESUME, ranks, "--load", str(tmp_path / "m" / "iter_0000003"), "--out", str(tmp_path / "again"), *said)
     assert_same(read_all(tmp_path / "again" / "legacy"), read_all(source))

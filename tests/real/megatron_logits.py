@@ -1,6 +1,6 @@
 """A GPTModel of the installed Megatron-Core that loads files of the format ``torch``, strictly, and says what logits it computes. On CPUs:
 
-    torchrun --nproc-per-node 4 tests/real/megatron_reader.py --load DIR/release --out FILE.pt --tp 2 --pp 2
+    torchrun --nproc-per-node 4 tests/real/megatron_logits.py --load DIR/release --out FILE.pt --tp 2 --pp 2
 
 The model is made by the arguments in the files, with the local layer specification. ``FILE.pt`` has the logits for ``tokens()``.
 """
@@ -18,7 +18,16 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_writer import rank_folder, without_gpus
+from megatron_writer import without_gpus
+
+
+def rank_folder() -> str:
+    """Where the files of this rank are, in the directory of an iteration: ``get_checkpoint_name`` of Megatron-LM."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if ps.get_pipeline_model_parallel_world_size() > 1 else ""
+    return name + (f"_{ps.get_expert_model_parallel_rank():03d}" if ps.get_expert_model_parallel_world_size() > 1 else "")
 
 
 def tokens(vocabulary: int) -> torch.Tensor:
@@ -176,7 +185,7 @@ def main() -> None:
         expert_tensor_parallel_size=a.etp,
     )
     state = torch.load(
-        a.load / rank_folder(a) / "model_optim_rng.pt", map_location="cpu"
+        a.load / rank_folder() / "model_optim_rng.pt", map_location="cpu"
     )  # Megatron-Core has told torch which classes are safe
     with torch.no_grad():
         logits = logits_of(state["args"], models_of(state["args"], state))
