@@ -54,8 +54,9 @@ def arguments_of(catalog: Catalog, model: Mapping[str, Wanted], parallel: Parall
     if "num_attention_heads" not in found:
         hint = "--arg num_attention_heads=…; also num_query_groups and kv_channels"
         raise UsageError("nothing says how many attention heads the model has", where=catalog.url, hint=hint)
-    if parallel.virtual > 1:
-        found["num_layers_per_virtual_pipeline_stage"] = found["num_layers"] // (parallel.pipeline * parallel.virtual) or None
+    per_chunk, rest = divmod(found["num_layers"], parallel.pipeline * parallel.virtual)
+    if parallel.virtual > 1 and not rest and not any(found.get(name) for name in _OF_ONE_PIPELINE):
+        found["num_layers_per_virtual_pipeline_stage"] = per_chunk
     found.setdefault("expert_tensor_parallel_size", parallel.tensor)
     return found | _vocabulary(found, model, catalog.url, given=parallel.arguments)
 

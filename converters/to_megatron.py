@@ -96,31 +96,33 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     if optimizer is not None:
         arguments["use_distributed_optimizer"] = True
     ranks = Ranks(model, parallel, arguments, chosen.catalog.url)
-    values = _values(chosen)
-    iteration = values.pop("iteration", None)
-    known = isinstance(iteration, int) and (iteration > 0 or optimizer is not None)
-    below = f"iter_{iteration:07d}" if known else RELEASE
-    head = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": iteration if known else 0, **values}
+    values = _values(chosen, trained=optimizer is not None)
+    head = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0, **values}
     if optimizer is not None:
         head["optimizer"] = groups_of(optimizer, ranks)
     tensors: dict[str, Wanted] = {}
     files = []
     for at in ranks.all():
-        folder = f"{below}/{directory(at, parallel)}"
+        folder = f"{_iteration(values)}/{directory(at, parallel)}"
         files.append(_file(f"{folder}/{FILE}", head, ranks.chunks(at), tensors))
         if optimizer is not None:
             beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, tensors)
             files += [] if beside is None else [beside]
+    latest = str(values.get("iteration", RELEASE)).encode()
+    return Planned(files=tuple(files), digest="crc32", finish=lambda backend: _finish(backend, latest), tensors=tensors)
 
-    def finish(backend: Backend) -> None:
-        text = f"{iteration if known else RELEASE}".encode()
-        try:
-            backend.publish(TRACKER, text, replaces=None)
-        except ConflictError:
-            if backend.read(TRACKER) != text:
-                raise
 
-    return Planned(files=tuple(files), digest="crc32", finish=finish, tensors=tensors)
+def _finish(backend: Backend, latest: bytes) -> None:
+    """Say which iteration there is, unless the same is said."""
+    try:
+        backend.publish(TRACKER, latest, replaces=None)
+    except ConflictError:
+        if backend.read(TRACKER) != latest:
+            raise
+
+
+def _iteration(values: Mapping[str, Any]) -> str:
+    return f"iter_{values['iteration']:07d}" if "iteration" in values else RELEASE
 
 
 def directory(at: Coordinates, parallel: Parallel) -> str:
@@ -129,10 +131,12 @@ def directory(at: Coordinates, parallel: Parallel) -> str:
     return f"mp_rank_{at.tensor:02d}{stage}" + (f"_{at.expert:03d}" if parallel.expert > 1 else "")
 
 
-def _values(chosen: Chosen) -> dict[str, Any]:
-    """The values of the state that Megatron keeps too."""
+def _values(chosen: Chosen, *, trained: bool) -> dict[str, Any]:
+    """The values of the state that Megatron keeps too. Without an optimizer, iteration 0 is none."""
     found = nested_state(replace(chosen, tensors={}), lambda wanted: None)
-    return {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
+    kept = {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
+    iteration = kept.pop("iteration", None)
+    return {"iteration": iteration, **kept} if isinstance(iteration, int) and (iteration > 0 or trained) else kept
 
 
 def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[RankParam]], tensors: dict[str, Wanted]) -> OutFile:
