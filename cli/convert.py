@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,10 @@ from .translating import left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.converting import ConvertReport
+    from ckpt.converters.parallel import Argument, Parallel
     from ckpt.converters.repairing import Mending
 
+_RANKS = click.IntRange(min=1)
 _SHOWN = 10
 """Tensors that were repaired, in the text."""
 
@@ -36,16 +40,19 @@ def _size(text: str) -> int:
 @click.command("convert", short_help="Write a checkpoint in another format.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch, dcp or torch_dist (Megatron-Core).")
+@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch, dcp; torch_dist or megatron (Megatron-Core).")
 @translating
 @skipping
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
 @click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
-@click.option(
-    "--root", metavar="KEY", help="Key of the state that has the model. For hf [default: the only one] and torch_dist [default: model]."
-)
+@click.option("--root", metavar="KEY", help="Key of the state that has the model. [default: the only one, for torch_dist model]")
+@click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]")
+@click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]")
+@click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]")
+@click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]")
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args.")
 @click.option("--shard-size", type=_size, help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
 @click.option("--memory", type=_size, default="1GiB", show_default=True, help="Memory for tensors.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
@@ -69,6 +76,11 @@ def command(
     optimizer: bool,
     dtype: str | None,
     root: str | None,
+    tp: int | None,
+    pp: int | None,
+    vpp: int | None,
+    ep: int | None,
+    arguments: tuple[str, ...],
     shard_size: int | None,
     memory: int,
     threads: int | None,
@@ -92,6 +104,7 @@ def command(
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       ckpt convert --to native --repair megatron/iter_0001000 mended/
+      ckpt convert --to megatron --tp 4 --pp 2 --names llama --spelling megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     from ckpt.converters.converting import convert_checkpoint
@@ -111,6 +124,7 @@ def command(
             root=root,
             skip=skip,
             shard_size=shard_size,
+            parallel=_parallel(tp, pp, vpp, ep, arguments),
             memory=memory,
             threads=threads,
             overwrite=overwrite,
@@ -163,6 +177,28 @@ def _repair_fields(repair: Mending | None) -> dict[str, Any] | None:
         return None
     tensors = [tensor._asdict() for tensor in repair.tensors]
     return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
+
+
+def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> Parallel | None:
+    """The ranks that the options say; None if they say nothing."""
+    if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
+        return None
+    from ckpt.converters.parallel import Parallel
+
+    said = dict(map(_argument, arguments))
+    return Parallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
+
+
+def _argument(text: str) -> tuple[str, Argument]:
+    """``NAME=VALUE``: null, true, false and numbers as JSON has them, all else as text."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise UsageError(f"--arg {text!r} is no NAME=VALUE", hint="--arg num_attention_heads=32, --arg transformer_impl=local")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return name, value
+    return name, value if isinstance(found, (list, dict)) else found
 
 
 def _part() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
+from .parallel import Parallel
 from .record import Record, begin, check_source, digest_of, find
 from .repairing import Mending, repaired
 from .target import Layout, OutFile, Planned, Target, target
@@ -74,6 +75,7 @@ def convert_checkpoint(
     root: str | None = None,
     skip: Sequence[str] = (),
     shard_size: int | None = None,
+    parallel: Parallel | None = None,
     memory: int = MEMORY,
     threads: int | None = None,
     overwrite: bool = False,
@@ -84,8 +86,8 @@ def convert_checkpoint(
     job: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``,
-    ``dcp`` or ``torch_dist``.
+    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``, ``dcp``,
+    ``torch_dist`` or ``megatron``.
 
     A conversion that was killed goes on when the same call is made again; files that are whole stay.
 
@@ -94,9 +96,11 @@ def convert_checkpoint(
         only, exclude: globs of new names.
         optimizer: take optimizers too. ``hf`` never does.
         dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
-        root: the key of the state that has the model: for ``hf`` by default the only one with tensors, for ``torch_dist`` ``model``.
+        root: the key of the state that has the model: for ``hf`` and ``megatron`` by default the only one with tensors, for
+            ``torch_dist`` ``model``.
         skip: globs of stored names: these tensors are left out, and ``views`` does not see them.
         shard_size: bytes of a file, about. By default 5 GB for ``hf`` and 4 GiB for others; ``torch`` has one file.
+        parallel: the ranks to write for, with ``megatron``; by default one.
         memory: bytes for tensors in memory.
         overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
         verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
@@ -122,7 +126,7 @@ def convert_checkpoint(
         chosen, mending = repaired(chosen, job or {}, threads=threads)
     elif job:
         raise UsageError("arguments of the job are for a repair", hint="--repair")
-    run = _Run(format, chosen, url, shard_size=shard_size, overwrite=overwrite, mending=mending)
+    run = _Run(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending)
     planned = run.look() if dry_run else run.begin(part)
     missing = run.missing(planned)
     read = 0
@@ -154,18 +158,30 @@ class _Run:
     """One process of one conversion."""
 
     def __init__(
-        self, format: Target, chosen: Chosen, url: str, *, shard_size: int | None, overwrite: bool, mending: Mending | None = None
+        self,
+        format: Target,
+        chosen: Chosen,
+        url: str,
+        *,
+        shard_size: int | None,
+        parallel: Parallel | None,
+        overwrite: bool,
+        mending: Mending | None = None,
     ) -> None:
+        if parallel is not None and not format.parallel:
+            hint = "leave out --tp, --pp, --vpp, --ep and --arg"
+            raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
         if overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
         self.format = format
         self.chosen = chosen
         self.url = url
         self.shard_size = shard_size
+        self.parallel = parallel
         self.overwrite = overwrite
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
-        self._said = (format.name, shard_size, *([mending] if mending is not None and mending.needed else []))
+        self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
@@ -216,7 +232,7 @@ class _Run:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous)
+        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous, parallel=self.parallel)
         return self.format.plan(self.chosen, layout)
 
     def _check_empty(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,7 +71,7 @@ class Stream:
         begin: Callable[[int], None],
         done: Callable[[int], None],
     ) -> None:
-        self.chosen = chosen
+        self.chosen = chosen if planned.tensors is None else replace(chosen, tensors=planned.tensors)
         self.planned = planned
         self.backend = backend
         self.verify = verify

@@ -6,14 +6,15 @@ else is in a file (headers, directories) it gives when the digests of the tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.errors import ConflictError, UsageError
 
-from .choosing import Choice, Chosen
+from .choosing import Choice, Chosen, Wanted
+from .parallel import Parallel
 from .windows import Item
 
 if TYPE_CHECKING:
@@ -41,25 +42,28 @@ class OutFile:
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process at a
-    time, and again if one died while it did. ``last`` are paths of files that it adds, and nobody else would."""
+    time, and again if one died while it did. ``last`` are paths of files that it adds, and nobody else would. ``tensors`` are those that
+    the items of the files name; None: the chosen ones."""
 
     files: tuple[OutFile, ...]
     digest: Digest | None
     finish: Callable[[Backend], None]
     last: tuple[str, ...] = ()
+    tensors: Mapping[str, Wanted] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
     destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
-    ``previous`` is the commit record that is replaced, if any."""
+    ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any."""
 
     id: str
     url: str
     shard_size: int | None
     name: str | None
     previous: bytes | None
+    parallel: Parallel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ class Target:
     one_file: Callable[[str], bool] = lambda url: False
     replaces: bool = False
     """Whether a checkpoint at the destination can be replaced atomically."""
+    parallel: bool = False
+    """Whether the files depend on ``Layout.parallel``."""
 
 
 _BUILTIN = {
@@ -80,6 +86,7 @@ _BUILTIN = {
     "torch": "ckpt.converters.to_torch:TARGET",
     "dcp": "ckpt.converters.to_dcp:TARGET",
     "torch_dist": "ckpt.converters.to_torch_dist:TARGET",
+    "megatron": "ckpt.converters.to_megatron:TARGET",
 }
 
 

@@ -67,11 +67,29 @@ def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[st
     Parameters whose sizes are multiples of 64 follow one another whatever the buckets are. For others it matters where buckets begin, so
     all likely sizes of buckets have to agree.
     """
-    ranks = arguments.get("data_parallel_size")
-    given = arguments.get("ddp_bucket_size")
-    default = default_bucket(ranks if isinstance(ranks, int) else 1)
-    sizes = [None, given if isinstance(given, int) else default]
-    layouts = [buffer_layout(members, bucket_size=size, data_parallel=1) for size in sizes]
+    layouts = [buffer_layout(members, bucket_size=size, data_parallel=1) for size in (None, _bucket_size(arguments))]
     fitting = [layout for layout in layouts if layout.used == used]
-    places = {tuple(layout.compact(slot) for slot in layout.slots) for layout in fitting}
-    return fitting[0] if len(places) == 1 else None
+    return fitting[0] if len({_places(layout) for layout in fitting}) == 1 else None
+
+
+def job_layout(members: Sequence[Member], arguments: Mapping[str, Any], *, bucketed: bool) -> BufferLayout | None:
+    """The layout of a buffer in a job with these arguments; None if it depends on the size of buckets, which they do not say.
+
+    ``bucketed``: it is of the first chunk of the first stage, the only one whose buffers have several buckets, and only where reductions
+    overlap with the backward pass. (Source: ``DistributedDataParallel`` of Megatron-LM core/distributed/distributed_data_parallel.py.)
+    """
+    one = buffer_layout(members, bucket_size=None, data_parallel=1)
+    if not bucketed or not arguments.get("overlap_grad_reduce"):
+        return one
+    many = buffer_layout(members, bucket_size=_bucket_size(arguments), data_parallel=1)
+    known = isinstance(arguments.get("ddp_bucket_size"), int) or (one.used, _places(one)) == (many.used, _places(many))
+    return many if known else None
+
+
+def _bucket_size(arguments: Mapping[str, Any]) -> int:
+    ranks, given = arguments.get("data_parallel_size"), arguments.get("ddp_bucket_size")
+    return given if isinstance(given, int) else default_bucket(ranks if isinstance(ranks, int) else 1)
+
+
+def _places(layout: BufferLayout) -> tuple[int, ...]:
+    return tuple(layout.compact(slot) for slot in layout.slots)

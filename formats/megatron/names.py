@@ -22,6 +22,7 @@ NOT_TRAINED = (".router.expert_bias", ".router.local_tokens_per_expert")
 
 LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_LATENT_NORM = re.compile(r"self_attention\.(q|kv)_layernorm\.")
 _LOCAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 _ROWS = frozenset(
@@ -112,8 +113,8 @@ def expert_name(expert: int, rest: str) -> str:
 def fused_norms(names: Iterable[str]) -> dict[str, str]:
     """What each of these names is called here. Only norms change: those in front of fused linear layers belong to these.
 
-    Local layer specifications call them ``input_layernorm`` and ``pre_mlp_layernorm``, and in ``torch_dist`` even the norm before a router
-    ``mlp.linear_fc1.layer_norm_weight``.
+    Local layer specifications call them ``input_layernorm`` and ``pre_mlp_layernorm``, with latent attention ``q_layernorm`` and
+    ``kv_layernorm``, and in ``torch_dist`` even the norm before a router is ``mlp.linear_fc1.layer_norm_weight``.
     """
     names = list(names)
     there: dict[str, set[str]] = {}
@@ -132,6 +133,9 @@ def _norm(inner: str, layer: Collection[str]) -> str:
     kind = inner.rpartition(".")[2]
     if inner.startswith("input_layernorm.") and "self_attention.linear_qkv.weight" in layer:
         return f"self_attention.linear_qkv.layer_norm_{kind}"
+    latent = _LATENT_NORM.match(inner)
+    if latent is not None and f"self_attention.linear_{latent[1]}_up_proj.weight" in layer:
+        return f"self_attention.linear_{latent[1]}_up_proj.layer_norm_{kind}"
     routed = "mlp.router.weight" in layer
     if inner.startswith("pre_mlp_layernorm.") and not routed and "mlp.linear_fc1.weight" in layer:
         return f"mlp.linear_fc1.layer_norm_{kind}"
@@ -153,6 +157,8 @@ _TOP = (
 _QKV_NORM = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
 _MLP_NORM = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_bias")
 _LATENT = tuple(f"self_attention.linear_{part}_proj." for part in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_LATENT_ALONE = tuple(f"{head}{kind}" for head in _LATENT for kind in ("weight", "bias"))
+_LATENT_NORMS = tuple(f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv"))
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _HEAD_NORMS = tuple(f"self_attention.{part}_layernorm." for part in ("q", "k", "kv"))
 _ROUTED = ("mlp.router.", "mlp.experts.", *(f"mlp.shared_experts.{part}" for part in ("gate_weight", "linear_fc1.", "linear_fc2.")))
@@ -161,7 +167,7 @@ _PROJECTION = "self_attention.linear_proj."
 
 _INNER: Mapping[str, tuple[str, ...]] = {
     "local": (
-        *("input_layernorm.", *_QKV_NORM, _PROJECTION, *_LATENT, *_QKV, *_HEAD_NORMS),
+        *("input_layernorm.", *_QKV_NORM, _PROJECTION, *_LATENT_ALONE, *_QKV, *_HEAD_NORMS, *_LATENT_NORMS),
         *("pre_mlp_layernorm.", *_MLP_NORM, *_ROUTED, *_DENSE),
     ),
     "fused": (

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
+import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.importing import import_checkpoint
 from ckpt.engine.verify import verify
@@ -21,6 +22,20 @@ HF = Path(__file__).parents[1] / "fixtures" / "hf"
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(cli, list(arguments))
+
+
+def test_ranks_of_megatron(tmp_path: Path) -> None:
+    words = ["convert", "--to", "megatron", "--names", "llama", "--spelling", "megatron", "--tp", "2", "--pp", "2"]
+    found = run(*words, "--dry-run", str(HF / "llama"), str(tmp_path / "m"))
+    assert found.exit_code == 0, found.output
+    listed = [line.strip() for line in found.stdout.splitlines()[1:]]
+    assert listed == [f"release/mp_rank_{t:02d}_{p:03d}/model_optim_rng.pt" for p in range(2) for t in range(2)]
+    found = run(*words, "--arg", "transformer_impl=local", "--arg", "norm_epsilon=1e-5", "--json", str(HF / "llama"), str(tmp_path / "m"))
+    assert json.loads(found.stdout)["files"] == listed and json.loads(found.stdout)["finished"]
+    kept = ckpt.open(str(tmp_path / "m")).state()["args"]
+    assert (kept["transformer_impl"], kept["norm_epsilon"], kept["pipeline_model_parallel_size"]) == ("local", 1e-5, 2)
+    for wrong in (["--arg", "x"], ["--vpp", "0"], ["--arg", "expert_model_parallel_size=2"], ["--to", "torch"]):
+        assert run(*words, *wrong, str(HF / "llama"), str(tmp_path / "n")).exit_code == 2, wrong
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import FormatError
 from ckpt.formats.megatron.buffers import Bucket, BufferLayout, Member, Slot, buffer_layout, layout_in, shifts
+from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import fused_norms, order_key, tensor_parallel_axis
+from ckpt.formats.megatron.spelled import Spelling, extra_states
 from ckpt.formats.megatron.stages import layers_of_chunks
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -139,6 +141,53 @@ def test_norms_belong_to_what_follows():
     assert routed[at + "mlp.linear_fc1.layer_norm_weight"] == at + "pre_mlp_layernorm.weight"
     latent = [at + "input_layernorm.weight", at + "self_attention.linear_q_proj.weight"]
     assert list(fused_norms(latent)) == list(fused_norms(latent).values())
+    of_heads = [at + f"self_attention.{n}.weight" for n in ("q_layernorm", "kv_layernorm", "linear_q_up_proj")]
+    found = fused_norms(of_heads)
+    assert found[of_heads[0]] == at + "self_attention.linear_q_up_proj.layer_norm_weight" and found[of_heads[1]] == of_heads[1]
+
+
+def test_buckets_of_a_job():
+    """They matter where parameters are no multiples of 64, and only on the first stage, and where reductions overlap."""
+    members = [Member(100), Member(70), Member(30)]  # in reverse 30, 70 and 100
+    one = [192, 64, 0]
+    for arguments, bucketed, expected in (
+        ({}, True, one),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 90}, False, one),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 90}, True, [134, 64, 0]),
+        ({"overlap_grad_reduce": False, "ddp_bucket_size": 90}, True, one),
+        ({"overlap_grad_reduce": True}, True, one),
+    ):
+        layout = job_layout(members, arguments, bucketed=bucketed)
+        assert layout is not None and [layout.compact(s) for s in layout.slots] == expected, arguments
+    large = [Member(64), Member(70), Member(50_000_001)]
+    assert job_layout(large, {"overlap_grad_reduce": True}, bucketed=True) is None
+    assert job_layout(large, {"overlap_grad_reduce": True, "ddp_bucket_size": 60_000_000}, bucketed=True) is not None
+
+
+def test_names_on_a_rank():
+    """Where Megatron-Core's layer specifications have what the whole model has under one name."""
+    local, fused, grouped = Spelling(fused=False), Spelling(), Spelling(experts="grouped")
+    at = "decoder.layers.7."
+    for name, here, other in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", None),
+        ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias", None),
+        ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight", None),
+        ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight", None),
+        ("mlp.experts.local_experts.5.linear_fc1.bias", "mlp.experts.local_experts.1.linear_fc1.bias", "mlp.experts.linear_fc1.bias1"),
+    ):
+        assert local.name(at + name, first_layer=5, first_expert=4) == f"decoder.layers.2.{here}"
+        kept = other or name
+        assert grouped.name(at + name, first_layer=7, first_expert=4) == f"decoder.layers.0.{kept}"
+        if other is None:
+            assert fused.name(at + name, first_layer=0, first_expert=0) == at + name
+    assert fused.name("output_layer.weight", first_layer=3, first_expert=0) == "output_layer.weight"
+    names = ["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "output_layer.weight"]
+    names += ["decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.linear_fc2.weight1", "decoder.final_layernorm.weight"]
+    assert extra_states(names) == [
+        "decoder.layers.0.mlp.linear_fc1._extra_state",
+        "output_layer._extra_state",
+        "decoder.layers.0.mlp.experts.linear_fc2._extra_state",
+    ]
 
 
 def test_the_order_of_parameters():

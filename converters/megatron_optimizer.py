@@ -1,0 +1,198 @@
+"""The distributed optimizer of Megatron-LM's format ``torch``: flat buffers in ``distrib_optim.pt``, and the groups of parameters.
+
+(Sources: ``get_parameter_state_dp_zero`` and ``load_state_dict`` of core/optimizer/distrib_optimizer.py, ``ChainedOptimizer`` of
+core/optimizer/optimizer.py.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt import tree
+from ckpt.adapters.binding import inline_only
+from ckpt.adapters.tensors import torch_dtype
+from ckpt.errors import UsageError
+from ckpt.formats.megatron.buffers import Member
+from ckpt.formats.megatron.flat import job_layout
+from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert
+from ckpt.formats.megatron.training import STATE
+from ckpt.geometry import Box
+
+from .archives import Archive, Stand
+from .choosing import Wanted
+from .crc import of_parts
+from .megatron_ranks import Coordinates, RankParam, Ranks
+from .target import OutFile
+from .windows import Item
+
+KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Megatron's names of a parameter's states, and those in a catalog."""
+_TOLD_APART_BY = ("wd_mult", "lr_mult", "is_decoupled_lr")
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """States of all parameters by Megatron's key and parameter, and groups of parameters without their parameters."""
+
+    states: Mapping[str, Mapping[str, Wanted]]
+    groups: Sequence[Group]
+
+    @property
+    def tensors(self) -> dict[str, Wanted]:
+        """The states by the names that they have in a catalog."""
+        return {f"{STATE}{p}.{KEYS[key]}": w for key, own in self.states.items() for p, w in own.items()}
+
+
+def optimizer_of(tensors: Mapping[str, Wanted], parameters: Sequence[str], node: Any) -> Optimizer | None:
+    """The optimizer of these parameters, from the tensors of a catalog and its state's ``node``; None if it is not all there in the form
+    that Megatron's checkpoints have it in."""
+    trained = [name for name in parameters if not name.endswith(NOT_TRAINED)]
+    states = {ours: {p: tensors.get(f"{STATE}{p}.{theirs}") for p in trained} for ours, theirs in KEYS.items()}
+    found = {key: {p: w for p, w in own.items() if w is not None} for key, own in states.items()}
+    groups = _groups(node)
+    whole = bool(groups) and all(len(own) == len(trained) for own in found.values())
+    return Optimizer(states=found, groups=groups) if whole else None
+
+
+def _groups(node: Any) -> list[Group]:
+    """The groups in the node of an optimizer, with their steps; none if they are not Megatron's."""
+    if not isinstance(node, dict) or tree.tag_of(node) is not None:
+        return []
+    named = node.get("param_groups")
+    listed = named.get("$param_groups") if isinstance(named, dict) else node.get("groups")
+    if not isinstance(listed, list):
+        return []
+    state = dict(tree.pairs_of(node.get("state")) or [])
+    found = []
+    for said in listed:
+        params = said["params"] if isinstance(named, dict) else list(state)
+        options = tree.decode(said["options"] if isinstance(named, dict) else said, inline_only)
+        steps = {_step(state[p]) for p in params if p in state} - {None}
+        if not isinstance(options, dict) or not all(key in options for key in _TOLD_APART_BY) or len(steps) > 1:
+            return []
+        found.append({**options, "step": steps.pop()} if steps else options)
+    return found
+
+
+def _step(node: Any) -> int | float | None:
+    """The number of steps of one parameter, which torch's optimizers keep in a tensor."""
+    said = tree.find(node, ["step"])
+    step = None if isinstance(said, tree.Missing) else tree.decode(said, inline_only)
+    step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    if not isinstance(step, (int, float)):
+        return None
+    return int(step) if step == int(step) else step
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def groups_of(optimizer: Optimizer, ranks: Ranks) -> Any:
+    """What ``model_optim_rng.pt`` has under ``optimizer``: a list of two where experts have an optimizer of their own."""
+    kinds: dict[tuple[Any, ...], Group] = {}
+    for group in sorted(optimizer.groups, key=lambda g: bool(g.get("is_expert_parallel"))):
+        kinds.setdefault(tuple(group[key] for key in _TOLD_APART_BY), group)
+    dense = [{**group, "is_expert_parallel": False} for group in kinds.values()]
+    if not ranks.experts_apart:
+        return {"optimizer": {"param_groups": dense}}
+    routed = {is_decayed(name, len(w.shape)) for name, w in ranks.model.items() if is_expert(name)}
+    experts = [{**g, "is_expert_parallel": True} for g in dense if (g["wd_mult"] > 0) in routed and not g["is_decoupled_lr"]]
+    return [{"optimizer": {"param_groups": dense}}, {"optimizer": {"param_groups": experts}}]
+
+
+def buffers_file(path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer, tensors: dict[str, Wanted]) -> OutFile | None:
+    """The ``distrib_optim.pt`` of a rank; what it is made of is added to ``tensors``. None if other ranks have all of it.
+
+    Raises:
+        UsageError: where parameters lie depends on what nobody says of the job, or states have several dtypes.
+    """
+    owned = (ranks.owns_dense(at), ranks.owns_experts(at))
+    if not any(owned):
+        return None
+    file = _Buffers(path, at, ranks, optimizer)
+    if not ranks.experts_apart:
+        return file.written(file.part(None), tensors)
+    return file.written([file.part(bool(i)) if own else None for i, own in enumerate(owned)], tensors)
+
+
+class _Buffers:
+    """Lays the buffers of one rank out."""
+
+    def __init__(self, path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer) -> None:
+        self.path = path
+        self.stage = at.pipeline
+        self.ranks = ranks
+        self.arguments = ranks.arguments
+        self.chunks = ranks.chunks(at)
+        self.states = {key: ranks.over(own).chunks(at) for key, own in optimizer.states.items()}
+        self.stands: list[Stand] = []
+        self.members: list[list[tuple[int, Wanted]]] = []
+        """For each stand, what it is made of, and at which element each begins."""
+
+    def part(self, experts: bool | None) -> dict[Any, Any]:  # noqa: FBT001  None: all parameters
+        """The buffers of one optimizer: for each chunk and dtype, numbered."""
+        found: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, chunk in enumerate(self.chunks):
+            trained = [p for p in chunk if not p.name.endswith(NOT_TRAINED)]
+            wanted = [i for i, p in enumerate(trained) if experts is None or p.of_expert == experts]
+            for dtype in dict.fromkeys(trained[i].dtype for i in wanted):
+                own = [i for i in wanted if trained[i].dtype == dtype]
+                grad = torch_dtype(dtype) if self.arguments.get("accumulate_allreduce_grads_in_fp32") is False else torch.float32
+                found[len(found) - 1] = {(torch_dtype(dtype), grad): self._buffer(number, [trained[i] for i in own], own)}
+        return found
+
+    def _buffer(self, number: int, params: Sequence[RankParam], places: Sequence[int]) -> dict[str, Any]:
+        members = [Member(math.prod(p.shape), self.ranks.is_shared(p)) for p in params]
+        layout = job_layout(members, self.arguments, bucketed=self.stage == number == 0)
+        if layout is None:
+            hint = "--arg ddp_bucket_size=…, or leave the optimizer out: --no-optimizer"
+            raise UsageError("nothing says how large the buckets of the optimizer's buffers are", where=self.ranks.where, hint=hint)
+        buffer: dict[str, Any] = {}
+        for key, chunks in self.states.items():
+            parts = [chunks[number][place] for place in places]
+            kinds = {p.dtype.name for p in parts}
+            if len(kinds) > 1:
+                raise UsageError(f"{key} has several dtypes: {', '.join(sorted(kinds))}", where=self.ranks.where, hint="--no-optimizer")
+            made = [
+                (layout.compact(slot), Wanted(name=f"{self.path}:{number}.{key}.{p.name}", view=p.view, dtype=p.dtype))
+                for slot, p in zip(layout.slots, parts, strict=True)
+            ]
+            buffer[key] = Stand(len(self.stands), parts[0].dtype, (layout.used,))
+            self.stands.append(buffer[key])
+            self.members.append(sorted(made, key=lambda m: m[0]))
+        return {**buffer, "numel_unpadded": layout.used}
+
+    def written(self, value: Any, tensors: dict[str, Wanted]) -> OutFile:
+        archive = Archive(value, self.stands)
+        items: list[Item] = []
+        for stand, start, own in zip(self.stands, archive.starts, self.members, strict=True):
+            size = stand.dtype.itemsize
+            items += [Item(w.name, Box.whole(w.shape), start + size * first, size) for first, w in own]
+            tensors.update({w.name: w for _, w in own})
+        gaps = list(self._gaps(archive, items))
+
+        def ends(digests: Sequence[int]) -> list[tuple[int, bytes]]:
+            left = iter(zip(items, digests, strict=True))
+            crcs = []
+            for stand, start, own in zip(self.stands, archive.starts, self.members, strict=True):
+                parts = [(item.offset - start, item.length, crc) for item, crc in (next(left) for _ in own)]
+                crcs.append(of_parts(parts, stand.nbytes))
+            return [*archive.ends(crcs), *gaps]
+
+        return OutFile(path=self.path, size=archive.size, items=tuple(items), ends=ends)
+
+    def _gaps(self, archive: Archive, items: Sequence[Item]) -> Iterator[tuple[int, bytes]]:
+        """The zeros between parameters: where each begins is aligned."""
+        rest = iter(items)
+        for start, own in zip(archive.starts, self.members, strict=True):
+            at = start
+            for item in (next(rest) for _ in own):
+                if item.offset > at:
+                    yield at, bytes(item.offset - at)
+                at = item.offset + item.length
