@@ -104,7 +104,7 @@ def command(
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       ckpt convert --to native --repair megatron/iter_0001000 mended/
-      ckpt convert --to megatron --tp 4 --pp 2 --names llama --spelling megatron hf/ m/
+      ckpt convert --to megatron --tp 4 --names llama --spelling megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     from ckpt.converters.converting import convert_checkpoint
