@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.adapters.tensors import torch_dtype
-from ckpt.errors import ConflictError
+from ckpt.errors import ConflictError, UsageError
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
 
@@ -96,12 +96,24 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[_Stored]:
     marked = known.get(id(value))
     if marked is None:
+        inside = _inside(value, known)
+        if inside is not None:
+            told = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
+            raise UsageError(told, hint="leave it out: --exclude; or save it in a list or mapping")
         held = io.BytesIO()
         torch.save(value, held)
         if not isinstance(value, torch.Tensor):
             return [_Stored(fqn, None, None, held.getvalue())]
         return [_Stored(fqn, None, Box.whole(value.shape), held.getvalue())]
     return [_Stored(fqn, marked.wanted, box, b"") for box in _boxes(marked.wanted)]
+
+
+def _inside(value: Any, known: dict[int, _Marked]) -> Wanted | None:
+    """A tensor of the checkpoint somewhere in a value: its elements are not there yet, and would be lost."""
+    if id(value) in known:
+        return known[id(value)].wanted
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for part in parts if (found := _inside(part, known)) is not None), None)
 
 
 def _boxes(wanted: Wanted) -> list[Box]:
