@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+>>>>>>> h-loser
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +16,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from ckpt.adapters.tensors import torch_dtype
+<<<<<<< HEAD
+=======
+from ckpt.errors import ConflictError, UsageError
+>>>>>>> h-loser
 from ckpt.geometry import Box
 
 from .choosing import Chosen, Wanted, choose
@@ -50,8 +60,34 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
     marked = known.get(id(value))
     if marked is None:
+<<<<<<< HEAD
         return [Pickled(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
     return [InTensor(fqn, box, marked.wanted, box) for box in marked.boxes]
+=======
+        inside = _inside(value, known)
+        if inside is not None:
+            told = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
+            raise UsageError(told, hint="leave it out: --exclude; or save it in a list or mapping")
+        held = io.BytesIO()
+        torch.save(value, held)
+        if not isinstance(value, torch.Tensor):
+            return [_Stored(fqn, None, None, held.getvalue())]
+        return [_Stored(fqn, None, Box.whole(value.shape), held.getvalue())]
+    return [_Stored(fqn, marked.wanted, box, b"") for box in _boxes(marked.wanted)]
+
+
+def _inside(value: Any, known: dict[int, _Marked]) -> Wanted | None:
+    """A tensor of the checkpoint somewhere in a value: its elements are not there yet, and would be lost."""
+    if id(value) in known:
+        return known[id(value)].wanted
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for part in parts if (found := _inside(part, known)) is not None), None)
+
+
+def _boxes(wanted: Wanted) -> list[Box]:
+    """The boxes that a tensor is stored in."""
+    return list(slabs(Box.whole(wanted.shape), wanted.dtype.itemsize, (), BOX)) or [Box.whole(wanted.shape)]
+>>>>>>> h-loser
 
 
 def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -26,6 +26,7 @@ SHARD = 5_000_000_000
 SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+METADATA = "__metadata__"
 ALIGNED = 4096
 """The data begins at a multiple of this many bytes."""
 SMALL = 64 << 20
@@ -38,6 +39,10 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     odd = [w.name for w in members if FROM_SAFETENSORS.get(w.dtype.safetensors) != w.dtype]
     if odd:
         told = f"safetensors files have no {chosen.tensors[odd[0]].dtype.name}: {odd[0]!r}"
+        raise UsageError(told, where=chosen.catalog.url, hint="leave it out: --exclude")
+    reserved = [w.name for w in members if w.name in ("", METADATA)]
+    if reserved:
+        told = f"safetensors files have no tensor called {reserved[0]!r}"
         raise UsageError(told, where=chosen.catalog.url, hint="leave it out: --exclude")
     alone = layout.name is not None
     groups = [range(len(members))] if alone else in_groups([w.nbytes for w in members], layout.shard_size or SHARD)
@@ -59,7 +64,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
 def _file(path: str, members: Sequence[Wanted]) -> OutFile:
     """Tensors by item size, largest first, so that each begins at a multiple of its own; a header as transformers writes it."""
     ordered = sorted(members, key=lambda w: (-w.dtype.itemsize, w.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
     at = 0
     starts = []
     for w in ordered:

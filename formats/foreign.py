@@ -42,7 +42,7 @@ class ForeignCatalog:
 
     ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
     mappings because their class is not known here; ``replicas()`` gives the boxes that are stored more than once, besides the copies that
-    are read.
+    are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ForeignCatalog:
         ranks: Mapping[int, Mapping[str, Any]] | None = None,
         opaque: Mapping[str, str] | None = None,
         replicas: Callable[[], list[Replica]] = list,
+        storages: Callable[[], list[Extent]] = list,
     ) -> None:
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
@@ -69,6 +70,7 @@ class ForeignCatalog:
         self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
         self.opaque: Mapping[str, str] = opaque or {}
         self.replicas = replicas
+        self.storages = storages
         self._locate = locate
         self._sizes = {f.path: f.size for f in self.files}
 

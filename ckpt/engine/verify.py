@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CkptError, CorruptError
+from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.codecs import decode
 from ckpt.formats.registry import open_catalog
@@ -39,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What ``verify`` found. ``bytes`` counts the bytes of chunks that were read; ``seconds`` is wall time."""
+    """What ``verify`` found. ``bytes`` counts the bytes that were read, of chunks or of storages with them; ``seconds`` is wall time."""
 
     files: int
     chunks: int
@@ -56,9 +58,12 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
+    """``others`` are chunks that lie in the same bytes, whose checksum is one."""
+
     entry: TensorEntry
     number: int
     extent: Extent
+    others: int = 0
 
     @property
     def end(self) -> int:
@@ -70,6 +75,8 @@ class _Chunk:
         return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
 
     def problem(self, kind: str, message: str) -> Problem:
+        if self.others:
+            message += f"; in this chunk or one of {self.others:,} others, which lie in the same storage"
         return Problem(kind=kind, file=self.extent.path, tensor=self.entry.name, box=self.entry.grid.box(self.number), message=message)
 
 
@@ -98,12 +105,13 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     problems = [*check_tiling(catalog), *check_state(catalog)]
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
     chunks = list(_chunks(catalog, broken, problems))
-    done = _read_all(catalog.backend, chunks, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
+    jobs = _by_storage(catalog, chunks)
+    done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
         chunks=len(chunks),
-        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in chunks),
+        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in jobs),
         bytes=done.bytes,
         seconds=time.monotonic() - began,
         problems=tuple(problems),
@@ -127,6 +135,27 @@ def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -
             yield from _chunks_one_by_one(catalog, entry, numbers, problems)
         else:
             yield from map(_Chunk, [entry] * len(extents), numbers, extents)
+
+
+def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
+    """The chunks, but in place of those that lie in a storage with a checksum, that storage."""
+    if not isinstance(catalog, ForeignCatalog):
+        return chunks
+    try:
+        storages = sorted(catalog.storages(), key=lambda s: s[:2])
+    except FAILURES:
+        return chunks  # what cannot be found is among the problems already
+    starts = [(s.path, s.offset) for s in storages]
+    inside: dict[int, list[_Chunk]] = {}
+    left = []
+    for chunk in chunks:
+        at = bisect_right(starts, (chunk.extent.path, chunk.extent.offset)) - 1
+        found = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
+        if found is not None and found.path == chunk.extent.path and chunk.end <= found.offset + found.length:
+            inside.setdefault(at, []).append(chunk)
+        else:
+            left.append(chunk)
+    return left + [_Chunk(held[0].entry, held[0].number, storages[at], len(held) - 1) for at, held in inside.items()]
 
 
 def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[int], problems: list[Problem]) -> Iterator[_Chunk]:

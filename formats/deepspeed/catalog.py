@@ -109,6 +109,7 @@ class _Opened:
             ranks=ranks,
             opaque=self.opaque,
             replicas=self.table.replicas,
+            storages=self.table.storages,
         )
 
     # ---- weights

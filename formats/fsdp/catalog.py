@@ -102,6 +102,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
         ranks=values.ranks,
         opaque=joined.opaque,
         replicas=joined.table.replicas,
+        storages=joined.table.storages,
     )
 
 

@@ -117,6 +117,10 @@ class Archive:
         record = self._record(storage)
         return record.crc if record.crc and (offset, length) == (0, record.size) else None
 
+    def record_size(self, storage: StoredStorage) -> int:
+        """Bytes of the record that a storage lies in."""
+        return self._record(storage).size
+
     def check(self, storage: StoredStorage) -> None:
         """Raise CorruptError if the archive has not all bytes of a storage. Nothing is read."""
         self._record(storage)

@@ -69,6 +69,7 @@ def _open_file(backend: Backend, path: str) -> ForeignCatalog:
         locate=table.locate,
         state=state,
         opaque=maker.opaque,
+        storages=table.storages,
     )
 
 
@@ -104,7 +105,9 @@ def _open_shards(backend: Backend, index: str) -> ForeignCatalog:
         node_maker(table, number).root(table.archives[number].load())
         found |= {name: path for name in table.entries if name not in found}
     check_index(weights, found, f"{backend.url.rstrip('/')}/{index}")
-    return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate)
+    return ForeignCatalog(
+        backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate, storages=table.storages
+    )
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_torch)

@@ -177,6 +177,13 @@ class TensorTable:
         found = self._extents([block for _, _, block in known])
         return [Replica(name, box, extent) for (name, box, _), extent in zip(known, found, strict=True)]
 
+    def storages(self) -> list[Extent]:
+        """Storages with a checksum that tensors are only parts of."""
+        blocks = [b for found in self._blocks.values() for b in found if b.length]
+        parts = {(b.file, b.storage.key): b for b in blocks if self.archives[b.file].crc32(b.storage, b.offset, b.length) is None}
+        whole = [Block(b.file, b.storage, 0, self.archives[b.file].record_size(b.storage)) for b in parts.values()]
+        return [extent for extent in self._extents(whole) if extent.crc32 is not None]
+
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None
     ) -> None:

@@ -228,3 +228,27 @@ def test_a_damaged_archive_gets_no_digest(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CorruptError, match="digest"):
         import_checkpoint(str(file), url, digest=True, overwrite=True)
+
+
+# ------------------------------------------------------------------------------------------------- no place in a format
+
+
+def test_a_tensor_in_a_tuple_is_not_a_value_of_dcp(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint keeps a tuple as one pickled value: the tensors in it would be there without elements."""
+    source = str(tmp_path / "s")
+    ckpt.save(source, {"deep": [{"e": (torch.ones(100), 2)}], "list": [torch.ones(100), 1], "w": torch.ones(100)})
+    with pytest.raises(UsageError, match=r"'deep\.0\.e\.0' lies in a tuple"):
+        convert(source, str(tmp_path / "made"), "dcp")
+    assert not (tmp_path / "made").exists()
+    assert convert(source, str(tmp_path / "made"), "dcp", exclude=["deep.*"]).finished
+    assert set(ckpt.open(str(tmp_path / "made"))) == {"list.0", "w"}
+
+
+@pytest.mark.parametrize("name", ["", "__metadata__"])
+def test_names_that_safetensors_files_do_not_have(tmp_path: Path, name: str) -> None:
+    source = str(tmp_path / "s")
+    ckpt.save(source, {"model": {name: torch.ones(100), "w": torch.ones(100)}})
+    with pytest.raises(UsageError, match="no tensor called"):
+        convert(source, str(tmp_path / "made"), "hf")
+    assert convert(source, str(tmp_path / "made"), "hf", exclude=[name]).finished
+    assert set(ckpt.open(str(tmp_path / "made"))) == {"w"}
