@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
-import io
-import pickle
-from collections.abc import Mapping, Sequence
->>>>>>> h-loser
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +11,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from ckpt.adapters.tensors import torch_dtype
-<<<<<<< HEAD
-=======
-from ckpt.errors import ConflictError, UsageError
->>>>>>> h-loser
+from ckpt.errors import UsageError
 from ckpt.geometry import Box
 
 from .choosing import Chosen, Wanted, choose
@@ -60,20 +52,12 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
     marked = known.get(id(value))
     if marked is None:
-<<<<<<< HEAD
-        return [Pickled(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
-    return [InTensor(fqn, box, marked.wanted, box) for box in marked.boxes]
-=======
         inside = _inside(value, known)
         if inside is not None:
             told = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
             raise UsageError(told, hint="leave it out: --exclude; or save it in a list or mapping")
-        held = io.BytesIO()
-        torch.save(value, held)
-        if not isinstance(value, torch.Tensor):
-            return [_Stored(fqn, None, None, held.getvalue())]
-        return [_Stored(fqn, None, Box.whole(value.shape), held.getvalue())]
-    return [_Stored(fqn, marked.wanted, box, b"") for box in _boxes(marked.wanted)]
+        return [Pickled(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
+    return [InTensor(fqn, box, marked.wanted, box) for box in marked.boxes]
 
 
 def _inside(value: Any, known: dict[int, _Marked]) -> Wanted | None:
@@ -82,12 +66,6 @@ def _inside(value: Any, known: dict[int, _Marked]) -> Wanted | None:
         return known[id(value)].wanted
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return next((found for part in parts if (found := _inside(part, known)) is not None), None)
-
-
-def _boxes(wanted: Wanted) -> list[Box]:
-    """The boxes that a tensor is stored in."""
-    return list(slabs(Box.whole(wanted.shape), wanted.dtype.itemsize, (), BOX)) or [Box.whole(wanted.shape)]
->>>>>>> h-loser
 
 
 def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata | BytesStorageMetadata:
