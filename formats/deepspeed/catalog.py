@@ -21,7 +21,7 @@ from .directory import Directory, is_checkpoint, read_directory, resolve
 from .optimizer import group_nodes, optimizer_node
 from .partitions import Partitioned, StateTable, find_parameters
 from .pickled import Pickled, open_files
-from .states import MASTER, RankStates, others_of, read_states
+from .states import MASTER, RankStates, in_one_order, others_of, read_states
 from .universal import OPTIMIZER, Universal, by_parameter, parameter_files
 from .weights import MODEL, STATE, Weights, node_maker
 
@@ -150,6 +150,7 @@ class _Opened:
             if self._shapes(stage):  # without ZeRO there are none, and the optimizer's state is in the model's file, by number
                 raise CorruptError("there are no optimizer states", where=self.backend.url, hint="copy the files …_optim_states.pt too")
             return
+        ranks = in_one_order(ranks)
         self.zero = ranks[0].zero
         expected = len(ranks) if self.zero == 3 else 1
         if len(self.models(stage)) != expected:

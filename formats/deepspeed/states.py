@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.formats.pickles.stand_ins import Made
@@ -159,6 +159,39 @@ def _slices(file: Pickled, value: Any) -> tuple[Mapping[str, tuple[int, int]], .
             rows[name] = (file.number(attributes["start"], what), file.number(attributes["numel"], what))
         found.append(rows)
     return tuple(found)
+
+
+def in_one_order(ranks: Sequence[RankStates]) -> list[RankStates]:
+    """The flat groups of every rank in the order of the first rank's, where names of groups tell.
+
+    Experts of layers with different expert parallelism are in groups of their own, which DeepSpeed 0.19 orders by a set of their names
+    (``split_params_into_different_moe_groups_for_optimizer``): differently in every process.
+    """
+    wanted = _labels(ranks[0])
+    return [_ordered(rank, wanted) if sorted(_labels(rank)) == sorted(wanted) else rank for rank in ranks]
+
+
+def _labels(rank: RankStates) -> list[tuple[str, int]]:
+    """The name of each group, and how many before it have the same; nothing if there are none."""
+    names = [str(options.get("name", "")) for options in rank.options]
+    told = all(names) and rank.members == tuple((i,) for i in range(len(rank.masters))) and len(rank.counts) == len(names)
+    return [(name, names[:i].count(name)) for i, name in enumerate(names)] if told else []
+
+
+def _ordered(rank: RankStates, wanted: Sequence[tuple[str, int]]) -> RankStates:
+    labels = _labels(rank)
+    order = [labels.index(label) for label in wanted]
+    if order == sorted(order):
+        return rank
+    return replace(
+        rank,
+        counts=tuple(rank.counts[i] for i in order),
+        masters=tuple(rank.masters[i] for i in order),
+        keys=tuple(rank.keys[i] for i in order),
+        options=tuple(rank.options[i] for i in order),
+        gaps=None if rank.gaps is None else tuple(rank.gaps[i] for i in order),
+        slices=None if rank.slices is None else tuple(rank.slices[i] for i in order),
+    )
 
 
 def same_groups(ranks: Sequence[RankStates]) -> None:

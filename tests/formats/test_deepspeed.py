@@ -200,6 +200,33 @@ def test_experts() -> None:
     assert open_catalog(str(path)).tensors["model.head.weight"].alias == "model.emb.weight"
 
 
+def test_groups_in_another_order(tmp_path: Path) -> None:
+    """DeepSpeed orders groups of experts differently in every process: their names tell. Without names they are refused."""
+    path = tmp_path / "c"
+    shutil.copytree(DEEPSPEED / "experts", path)
+    name = "global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    order = [2, 0, 3, 1]
+
+    def shuffle(held: Any) -> None:
+        states = held["optimizer_state_dict"]
+        base = states["base_optimizer_state"]
+        states["zero_stage"] = 2
+        for key in ("single_partition_of_fp32_groups", "partition_count", "param_slice_mappings", "param_alignment_paddings"):
+            states[key] = [states[key][i] for i in order] if key in states else None
+        base["state"] = {n: base["state"][i] for n, i in enumerate(order)}
+        base["param_groups"] = [{**base["param_groups"][i], "params": [n]} for n, i in enumerate(order)]
+
+    rewrite(path, name, shuffle)
+    assert compare(str(DEEPSPEED / "experts"), str(path)).same
+
+    def nameless(held: Any) -> None:
+        for group in held["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            del group["name"]
+
+    rewrite(path, name, nameless)
+    refused(path, CorruptError, "flat groups|fragment of")
+
+
 def test_round_robin_partitions() -> None:
     """Parameters lie in another order than the slice mappings of the files say: that of the shapes, which DeepSpeed's tools go by."""
     view = ckpt.open(str(DEEPSPEED / "round_robin"))

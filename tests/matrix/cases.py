@@ -13,8 +13,8 @@ from tests.matrix.oracles import Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``path`` below tests/fixtures, or below the unpacked Megatron checkpoints if it begins with ``megatron/``. ``steps``: optimizer steps
-    are values of the state and not tensors. ``replicas``: at least as many tensors are compared between ranks."""
+    """``path`` below tests/fixtures, or below the unpacked Megatron checkpoints if it begins with ``megatron/``. ``replicas``: at least as
+    many tensors are compared between ranks. ``step_values``: steps of the optimizer are values of the state and no tensors."""
 
     path: str
     format: str
@@ -44,7 +44,6 @@ SIZES: dict[str, dict[str, int]] = {
     "model_space_tp2": {"tp": 2, "dp": 2},
     "moe_singleton": {"dp": 2},
     "pp2tied": {"pp": 2, "dp": 2, "bucket": 100_000, "tied": True},
-    "tp2pp2vpp2ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2},
 }
 PARAMETERS = {
     "dp2": 27,

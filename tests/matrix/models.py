@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 Arrays = dict[str, np.ndarray]
-SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3")
+SPARSE = ("mixtral", "qwen-moe", "qwen2-moe", "qwen3-moe", "deepseek-v3")
 TRANSLATIONS = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), ("llama", "megatron")),
     "meta": ("llama-plain", "plain"),

@@ -37,18 +37,6 @@ def flattened(value: Any, path: str = "") -> Tensors:
     return {n: t for key, v in items for n, t in flattened(v, f"{path}.{key}" if path else str(key)).items()}
 
 
-def values(value: Any) -> Any:
-    """A nested state without its tensors."""
-    if isinstance(value, Mapping):
-        return {k: values(v) for k, v in value.items() if not isinstance(v, torch.Tensor) and not _only_tensors(v)}
-    return value
-
-
-def _only_tensors(value: Any) -> bool:
-    held = value.values() if isinstance(value, Mapping) else ()
-    return bool(held) and all(isinstance(v, torch.Tensor) or _only_tensors(v) for v in held)
-
-
 # --------------------------------------------------------------------------------------------------- torch and safetensors
 
 

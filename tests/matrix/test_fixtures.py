@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,9 @@ from ckpt.converters.comparing import compare
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.engine.verify import verify
-from tests.formats.reading import same
+from ckpt.view import StoredTensor
+from tests.formats.megatron_files import load
+from tests.formats.reading import FIXTURES, same
 from tests.matrix.cases import CASES, ONE_OF_EACH, Case
 from tests.matrix.oracles import PREFIX, Tensors, flattened, nested_of_dcp
 
@@ -156,3 +158,33 @@ def test_differences(one: Held, tmp_path: Path) -> None:
     expected = {name: ("values", 1, list(at)), "~more": ("only-right", 0, None), gone: ("only-left", 0, None)}
     assert (code, found) == (3, {n: d for n, d in expected.items() if n})
     assert report["tensors"] == len(others)
+
+
+def plain(value: Any) -> Any:
+    """A nested value without what is a tensor on either side."""
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items() if not isinstance(v, (torch.Tensor, StoredTensor))}
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("name", ["fsdp1_sharded_orig0", "fsdp1_sharded_orig1", "fsdp2_ws2"])
+def test_values_of_dcp(name: str) -> None:
+    path = FIXTURES / "fsdp" / name
+    assert plain(ckpt.open(str(path)).state()) == plain(nested_of_dcp(path))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2vpp2ep2", "pp2tied"])
+def test_values_of_megatron(layout: str, megatron_files: Path) -> None:
+    """Arguments, iteration and the options of groups as the first rank's file has them; every parameter is in a group."""
+    folder = megatron_files / layout / "legacy"
+    stored = load(next(p for p in sorted(folder.rglob("model_optim_rng.pt"))))
+    view = ckpt.open(str(folder))
+    state = view.state()
+    assert (state["args"], state["iteration"]) == (vars(stored["args"]), stored["iteration"])
+    chain = stored["optimizer"] if isinstance(stored["optimizer"], list) else [stored["optimizer"]]
+    options = [plain({k: v for k, v in g.items() if k not in ("params", "step")}) for o in chain for g in o["optimizer"]["param_groups"]]
+    groups = state["optimizer"]["param_groups"]
+    assert [plain({k: v for k, v in g.items() if k not in ("params", "step")}) for g in groups] == options
+    named = [n for g in groups for n in g["params"]]
+    assert sorted(named) == sorted(n for n in view if n.startswith("model."))
+    assert all((len(view[n].shape) > 1) == (g["wd_mult"] == 1.0) for g in groups for n in g["params"])

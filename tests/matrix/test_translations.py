@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ import ckpt
 from ckpt.converters.comparing import compare
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import translated
+from ckpt.converters.spelling import told_by, translated
+from tests.matrix.cases import CASES
 from tests.matrix.models import TRANSLATIONS, Arrays, Sizes, elsewhere, in_modules, shapes, sizes
 
 STATE = "optimizer.state.model."
@@ -127,3 +129,43 @@ def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -
     (made / "config.json").write_text(json.dumps(s.config))
     convert_checkpoint(str(made), str(back), to="native", views=translated(str(made), names, "huggingface", numbers))
     assert compare(str(url), str(back), values=False).same
+
+
+JOBS = {
+    "tp2pp2vpp2/dp_reshardable": ("llama", "llama", 24, frozenset()),
+    "tp2pp2vpp2ep2/legacy": ("mixtral", "mixtral", 8, frozenset()),
+    "pp2vpp2ep2/dp_reshardable": ("qwen-moe", "qwen-moe", 8, frozenset({0})),
+}
+"""A form of a Megatron job → kind of model, translation, its width, and its layers without experts."""
+
+
+@pytest.mark.parametrize("form", JOBS)
+def test_files_of_megatron_to_transformers_and_back(form: str, megatron_files: Path, tmp_path: Path) -> None:
+    """Weights, masters and moments of a whole job: Megatron's own are what numpy puts together of transformers' tensors."""
+    kind, names, hidden, dense = JOBS[form]
+    case = next(case for case in CASES if case.path == f"megatron/{form}")
+    url, there, back = case.url(megatron_files), str(tmp_path / "there"), str(tmp_path / "back")
+    convert_checkpoint(str(url), there, to="native", views=translated(str(url), names, "huggingface", {}))
+    s = Sizes(
+        kind=kind,
+        layers=4,
+        hidden=hidden,
+        groups=2,
+        queries=2,
+        head=hidden // 4,
+        ffn=12,
+        experts=4,
+        vocabulary=42,
+        padding=0,
+        tied=False,
+        dense=dense,
+    )
+    view, holds = ckpt.open(there), case.holds(url, tmp_path)
+    for head, tail in (("model.", ""), *((STATE, f".{key}") for key in ("master", "exp_avg", "exp_avg_sq"))):
+        held = {n[len(head) : len(n) - len(tail)]: bits(view[n].read()) for n in view if n.startswith(head) and n.endswith(tail)}
+        for name, array in elsewhere(s, held).items():
+            assert np.array_equal(array, bits(holds[f"{head}{name}{tail}"])), (name, tail)
+        assert len(elsewhere(s, held)) == sum(n.startswith(head) and n.endswith(tail) for n in holds)
+    numbers = {**told_by(str(url)), "padded_vocabulary": 42}
+    convert_checkpoint(there, back, to="native", views=translated(there, names, "megatron", numbers))
+    assert compare(str(url), back, values=False).same

@@ -25,7 +25,7 @@ VOCABULARY, WIDTH = 33, 16
 class Model(nn.Module):
     """Odd sizes, a tied weight, a frozen parameter and a buffer."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, mixed: bool) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCABULARY, WIDTH)
         self.fc1 = nn.Linear(WIDTH, 23)
@@ -35,10 +35,13 @@ class Model(nn.Module):
         self.head.weight = self.emb.weight
         self.scale = nn.Parameter(torch.ones(1))
         self.moe = None
+        self.more = nn.ModuleList()
         if experts:
             from deepspeed.moe.layer import MoE
 
             self.moe = MoE(WIDTH, nn.Sequential(nn.Linear(WIDTH, 7), nn.ReLU(), nn.Linear(7, WIDTH)), experts, ep_size=experts // 2, k=1)
+            if mixed:
+                self.more.extend(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), count, ep_size=size, k=1) for count, size in ((2, 2), (8, 4)))
         self.frozen = nn.Parameter(torch.arange(5.0), requires_grad=False)
         self.register_buffer("buf", torch.arange(7.0))
 
@@ -46,6 +49,8 @@ class Model(nn.Module):
         h = self.norm(self.fc2(torch.relu(self.fc1(self.emb(x))))) * self.scale
         if self.moe is not None:
             h = h + self.moe(h)[0]
+        for layer in self.more:
+            h = h + layer(h)[0]
         return nn.functional.cross_entropy(self.head(h).float().flatten(0, 1), y.flatten())
 
 
@@ -190,6 +195,7 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=0)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--mixed", action="store_true", help="more layers of experts, with other expert parallelism")
     parser.add_argument("--local_rank", type=int, default=0)
     a = parser.parse_args()
     torch.set_num_threads(1)
@@ -197,7 +203,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = config_of(a)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=a.stage == 3):
-        model = pipeline(a.pipeline, a.tied) if a.pipeline else Model(a.experts)
+        model = pipeline(a.pipeline, a.tied) if a.pipeline else Model(a.experts, a.mixed)
     optimizer = optimizer_of(groups_of(model, a.experts), a.optimizer)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(3):

@@ -74,6 +74,7 @@ def as_held(path: Path) -> None:
         (4, "--stage 1 --experts 4"),
         (4, "--stage 2 --experts 4"),
         (4, "--stage 2 --experts 8"),
+        (4, "--stage 2 --experts 4 --mixed"),
     ],
 )
 def test_stages_and_experts(ranks: int, options: str, tmp_path: Path) -> None:
