@@ -81,6 +81,8 @@ def runs_of(chosen: Chosen, items: Sequence[Item]) -> dict[int, list[Run]]:
 
 def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
     """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
+    if not item.length:
+        return []
     wanted = chosen.tensors[item.name]
     if item.box.shape == wanted.shape and wanted.view.is_whole:
         entry = chosen.catalog.tensors[wanted.view.pieces[0].source]
