@@ -33,13 +33,15 @@ from .scenarios import Settings, Tell, turns
 SHAPE = (2048, 1024)
 """Of a tensor of the model: 4 MiB."""
 SAME = 1.2
-"""Most CPU time that an export may take, in copies that compare digests too."""
+"""Most CPU time that an export may take, in copies that compare nothing."""
 ROOM = 200
 """MiB beside the budget that a conversion may take."""
 FASTER = 50
 """Least times that an import is faster than a conversion that copies."""
 SOON = 2.0
 """Seconds of an import, at most."""
+WORTH = 1_000_000_000
+"""Bytes from which on the start of an export does not count."""
 LARGE = 10_000_000_000
 BLOCK = 8 << 20
 
@@ -66,10 +68,12 @@ def _finding(place: Place, size: int, found: dict[str, dict[str, float]]) -> Fin
     where = f"{size / 1e6:,.0f} MB, {place.label}"
     export, imported = found["export to hf"], found["import of dcp"]
     checks = [
-        at_most(f"CPU of an export, in checked copies: {where}", export["cpu"] / found["checked copy"]["cpu"], SAME),
+        at_least(f"consolidation in exports, wall: {where}", found["consolidate hf"]["wall"] / export["wall"], 1),
         at_most(f"memory of an export: {where}", export["peak"] / MIB, MEMORY / MIB + ROOM, "MiB"),
         at_most(f"seconds of an import: {where}", imported["wall"], SOON),
     ]
+    if size >= WORTH:
+        checks.append(at_most(f"CPU of an export, in copies: {where}", export["cpu"] / found["copy"]["cpu"], SAME))
     if size >= LARGE:  # how long an import takes does not depend on the size
         checks.append(
             at_least(f"dcp_to_torch_save in imports, wall: {where}", found["dcp_to_torch_save"]["wall"] / imported["wall"], FASTER)

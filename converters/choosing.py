@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        return Box.whole(self.shape).numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def entry(self, grid: Grid) -> TensorEntry:
         """The row of an index."""

@@ -81,7 +81,14 @@ def runs_of(chosen: Chosen, items: Sequence[Item]) -> dict[int, list[Run]]:
 
 def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
     """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
+    if not item.length:
+        return []
     wanted = chosen.tensors[item.name]
+    if item.box.shape == wanted.shape and wanted.view.is_whole:
+        entry = chosen.catalog.tensors[wanted.view.pieces[0].source]
+        if entry.grid.single and entry.grid.cuts is not None and entry.dtype == wanted.dtype:  # by far the most common case
+            copy = Copy(chunk=0, chunk_box=item.box, box=item.box)
+            return [_Place(number, item.offset, item.offset + item.length, entry, copy, 0)]
     found: list[_Place] = []
     for piece in wanted.view.overlapping(item.box):
         entry = chosen.catalog.tensors[piece.source]

@@ -4,8 +4,9 @@ windows (``windowed``). Torch is imported for these alone.
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from ckpt.engine.fetch import Fetch
+from ckpt.engine.fetch import PROBE, Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.spread import spread
@@ -128,12 +129,19 @@ class Stream:
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
         jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
-        for count in spread((partial(pour, self._fetch, job, opened.take) for job in jobs), self._threads, "ckpt-convert"):
+        for count in self._each(partial(pour, self._fetch, job, opened.take) for job in jobs):
             self.written += count
             told()
         rest = {number: item for number, item in enumerate(items) if number not in runs}
         if rest:
             self._fill_windows(opened, rest, told)
+
+    def _each(self, jobs: Iterator[Callable[[], int]]) -> Iterator[int]:
+        """The results of jobs. The first ones show whether the storage makes a thread wait; if not, a few cores do it as fast as many."""
+        while self._fetch.read < PROBE and (job := next(jobs, None)) is not None:
+            yield job()
+        few = max(1, (os.cpu_count() or 1) // 2)
+        yield from spread(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
 
     def _fill_windows(self, opened: _Open, items: Mapping[int, Item], told: Callable[[], None]) -> None:
         if self._windowed is None:

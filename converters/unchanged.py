@@ -33,11 +33,11 @@ class Watch:
 
     def __init__(self, url: str) -> None:
         backend: Backend = open_backend(url)
-        names = [name for name in backend.children() if not name.endswith("/")]
-        if not names and (single := open_single(url)) is not None:
+        names = [] if backend.grain.calls else [name for name in backend.children() if not name.endswith("/")]
+        if not names and not backend.grain.calls and (single := open_single(url)) is not None:
             backend, names = single.parent, [single.name]
         self._backend = backend
-        self._before = {} if backend.grain.calls or len(names) > MOST else {name: _look(backend, name) for name in names}
+        self._before = {name: _look(backend, name) for name in names} if len(names) <= MOST else {}
 
     def are_as_they_were(self, sources: Iterable[Source]) -> bool:
         """Whether it is certain that neither these files nor any others that were seen have changed since."""

@@ -141,7 +141,8 @@ def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]
         "speed beside a save, of idle speed",
         "memory of a load beside the state",
         "plan of the next save",
-        "CPU of an export",
+        "consolidation in exports",
+        "bytes beside one tensor",
     ):
         assert text in names
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
-import numpy as np
 import pyarrow as pa
 
 from ckpt.catalog import Contents, Extent, Grid, Source, TensorEntry
@@ -88,8 +87,7 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
     found, at = {}, 0
     for entry in _stored(tensors):
         extents = []
-        shapes = entry.grid.all_boxes()[1].tolist()
-        for chunk, shape in enumerate(shapes):
+        for chunk, shape in enumerate(_shapes(entry)):
             steps = strides[at]
             if steps is not None and reach(shape, steps, entry.dtype.itemsize) != lengths[at]:
                 _contradicts(f"chunk {entry.name}{entry.grid.box(chunk)} has strides that do not fit it", f"{where}/{EXTENTS}")
@@ -117,15 +115,22 @@ def _chunks(grid: Grid) -> int:
     return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
 
 
+def _shapes(entry: TensorEntry) -> Sequence[Sequence[int]]:
+    """Those of its chunks."""
+    if entry.grid.single and entry.grid.cuts is not None:
+        return [entry.shape]
+    shapes: list[list[int]] = entry.grid.all_boxes()[1].tolist()
+    return shapes
+
+
 def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[Source]) -> str | None:
     if len(extents) != _chunks(entry.grid):
         return f"tensor {entry.name!r} has {_chunks(entry.grid)} chunks and {len(extents)} extents"
-    shapes = entry.grid.all_boxes()[1]
-    sizes: list[int] = (np.prod(shapes, axis=1, dtype=np.int64) * entry.dtype.itemsize).tolist()
-    for i, (extent, size) in enumerate(zip(extents, sizes, strict=True)):
+    for i, (extent, shape) in enumerate(zip(extents, _shapes(entry), strict=True)):
         source = sources[entry.grid.file(i)]
         steps = strides_of(extent.codec)
-        needed = size if steps is None else reach(shapes[i].tolist(), steps, entry.dtype.itemsize)
+        size = entry.dtype.itemsize
+        needed = math.prod(shape) * size if steps is None else reach(shape, steps, size)
         bad = extent.length != needed or extent.offset < 0 or extent.offset + extent.length > source.size
         if bad or (extent.codec is not None and steps is None) or not (extent.digest is None or is_digest(extent.digest, _DIGITS)):
             return f"chunk {entry.name}{entry.grid.box(i)} cannot be {extent.length} bytes from {extent.offset} of {source.path}"

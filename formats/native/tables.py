@@ -55,8 +55,10 @@ def _one_piece(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
 
 def lists(values: pa.Array, lengths: Sequence[int], nulls: Sequence[bool] | None = None) -> pa.Array:
     """A list column over flat ``values``: row i has ``lengths[i]`` of them, or is null where ``nulls[i]``."""
-    offsets = pa.array(np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)).cast(pa.int32())
-    return pa.ListArray.from_arrays(offsets, values, mask=None if nulls is None else pa.array(nulls, pa.bool_()))
+    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+    absent = None if nulls is None else np.array([*nulls, False])  # no `cast` and no mask of lists: they import all of pyarrow.compute
+    offsets = pa.array(np.concatenate([np.zeros(1, np.int64), ends]), pa.int32(), mask=absent)
+    return pa.ListArray.from_arrays(offsets, values)
 
 
 def flat(rows: Iterable[Iterable[int]], count: int) -> pa.Array:
