@@ -46,9 +46,8 @@ class Wanted:
 
     def entry(self, grid: Grid) -> TensorEntry:
         """The row of an index."""
-        return TensorEntry(
-            name=self.name, dtype=self.dtype, shape=self.shape, grid=grid, logical=self.logical, alias=self.alias, rank=self.rank
-        )
+        logical = self.logical or self.view.unpadded
+        return TensorEntry(name=self.name, dtype=self.dtype, shape=self.shape, grid=grid, logical=logical, alias=self.alias, rank=self.rank)
 
     def without_padding(self) -> Wanted:
         """The part of it that is not padding."""

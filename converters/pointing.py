@@ -97,7 +97,7 @@ class Pointed:
         boxes = [box for box, _ in rows]
         files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
         self.extents[name] = [extent for _, extent in rows]
-        logical = entry.logical if view.is_whole else None
+        logical = entry.logical if view.is_whole else view.unpadded
         rank = entry.rank if name == entry.name else None
         grid = _grid(view.shape, boxes, files)
         self.tensors.append(TensorEntry(name=name, dtype=entry.dtype, shape=view.shape, grid=grid, logical=logical, rank=rank))

@@ -57,6 +57,14 @@ class View:
         offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), rank)
         return find_fault(self.shape, offsets, np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), rank))
 
+    @property
+    def unpadded(self) -> tuple[int, ...] | None:
+        """The shape without filling at the ends of axes (a padded vocabulary); None if there is no filling, or it lies elsewhere."""
+        if not self.pieces:
+            return None
+        shape = tuple(max(ends) for ends in zip(*(p.box.end for p in self.pieces), strict=True))
+        return shape if shape != self.shape and View(shape=shape, pieces=self.pieces).fault() is None else None
+
     def overlapping(self, box: Box) -> Iterator[Piece]:
         """What the pieces have of ``box``, in the coordinates of the view: what has to be read to get this box."""
         for piece in self.pieces:

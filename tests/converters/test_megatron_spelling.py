@@ -97,8 +97,14 @@ def test_a_vocabulary_is_padded_with_zeros(tmp_path, way):
     ckpt.load(str(tmp_path / "made"), module.state_dict(), only="output_layer.weight")
     assert torch.equal(module.output_layer.weight[:250], stored["lm_head.weight"])
     assert not module.output_layer.weight[250:].any()
+    entry = open_catalog(str(tmp_path / "made")).tensors["embedding.word_embeddings.weight"]
+    assert (entry.shape, entry.logical) == ((256, 64), (250, 64))
     back = ckpt.open(str(tmp_path / "made"))["embedding.word_embeddings.weight"].read()
-    assert torch.equal(back[:250], stored["model.embed_tokens.weight"]) and not back[250:].any()
+    assert torch.equal(back, stored["model.embed_tokens.weight"])
+    other = torch.ones(384, 64, dtype=torch.bfloat16)  # what a job with more ranks pads to
+    layout = ckpt.Layout({"tp": 1}, rules=[("*", ckpt.Padded(0, 250))])
+    ckpt.load(str(tmp_path / "made"), {"output_layer.weight": other}, only="output_layer.weight", layout=layout)
+    assert torch.equal(other[:250], stored["lm_head.weight"]) and not other[250:].any()
 
 
 def test_a_load_pads_where_the_layout_says_so(tmp_path):

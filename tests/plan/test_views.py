@@ -124,6 +124,15 @@ def test_padding_is_filling() -> None:
     assert views.filled(view) == 6
 
 
+def test_filling_at_the_end_is_padding() -> None:
+    w = views.whole("w", (3, 2))
+    assert views.padded(w, 0, 5).unpadded == (3, 2)
+    assert views.padded(views.padded(w, 0, 5), 1, 4).unpadded == (3, 2)
+    assert w.unpadded is None
+    assert views.concat([views.padded(w, 0, 5), w], 0).unpadded is None
+    assert View(shape=(2,), pieces=()).unpadded is None
+
+
 def test_a_scalar_and_an_empty_tensor() -> None:
     assert read(views.whole("s", ()), {"s": np.array(7)}) == 7
     assert read(views.stack([views.whole("s", ())] * 2, 0), {"s": np.array(7)}).tolist() == [7, 7]
