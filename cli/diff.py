@@ -34,6 +34,7 @@ DIFFERENT = 3
 )
 @click.option("--values/--no-values", default=True, show_default=True, help="Compare also what is no tensor.")
 @translating
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B; several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many compare at once. [default: one per core, 2 to 16]")
 @options
 def command(
@@ -46,6 +47,7 @@ def command(
     translation: str | None,
     spelling: str | None,
     numbers: tuple[str, ...],
+    rename: tuple[str, ...],
     threads: int | None,
     as_json: bool,
     quiet: bool,
@@ -59,6 +61,7 @@ def command(
       ckpt diff runs/a/step-100 runs/b/step-100
       ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
       ckpt diff --names llama --spelling megatron /models/Llama-3-8B imports/m
+      ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
     """
     from ckpt.converters.comparing import compare
 
@@ -67,7 +70,15 @@ def command(
     views = views_of(left, translation, spelling, numbers)
     with progress("diff", output) as update:
         report = compare(
-            left, right, views=views, only=only, tolerances=tolerances, values=values and views is None, threads=threads, progress=update
+            left,
+            right,
+            views=views,
+            rename=dict(map(_renamed, rename)),
+            only=only,
+            tolerances=tolerances,
+            values=values and views is None,
+            threads=threads,
+            progress=update,
         )
     if output.json:
         output.document(_fields(report))
@@ -75,6 +86,13 @@ def command(
         _print(report, output)
     if not report.same:
         click.get_current_context().exit(DIFFERENT)
+
+
+def _renamed(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise UsageError(f"--rename {text!r} is no OLD=NEW", hint="--rename optimizer.state.model.=optimizer.state.")
+    return old, new
 
 
 def _tolerance(rule: str) -> Tolerance:

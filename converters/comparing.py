@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ckpt import tree
-from ckpt.catalog import Catalog
 from ckpt.dtypes import DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
 from ckpt.plan.pieces import pieces
-from ckpt.plan.views import View, part, whole
 
-from .elements import Elements, Raw, numbers, slices_of
+from .choosing import Views
+from .elements import Raw, numbers, slices_of
+from .sides import Renaming, Side
 
 WINDOW = 4 << 20
 """Bytes of a tensor that a thread reads at once, of both sides."""
@@ -32,7 +31,6 @@ _BLOCK = 1 << 18
 _AT_ONCE = 16
 """Windows that one thread takes in turn, so that a coded chunk is decoded once."""
 
-Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
 Progress = Callable[[int, int], None]
 
 
@@ -101,6 +99,7 @@ def compare(
     right: str,
     *,
     views: Views | None = None,
+    rename: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
     tolerances: Sequence[Tolerance] = (),
     values: bool = True,
@@ -113,6 +112,7 @@ def compare(
 
     Args:
         views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
+        rename: from what names and paths of the left side begin with to what they begin with on the right side. The longest one counts.
         only: globs of names and paths; others are left out.
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
@@ -120,10 +120,10 @@ def compare(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
-        NamesError: a glob fits nothing.
+        NamesError: a glob or a beginning fits nothing, or two names become one.
     """
     began = time.monotonic()
-    sides = _Side(open_catalog(left), views), _Side(open_catalog(right), None)
+    sides = Side(open_catalog(left), views, Renaming(rename or {}, left)), Side(open_catalog(right), None, Renaming({}, right))
     chosen = _Chosen(only)
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values else [{}, {}]
@@ -163,34 +163,6 @@ class _Chosen:
             raise NamesError(f"nothing fits {', '.join(map(repr, sorted(self._idle)))}", where=where, hint="`ckpt inspect` lists the names")
 
 
-class _Side:
-    """One checkpoint: its tensors as views, without padding."""
-
-    def __init__(self, catalog: Catalog, views: Views | None) -> None:
-        self.catalog = catalog
-        self.elements = Elements(catalog)
-        entries = catalog.tensors
-        if views is not None:
-            self.views = dict(views({name: entry.shape for name, entry in entries.items()}))
-            return
-        self.views = {name: whole(name, entry.shape) for name, entry in entries.items()}
-        for name, entry in entries.items():
-            if entry.logical is not None:
-                self.views[name] = part(self.views[name], Box.whole(entry.logical))
-
-    def kind(self, name: str) -> DType:
-        """dtype of a logical tensor."""
-        return self.catalog.tensors[self.views[name].pieces[0].source].dtype
-
-    def values(self) -> dict[str, str]:
-        """Values by path, as text; those of one rank begin with ``rank <r>:``."""
-        found = dict(tree.leaves(self.catalog.state)) if self.catalog.state is not None else {}
-        for rank, by_path in self.catalog.ranks.items():
-            for path, node in by_path.items():
-                found |= {f"rank {rank}: {path}{'.' if below else ''}{below}": leaf for below, leaf in tree.leaves(node)}
-        return {path: tree.text(node) for path, node in found.items() if tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")}
-
-
 def _alone(name: str, kind: str) -> TensorDifference:
     return TensorDifference(name=name, kind=kind)
 
@@ -217,7 +189,7 @@ class _Found:
 class _Comparing:
     """Compares tensors that are on both sides, some windows at a time."""
 
-    def __init__(self, sides: tuple[_Side, _Side], tolerances: Sequence[Tolerance], threads: int) -> None:
+    def __init__(self, sides: tuple[Side, Side], tolerances: Sequence[Tolerance], threads: int) -> None:
         self.sides = sides
         self.tolerances = tolerances
         self.threads = threads

@@ -102,6 +102,25 @@ def test_tolerances_by_glob(tmp_path: Path) -> None:
         Tolerance(glob="*", absolute=math.nan)
 
 
+def test_beginnings_of_names(tmp_path: Path) -> None:
+    a, b = (
+        {"m": {"w": torch.ones(3), "b": torch.zeros(2)}, "lr": {"x": 1}},
+        {"n": {"w": torch.ones(3), "b": torch.ones(2)}, "rate": {"x": 1}},
+    )
+    ckpt.save(str(tmp_path / "a"), a)
+    ckpt.save(str(tmp_path / "b"), b)
+    left, right = str(tmp_path / "a"), str(tmp_path / "b")
+    assert len(compare(left, right).differences) == 4
+    found = compare(left, right, rename={"m.": "n.", "lr.": "rate."})
+    assert [(d.name, d.kind) for d in found.differences] == [("n.b", "values")] and found.value_differences == ()
+    with pytest.raises(NamesError, match="no name begins with 'q'"):
+        compare(left, right, rename={"q": ""})
+    with pytest.raises(NamesError, match="two names become 'n.'"):
+        compare(left, right, rename={"m.w": "n.", "m.b": "n."})
+    done = CliRunner().invoke(cli, ["diff", "--rename", "m.=n.", "--rename", "lr.=rate.", "--only", "n.w", "--only", "rate.x", left, right])
+    assert done.exit_code == 0, done.output
+
+
 def test_only(tmp_path: Path) -> None:
     left, right = some(), some(1)
     one, two = saved(tmp_path / "one", left), saved(tmp_path / "two", right)
