@@ -79,7 +79,7 @@ def main() -> None:
         load(a, models, None)
         save_weights(a, models, {})
     else:
-        optimizer = with_other_states(trained(a, config, models))
+        optimizer = with_other_states(trained(a, config, models)[0])
         load(a, models, optimizer)
         save_legacy(a, models, optimizer)
     dist.barrier()
