@@ -8,9 +8,7 @@ writes ``OUT/legacy``. The model is that of ``megatron_writer.py``.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import megatron_writer as writer
 from megatron_logits import rank_folder
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name, default in (("tp", 1), ("pp", 1), ("ep", 1), ("etp", None), ("vpp", None), ("experts", 0), ("bucket", 2000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--load", type=Path, required=True)
-    parser.add_argument("--out", required=True)
-    parser.set_defaults(dense=0, singleton=False, types=())
-    return parser.parse_args()
 
 
 def spoil(models: list[Any], optimizer: Any) -> None:
@@ -66,23 +53,13 @@ def with_step(optimizer: Any, put: Any, param: Any, tensors: dict[str, torch.Ten
 
 
 def main() -> None:
-    a = parsed()
-    writer.without_gpus()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state as ps
-
-    ps.initialize_model_parallel(
-        a.tp,
-        a.pp,
-        virtual_pipeline_model_parallel_size=a.vpp,
-        expert_model_parallel_size=a.ep,
-        expert_tensor_parallel_size=a.etp,
-        create_gloo_process_groups=True,
-    )
+    parser = writer.options()
+    parser.add_argument("--load", type=Path, required=True)
+    a = parser.parse_args()
+    writer.started(a)
     config = writer.config_of(a)
     models = writer.models_of(a, config)
-    optimizer = writer.trained(a, config, models)
+    optimizer, _ = writer.trained(a, config, models)
     spoil(models, optimizer)
     load(a.load / rank_folder(), models, optimizer)
     writer.save_legacy(a, models, optimizer)
