@@ -167,7 +167,7 @@ def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice
     found = {n: _back(v, head) for n, v in found.items() if not choice.exclude or not _fits(n, choice.exclude)}
     wide = _dtype(choice.dtype)
     tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in found.items()}
-    tensors = {name: _settled(w, tensors) for name, w in tensors.items()}
+    tensors = {name: _settled(catalog, w, tensors) for name, w in tensors.items()}
     kept = sorted(tensors)
     if head:
         return Chosen(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
@@ -212,7 +212,7 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
     else:
         told = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
         raise UsageError(told, where=catalog.url, hint="give one: --dtype")
-    if not view.is_whole:
+    if len(sources) != 1 or not view.is_all_of(sources[0].shape):
         return Wanted(name=name, view=view, dtype=dtype)
     entry = sources[0]
     if entry.name != head + name:
@@ -221,18 +221,18 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
     return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
 
 
-def _settled(wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
+def _settled(catalog: Catalog, wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
     """An alias of a tensor that is not converted, or not under its name, stands for itself."""
     if wanted.alias is None:
         return wanted
     target, stored = tensors.get(wanted.alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + wanted.alias
-    same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored)
+    same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored, catalog)
     return wanted if same else replace(wanted, alias=None)
 
 
-def stays(view: View, name: str | None) -> bool:
+def stays(view: View, name: str, catalog: Catalog) -> bool:
     """Whether a tensor is the stored one of this name, as it is."""
-    return view.is_whole and view.pieces[0].source == name
+    return name in catalog.tensors and view.is_all_of(catalog.tensors[name].shape) and view.pieces[0].source == name
 
 
 def _floating(dtype: DType) -> bool:

@@ -149,7 +149,8 @@ class Planner:
         grids = [self.catalog.tensors[p.source].grid for p in view.pieces]
         key = view.shape, item.itemsize, tuple((p.box, id(g), p.part, p.axes) for p, g in zip(view.pieces, grids, strict=True))
         if key not in self._long:
-            cuts = grids[0].cuts if view.is_whole else None
+            single = len(view.pieces) == 1 and view.is_all_of(self.catalog.tensors[view.pieces[0].source].shape)
+            cuts = grids[0].cuts if single else None
             if filled(view) != math.prod(view.shape):
                 self._long[key] = False
             elif cuts is not None:

@@ -74,7 +74,9 @@ class Pointed:
         view = wanted[name]
         entry = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
         target = wanted.get(entry.alias) if entry is not None and entry.alias is not None else None
-        return target is not None and entry is not None and stays(view, name) and stays(target, entry.alias or "")
+        return (
+            target is not None and entry is not None and stays(view, name, self.catalog) and stays(target, entry.alias or "", self.catalog)
+        )
 
     def _takes(self, name: str, view: View) -> list[_Take]:
         """All chunks that a view is made of."""
@@ -97,7 +99,7 @@ class Pointed:
         boxes = [box for box, _ in rows]
         files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
         self.extents[name] = [extent for _, extent in rows]
-        logical = entry.logical if view.is_whole else view.unpadded
+        logical = entry.logical if view.is_all_of(entry.shape) else view.unpadded
         rank = entry.rank if name == entry.name else None
         grid = _grid(view.shape, boxes, files)
         self.tensors.append(TensorEntry(name=name, dtype=entry.dtype, shape=view.shape, grid=grid, logical=logical, rank=rank))
@@ -105,7 +107,7 @@ class Pointed:
     def _filling(self, name: str, view: View) -> list[Box]:
         """Boxes that no piece has."""
         found: list[Box] = []
-        if view.is_whole:
+        if len(view.pieces) == 1 and view.pieces[0].box == Box.whole(view.shape):
             return found
         while (fault := view.fault()) is not None:
             if fault.times:

@@ -109,7 +109,7 @@ def _states(translate: Callable[[Shapes, bool], dict[str, View]], own: Shapes, p
     for name, view in translate({p: parameters[p] for p in own if p not in alike}, True).items():
         parameter = view.pieces[0].source
         numbers = all(not own[p] for p in _sources(view))
-        if not numbers and not view.is_whole:
+        if not numbers and not view.is_all_of(parameters[parameter]):
             shapes = f"{list(own[parameter])}, not that of the parameter, {list(parameters[parameter])}"
             told = f"the state of {parameter!r} has the shape {shapes}: nothing says what of it {name!r} has"
             raise UsageError(told, hint="leave such states out: --skip")

@@ -59,7 +59,8 @@ class Side:
     def _views(self, views: Views | None) -> dict[str, View]:
         entries = self.catalog.tensors
         if views is not None:
-            return dict(views({name: entry.shape for name, entry in entries.items()}))
+            made = views({name: entry.shape for name, entry in entries.items()})
+            return {name: part(view, Box.whole(view.unpadded or view.shape)) for name, view in made.items()}
         found = {name: whole(name, entry.shape) for name, entry in entries.items()}
         for name, entry in entries.items():
             if entry.logical is not None:

@@ -84,9 +84,11 @@ def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
     if not item.length:
         return []
     wanted = chosen.tensors[item.name]
-    if item.box.shape == wanted.shape and wanted.view.is_whole:
+    if item.box.shape == wanted.shape and wanted.view.pieces:
         entry = chosen.catalog.tensors[wanted.view.pieces[0].source]
-        if entry.grid.single and entry.grid.cuts is not None and entry.dtype == wanted.dtype:  # by far the most common case
+        if (
+            wanted.view.is_all_of(entry.shape) and entry.grid.single and entry.grid.cuts is not None and entry.dtype == wanted.dtype
+        ):  # by far the most common case
             copy = Copy(chunk=0, chunk_box=item.box, box=item.box)
             return [_Place(number, item.offset, item.offset + item.length, entry, copy, 0)]
     found: list[_Place] = []

@@ -42,10 +42,9 @@ class View:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is one stored tensor as it is, under whatever name."""
-        if len(self.pieces) != 1:
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Whether it is one stored tensor, which has this shape, as it is, under whatever name."""
+        if len(self.pieces) != 1 or self.shape != tuple(shape):
             return False
         box, _, part, axes = self.pieces[0]
         return box == part == Box.whole(self.shape) and axes == tuple(range(len(self.shape)))

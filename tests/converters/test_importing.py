@@ -134,7 +134,7 @@ def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypat
             expected = torch.zeros(9, 7, 4).to(found.dtype)
             expected[:5, :, :3] = state()[name]
             assert same(found, expected), name
-            assert same(ckpt.open(place)[name][4:8, 1:], expected[4:8, 1:]), name
+            assert same(ckpt.open(place)[name][3:8, 1:], expected[3:5, 1:, :3]), name  # what is filled at the ends is padding
     assert compare(url, copy).same
 
 

@@ -34,6 +34,8 @@ EXPECTED = {
     "turned": A.transpose(1, 0, 2),
     "row": A[1],
     "column": A[:, 2],
+    "left": A[:, :2],
+    "top": A[:3],
     "padded": np.concatenate([B, np.zeros((1, 4, 3), np.float32)]),
 }
 
@@ -59,6 +61,8 @@ def chosen_of(url: Path) -> Chosen:
         "turned": views.transpose(a, [1, 0, 2]),
         "row": views.unstack(a, 0)[1],
         "column": views.unstack(a, 1)[2],
+        "left": views.split(a, 1, [2, 2])[0],
+        "top": views.split(a, 0, [3, 1])[0],
         "padded": views.padded(b, 0, 3),
     }
     wanted = {n: Wanted(name=n, view=v, dtype=DTYPES["float32"]) for n, v in made.items()}
@@ -102,7 +106,8 @@ def test_what_has_runs(places: Path) -> None:
     for name in ("whole", "cut", "plain.pt"):
         runs = runs_of(chosen_of(places / name), [*whole, rows])
         found[name] = [[*EXPECTED, "rows"][n] for n in sorted(runs)]
-    assert found == {"whole": ["a"], "cut": ["a", "fused", "row", "rows"], "plain.pt": ["a", "fused", "row", "rows"]}
+    cut, plain = ["a", "fused", "row", "left", "top", "rows"], ["a", "fused", "row", "top", "rows"]
+    assert found == {"whole": ["a"], "cut": cut, "plain.pt": plain}
 
 
 def test_damage_is_found_where_it_is_read(places: Path) -> None:

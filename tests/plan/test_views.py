@@ -133,6 +133,13 @@ def test_filling_at_the_end_is_padding() -> None:
     assert View(shape=(2,), pieces=()).unpadded is None
 
 
+def test_the_beginning_of_a_tensor_is_not_all_of_it() -> None:
+    w = views.whole("w", (4, 6))
+    assert w.is_all_of((4, 6))
+    for axis, sizes in ((0, (3, 1)), (1, (2, 4))):
+        assert not views.split(w, axis, sizes)[0].is_all_of((4, 6))
+
+
 def test_a_scalar_and_an_empty_tensor() -> None:
     assert read(views.whole("s", ()), {"s": np.array(7)}) == 7
     assert read(views.stack([views.whole("s", ())] * 2, 0), {"s": np.array(7)}).tolist() == [7, 7]
