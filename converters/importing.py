@@ -20,7 +20,6 @@ from ckpt import tree
 from ckpt.catalog import Catalog, Contents, Extent, TensorEntry
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
-from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -102,7 +101,8 @@ def import_checkpoint(
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
     if digest:
-        _check_parts(catalog, contents)
+        if pointed.parted:
+            _check_whole(source)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     if not watch.are_as_they_were(contents.sources):
         again = _point(open_catalog(source), choice).contents()
@@ -198,17 +198,15 @@ def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping
     return found._replace(state=chosen, left_out=(*found.left_out, *lost(found.state, chosen)))
 
 
-def _check_parts(catalog: Catalog, contents: Contents) -> None:
+def _check_whole(source: str) -> None:
     """Parts of chunks get digests of their own: those of the whole chunks have to be right first, else damage would have a digest.
 
     Raises:
         CorruptError: a chunk is damaged.
     """
-    if not isinstance(catalog, NativeCatalog) or all(e.digest for extents in contents.extents.values() for e in extents):
-        return
-    report = verify(catalog.url)
+    report = verify(source)
     if not report.ok:
-        raise CorruptError(str(report.problems[0]), where=catalog.url, hint="`ckpt verify` lists all that is damaged")
+        raise CorruptError(str(report.problems[0]), where=source, hint="`ckpt verify` lists all that is damaged")
 
 
 def _digested(backend: Backend, contents: Contents, progress: Progress | None) -> dict[str, list[Extent]]:

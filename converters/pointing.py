@@ -45,6 +45,8 @@ class Pointed:
         self.state = state
         self.tensors: list[TensorEntry] = []
         self.extents: dict[str, list[Extent]] = {}
+        self.parted = False
+        """Whether parts of chunks that have a digest or a checksum are pointed at: what it says of them, nobody can tell."""
         self._sources: dict[str, int] = {}
         self._taken: set[str] = set()
         self._zeros: dict[tuple[str, int], int | None] = {}
@@ -136,7 +138,10 @@ class Pointed:
         if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
             told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
             raise UsageError(told, where=self.catalog.url, hint="convert instead")
-        return [(taken.box, extent)] if as_it_is else _parts(taken, copy.chunk_box, extent, size)
+        if as_it_is:
+            return [(taken.box, extent)]
+        self.parted |= (extent.digest, extent.crc32) != (None, None)
+        return _parts(taken, copy.chunk_box, extent, size)
 
     def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
         """No bytes, of an empty tensor."""

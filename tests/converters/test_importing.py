@@ -241,6 +241,20 @@ def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_p
         ckpt.load(url, {"w0": torch.zeros(5, 7, 3)}, only="w0")
 
 
+def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive has one checksum for a tensor that is pointed at in parts."""
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)
+    source = tmp_path / "model.pt"
+    torch.save(state(), source)
+    import_checkpoint(str(source), str(tmp_path / "whole"), digest=True)
+    data = bytearray(source.read_bytes())
+    data[data.index(state()["w0"][3].numpy().tobytes())] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(CorruptError, match="w0"):
+        import_checkpoint(str(source), str(tmp_path / "damaged"), digest=True)
+    assert not (tmp_path / "damaged").exists()
+
+
 def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: Path) -> None:
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url)
