@@ -273,7 +273,7 @@ class _Export:
             for f, receipt in row["receipts"].items():
                 receipts.setdefault(int(f), []).append(receipt)
         assert self.begun is not None
-        self.begun.publish(receipts, self.finish)
+        self.begun.publish(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
         return {}
 
     def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
@@ -285,13 +285,6 @@ class _Export:
                 if written != planned:
                     told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
                     raise StorageError(told, where=self.call.url, hint="please report this")
-
-    def finish(self) -> None:
-        """The small files beside the weights; the index last."""
-        if self.destination.name is None:
-            for name, data in self._configuration.files.items():
-                self.destination.put(name, data)
-        self.planned.finish(self.destination.backend)
 
     def report(self) -> ExportReport:
         files = self.planned.files
