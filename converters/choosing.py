@@ -74,6 +74,11 @@ class Chosen:
         """The tensors that have bytes of their own, by name."""
         return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
 
+    @property
+    def taken(self) -> set[str]:
+        """Stored tensors that something is made of."""
+        return {piece.source for wanted in self.tensors.values() for piece in wanted.view.pieces}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:

@@ -29,14 +29,13 @@ from ckpt.rules import Layout as Rules
 
 from .choosing import Choice, Chosen
 from .configuration import Configuration, read_configuration
-from .converting import apart
 from .delivering import Delivery
 from .gathering import Gathering, Planner, Way
 from .live import LiveCatalog
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
-from .target import Layout, Planned
+from .target import Layout, Planned, apart
 from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
@@ -288,7 +287,7 @@ class _Export:
 
     def report(self) -> ExportReport:
         files = self.planned.files
-        taken = {p.source for w in self.tensors.values() for p in w.view.pieces}
+        taken = self.chosen.taken
         return ExportReport(
             url=self.call.url,
             files=tuple(f.path for f in files),

@@ -44,7 +44,7 @@ def check_source(chosen: Chosen, digest: str, *said: object) -> None:
     try:
         if isinstance(catalog, VirtualCatalog):
             again = open_catalog(catalog.url)  # which looks at the sources anew
-            for name in {p.source for w in chosen.tensors.values() for p in w.view.pieces}:
+            for name in chosen.taken:
                 entry = again.tensors[name]
                 again.extents(entry, range(len(entry.grid)))
         same = digest_of(chosen, *said) == digest

@@ -63,7 +63,7 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
     catalog = chosen.catalog
     if not isinstance(catalog, MegatronCatalog) or catalog.suspect is None:
         return chosen, Mending(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
-    taken = {p.source for w in chosen.tensors.values() for p in w.view.pieces}
+    taken = chosen.taken
     if not any(name.startswith(STATE) for name in taken):
         raise UsageError(
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"

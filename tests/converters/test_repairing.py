@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.converters import converting
+from ckpt.converters import conversion
 from ckpt.converters.converting import ConvertReport, convert_checkpoint
 from ckpt.converters.semantic import check_semantic
 from ckpt.engine.verify import verify
@@ -178,7 +178,7 @@ def test_a_repair_that_was_interrupted(files: Path, tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(converting._Run, "write", killed)
+        patch.setattr(conversion.Conversion, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             repaired(files, "dp3", tmp_path / "c", "native")
     with pytest.raises(ConflictError, match="another conversion"):
