@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +68,8 @@ class Chosen:
     """Paths of values that a translation could not take along."""
     united: frozenset[str] = frozenset()
     """Stored tensors that are not taken, but their numbers are there."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else files depend on: a configuration that lies beside the tensors, as JSON has it."""
 
     @property
     def stored(self) -> list[Wanted]:

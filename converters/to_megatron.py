@@ -22,7 +22,7 @@ from ckpt.geometry import Box
 from .archives import Archive, Stand
 from .choosing import Choice, Chosen, Wanted, pruned
 from .choosing import choose as choose_all
-from .megatron_arguments import arguments_of
+from .megatron_arguments import arguments_of, configuration_of
 from .megatron_optimizer import buffers_file, groups_of, is_told_apart
 from .megatron_ranks import Coordinates, RankParam, Ranks, check_names
 from .megatron_states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
@@ -59,7 +59,8 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     model = _in_one_spelling(named)
     optimizer = _optimizer(chosen, model) if head == MODEL and choice.optimizer else None
     states = {} if optimizer is None else {f"{STATE}{n}.{STATES[key]}": w for key, own in optimizer.states.items() for n, w in own.items()}
-    return replace(chosen, tensors={**model, **states}, state=pruned(chosen.state, [], optimizers=False), ranks={})
+    state = pruned(chosen.state, [], optimizers=False)
+    return replace(chosen, tensors={**model, **states}, state=state, ranks={}, beside=configuration_of(catalog))
 
 
 def _optimizer(chosen: Chosen, model: Mapping[str, Wanted]) -> Optimizer | None:
@@ -88,7 +89,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     parallel = layout.parallel or Parallel()
     model = {name: w for name, w in chosen.tensors.items() if not name.startswith(STATE)}
     optimizer = _optimizer(chosen, model) if len(model) < len(chosen.tensors) else None
-    arguments = arguments_of(chosen.catalog, model, parallel)
+    arguments = arguments_of(chosen.catalog, chosen.beside, model, parallel)
     if optimizer is not None:
         arguments["use_distributed_optimizer"] = True
     ranks = Ranks(model, parallel, arguments, chosen.catalog.url)
