@@ -28,8 +28,9 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.plan.views import View
 
-from .choosing import Views, not_skipped, pruned, wanted_views
+from .choosing import Views, not_skipped, wanted_views
 from .pointing import Pointed
+from .pruning import pruned
 from .renaming import Renamed, lost, renamed_state, selected, value_paths
 from .unchanged import Watch
 

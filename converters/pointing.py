@@ -20,7 +20,8 @@ from ckpt.io_backends.registry import absolute_url
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, View, in_order, within
 
-from .choosing import pruned_values, stays
+from .choosing import stays
+from .pruning import pruned_values
 from .renaming import Renamed
 
 MAX_CHUNK = 64 << 20

@@ -20,7 +20,7 @@ from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.geometry import Box
 
 from .archives import Archive, Stand
-from .choosing import Choice, Chosen, Wanted, pruned
+from .choosing import Choice, Chosen, Wanted
 from .choosing import choose as choose_all
 from .megatron_arguments import arguments_of, configuration_of
 from .megatron_optimizer import buffers_file, groups_of, is_told_apart
@@ -28,6 +28,7 @@ from .megatron_ranks import Coordinates, RankParam, Ranks, check_names
 from .megatron_states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
 from .nested import nested_state
 from .parallel import Parallel
+from .pruning import pruned
 from .target import Layout, OutFile, Planned, Target, publish_once
 from .windows import Item
 
