@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,7 +27,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.plan.views import View
 
-from .choosing import Views, not_skipped, wanted_views
+from .choosing import Choice, Views, not_skipped, wanted_views
 from .pointing import Pointed
 from .pruning import pruned
 from .renaming import Renamed, lost, renamed_state, selected, value_paths
@@ -96,7 +95,7 @@ def import_checkpoint(
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
     watch = Watch(source)
     catalog = _opened(source)
-    choice = _Choice(views, only, skip)
+    choice = Choice(views=views, only=only, skip=skip)
     pointed = _point(catalog, choice)
     contents = pointed.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
@@ -150,7 +149,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
     """
     catalog = _opened(source)
-    contents = _point(catalog, _Choice(views, only, skip)).contents()
+    contents = _point(catalog, Choice(views=views, only=only, skip=skip)).contents()
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:
@@ -172,15 +171,7 @@ def _id_of(contents: Contents) -> str:
     return xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
 
 
-class _Choice(NamedTuple):
-    """What of a checkpoint is imported, as the caller said it."""
-
-    views: Views | None
-    only: Sequence[str]
-    skip: Sequence[str]
-
-
-def _point(catalog: Catalog, choice: _Choice) -> Pointed:
+def _point(catalog: Catalog, choice: Choice) -> Pointed:
     entries = not_skipped(catalog, choice.skip)
     wanted = wanted_views(catalog, entries, choice.views, choice.only, also=value_paths(catalog.state))
     pointed = Pointed(catalog, _state(catalog, entries, wanted, choice))
@@ -188,7 +179,7 @@ def _point(catalog: Catalog, choice: _Choice) -> Pointed:
     return pointed
 
 
-def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: _Choice) -> Renamed:
+def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: Choice) -> Renamed:
     """The state for these tensors."""
     found = Renamed(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:
