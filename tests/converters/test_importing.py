@@ -21,6 +21,8 @@ from ckpt.engine.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.protocol import Grain
 from ckpt.plan import views
 from ckpt.plan.views import View
 
@@ -253,6 +255,15 @@ def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypa
     with pytest.raises(CorruptError, match="w0"):
         import_checkpoint(str(source), str(tmp_path / "damaged"), digest=True)
     assert not (tmp_path / "damaged").exists()
+
+
+def test_sources_are_read_as_their_storage_is_best_used(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_checkpoint(source, str(tmp_path / "virtual"))
+    assert open_catalog(str(tmp_path / "virtual")).backend.grain == Grain()
+    best = Grain(piece=8 << 20, stretch=64 << 20, gap=1 << 20, calls=16)
+    monkeypatch.setattr(PosixBackend, "grain", best)
+    assert open_catalog(str(tmp_path / "virtual")).backend.grain == best
+    assert same(ckpt.open(str(tmp_path / "virtual"))["w0"][...], state()["w0"])
 
 
 def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: Path) -> None:
