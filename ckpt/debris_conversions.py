@@ -74,7 +74,10 @@ class Conversions:
         """What there is of each conversion; ``busy`` are paths of files of which an upload may go on."""
         marks = dict(self._marks)
         for place, entry in self._records.items():
-            data = backend.read(entry.path) if entry.size <= _MAX_RECORD else b""
+            try:
+                data = backend.read(entry.path) if entry.size <= _MAX_RECORD else b""
+            except NotFoundError:
+                continue  # it has ended meanwhile
             if b"ckpt-convert" not in data:
                 continue  # a file of somebody else
             begun = Begun.from_bytes(data)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +15,7 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.geometry import Box
 from ckpt.plan.views import Piece, View, part, whole
 
+from .pruning import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references
 from .renaming import option_tensors, renamed_state
 
 Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
@@ -68,11 +68,18 @@ class Chosen:
     """Paths of values that a translation could not take along."""
     united: frozenset[str] = frozenset()
     """Stored tensors that are not taken, but their numbers are there."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else files depend on: a configuration that lies beside the tensors, as JSON has it."""
 
     @property
     def stored(self) -> list[Wanted]:
         """The tensors that have bytes of their own, by name."""
         return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
+
+    @property
+    def taken(self) -> set[str]:
+        """Stored tensors that something is made of."""
+        return {piece.source for wanted in self.tensors.values() for piece in wanted.view.pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,52 +255,6 @@ def _dtype(name: str | None) -> DType | None:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------- state
-
-
-def optimizer_tensors(catalog: Catalog) -> frozenset[str]:
-    """Names of tensors of optimizers: what lies in a mapping that has ``state`` and ``param_groups``, as all optimizers of torch give."""
-    names = sorted(catalog.tensors)
-    found: set[str] = set()
-    for node in _optimizers(catalog.state):
-        for name, prefix in _references(node):
-            found.update(_below(names, name) if prefix else [name])
-    return frozenset(found)
-
-
-def _optimizers(node: Any) -> Iterable[Any]:
-    if _is_optimizer(node):
-        yield node
-        return
-    for child in _children(node):
-        yield from _optimizers(child)
-
-
-def _is_optimizer(node: Any) -> bool:
-    return isinstance(node, dict) and tree.tag_of(node) is None and {"state", "param_groups"} <= node.keys()
-
-
-def _children(node: Any) -> list[Any]:
-    items = tree.items_of(node)
-    return list(items) if items is not None else [child for _, child in tree.pairs_of(node) or ()]
-
-
-def _references(node: Any) -> Iterable[tuple[str, bool]]:
-    """Names of tensors in a node, and whether it is the beginning of names."""
-    tag = tree.tag_of(node)
-    if tag in ("$tensor", "$tensors"):
-        yield node[tag], tag == "$tensors"
-        return
-    for child in _children(node):
-        yield from _references(child)
-
-
-def _below(names: Sequence[str], prefix: str) -> Sequence[str]:
-    """Those of the sorted names that begin with ``prefix`` and a dot."""
-    first = bisect_left(names, f"{prefix}.")
-    return names[first : bisect_left(names, f"{prefix}/", first)]  # "/" comes after "."
-
-
 def _root(catalog: Catalog, names: Sequence[str]) -> str:
     """The key of the state that has the model's tensors; empty if these are at the top."""
     node = catalog.state
@@ -304,47 +265,10 @@ def _root(catalog: Catalog, names: Sequence[str]) -> str:
     roots = [
         key
         for key, child in pairs
-        if not _is_optimizer(child) and any(bool(_below(wanted, n)) if many else n in catalog.tensors for n, many in _references(child))
+        if not is_optimizer(child) and any(bool(below(wanted, n)) if many else n in catalog.tensors for n, many in references(child))
     ]
     if len(roots) > 1 or (roots and not isinstance(roots[0], str)):
         raise UsageError(
             f"several parts of the state have tensors: {', '.join(map(str, roots))}", where=catalog.url, hint="name the model's: --root"
         )
     return str(roots[0]) if roots else ""
-
-
-def pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
-    """The node without what refers to other tensors than those ``kept``, names in their order; without ``optimizers`` if told so.
-
-    Containers that have nothing left go too; in a list, None stands for what is gone.
-    """
-    found = _pruned(node, kept, optimizers=optimizers)
-    return {} if found is tree.MISSING else found
-
-
-def _pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
-    tag = tree.tag_of(node)
-    if tag == "$tensor":
-        at = bisect_left(kept, node[tag])
-        return node if kept[at : at + 1] == [node[tag]] else tree.MISSING
-    if tag == "$tensors":
-        return node if _below(kept, node[tag]) or not node[tag] else tree.MISSING
-    if not optimizers and _is_optimizer(node):
-        return tree.MISSING
-    items, pairs = tree.items_of(node), tree.pairs_of(node)
-    if items is not None:
-        left = [_pruned(child, kept, optimizers=optimizers) for child in items]
-        if left and all(child is tree.MISSING for child in left):
-            return tree.MISSING
-        left = [None if child is tree.MISSING else child for child in left]
-        return left if tag is None else {tag: left}
-    if pairs is None or (tag is not None and tag != "$map"):
-        return node
-    rest = [(k, found) for k, child in pairs if (found := _pruned(child, kept, optimizers=optimizers)) is not tree.MISSING]
-    return tree.mapping_node(rest) if rest or not pairs else tree.MISSING
-
-
-def pruned_values(values: Mapping[str, Any], kept: Sequence[str]) -> dict[str, Any]:
-    """The values of one rank that do not refer to a tensor that is left out."""
-    found = {path: _pruned(node, kept, optimizers=True) for path, node in values.items()}
-    return {path: node for path, node in found.items() if node is not tree.MISSING}

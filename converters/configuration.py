@@ -10,8 +10,8 @@ from typing import Any
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
 
-from .converting import apart
 from .numbers import of_config
+from .target import apart
 from .to_hf import small_files
 
 CONFIG = "config.json"

@@ -7,30 +7,22 @@ Invariants: nothing can be opened at the destination before all of it is durable
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
-from ckpt.formats.conversion import CONVERTING, MARKS, Begun
-from ckpt.formats.foreign import ForeignCatalog
-from ckpt.formats.native.commit import CommitRecord, new_id
-from ckpt.formats.native.writer import read_record
+from ckpt.catalog import Catalog
+from ckpt.errors import UsageError
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
-from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
+from .conversion import Conversion, Progress
 from .parallel import Parallel
-from .record import Record, begin, check_source, digest_of, find
 from .repairing import Mending, repaired
-from .target import Layout, OutFile, Planned, Target, target
+from .target import Target, target
 
 MEMORY = 1 << 30
 """Bytes for tensors in memory, unless the caller says."""
 SMALLEST = 32 << 20
-Progress = Callable[[int, int], None]
-"""Called with the bytes that this process has written so far, and all that it has to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,22 +110,15 @@ def convert_checkpoint(
     began = time.monotonic()
     if memory < SMALLEST:
         raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least {SMALLEST}")
-    format = target(to)
+    format, catalog = target(to), open_catalog(source)
     choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root, skip=skip)
-    catalog = open_catalog(source)
-    chosen, mending = format.choose(catalog, choice), None
-    if repair:
-        chosen, mending = repaired(chosen, job or {}, threads=threads)
-    elif job:
-        raise UsageError("arguments of the job are for a repair", hint="--repair")
-    run = _Run(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending)
-    planned = run.look() if dry_run else run.begin(part)
-    missing = run.missing(planned)
-    read = 0
+    chosen, mending = _chosen(format, catalog, choice, repair=repair, job=job or {}, threads=threads)
+    conversion = Conversion(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending)
+    planned = conversion.look() if dry_run else conversion.begin(part)
+    missing, read = conversion.missing(planned), 0
     if not dry_run:
-        read = run.write(planned, missing, memory=memory, threads=threads, verify=verify, progress=progress)
+        read = conversion.write(planned, missing, memory=memory, threads=threads, verify=verify, progress=progress)
     written = [planned.files[i] for i in missing]
-    taken = {p.source for w in chosen.tensors.values() for p in w.view.pieces}
     return ConvertReport(
         source=source,
         target=url,
@@ -143,224 +128,24 @@ def convert_checkpoint(
         tensor_bytes=sum(i.length for f in planned.files for i in f.items),
         files=tuple(f.path for f in planned.files),
         file_bytes=sum(f.size for f in planned.files),
-        id=run.id,
+        id=conversion.id,
         written_files=len(written),
         written_bytes=sum(f.size for f in written),
         read_bytes=read,
-        left_out=tuple(sorted({*catalog.tensors} - taken - chosen.united | {*chosen.left_out})),
-        finished=not dry_run and run.finish(planned, again=not missing),
+        left_out=tuple(sorted({*catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
+        finished=not dry_run and conversion.finish(planned, again=not missing),
         seconds=time.monotonic() - began,
         repair=mending,
     )
 
 
-class _Run:
-    """One process of one conversion."""
-
-    def __init__(
-        self,
-        format: Target,
-        chosen: Chosen,
-        url: str,
-        *,
-        shard_size: int | None,
-        parallel: Parallel | None,
-        overwrite: bool,
-        mending: Mending | None = None,
-    ) -> None:
-        if parallel is not None and not format.parallel:
-            hint = "leave out --tp, --pp, --vpp, --ep and --arg"
-            raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
-        if overwrite and not format.replaces:
-            raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
-        self.format = format
-        self.chosen = chosen
-        self.url = url
-        self.shard_size = shard_size
-        self.parallel = parallel
-        self.overwrite = overwrite
-        self.root, self.name = apart(url, file=format.one_file(url))
-        self.backend: Backend = open_backend(self.root)
-        self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))
-        self.digest = digest_of(chosen, *self._said)
-        self.record: Record | None = None
-        self.part = (0, 1)
-        self._new = False
-        self._previous = read_record(self.backend) if self.name is None else None
-
-    @property
-    def id(self) -> str:
-        return "" if self.record is None else self.record.id
-
-    def look(self) -> Planned:
-        """The plan of this conversion, or of the one that was begun; nothing is written."""
-        self.record = find(self.backend, self.name, self.digest)
-        if self.record is None:
-            self._check_empty()
-        return self._plan("0" * 16 if self.record is None else self.record.id)
-
-    def begin(self, part: tuple[int, int]) -> Planned:
-        """The plan, said at the destination."""
-        self.part = part
-        self.record = find(self.backend, self.name, self.digest)
-        id = new_id() if self.record is None else self.record.id
-        planned = self._plan(id)  # what cannot be planned leaves nothing behind
-        if self.record is None:
-            if part[0] and len(planned.files) <= part[0]:
-                return planned  # nothing to do for this process: the others may even have finished
-            files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
-            self.record, self._new = self._begun(Begun(id=id, digest=self.digest, files=files)), True
-        self._check_previous(self.record)
-        return planned if self.record.id == id else self._plan(self.record.id)
-
-    def _begun(self, begun: Begun) -> Record:
-        try:
-            self._check_empty()
-        except ConflictError:
-            found = find(self.backend, self.name, self.digest)  # another process may have begun just now
-            if found is None:
-                raise
-            return found
-        self.backend.prepare()
-        return begin(self.backend, self.name, begun)
-
-    def _check_previous(self, record: Record) -> None:
-        """Raise ConflictError if somebody else has saved here since the conversion was begun."""
-        if self._previous is None or self.overwrite:
-            return
-        if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
-            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
-
-    def _plan(self, id: str) -> Planned:
-        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous, parallel=self.parallel)
-        return self.format.plan(self.chosen, layout)
-
-    def _check_empty(self) -> None:
-        source = self.chosen.catalog
-        if self.name is not None and isinstance(source, ForeignCatalog) and source.url.rstrip("/") == self.backend.url.rstrip("/"):
-            hint = "convert to another directory, or give the URL of the source's file"
-            raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
-        if self.name is not None:
-            taken = [n for n in self.backend.children() if n.rstrip("/") == self.name]
-        elif self._previous is not None and self.overwrite:
-            taken = []
-        else:
-            ours = (".", CONVERTING, f"{MARKS}-")
-            taken = [n for n in self.backend.children() if not n.startswith(ours)]
-        if taken:
-            raise ConflictError(
-                f"something is there already: {', '.join(taken[:5])}",
-                where=self.url,
-                hint="convert to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
-            )
-
-    def missing(self, planned: Planned) -> list[int]:
-        """Files of this process that are not there yet."""
-        mine = range(self.part[0], len(planned.files), self.part[1])
-        if self.record is None:
-            return [] if self.part[0] else list(mine)
-        there = self._there(planned, self.record)
-        return [i for i in mine if i not in there]
-
-    def _there(self, planned: Planned, record: Record) -> set[int]:
-        """Files that are durable. A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file."""
-        marks = record.marks()
-        marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
-        if self.name is None:
-            sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list()} if marked else {}
-        else:
-            sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
-        return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
-
-    def write(
-        self, planned: Planned, missing: Sequence[int], *, memory: int, threads: int | None, verify: bool, progress: Progress | None
-    ) -> int:
-        """Write them; gives the bytes that were read."""
-        if not missing or self.record is None:
-            return 0
-        from .streaming import Stream
-
-        stream = Stream(
-            self.chosen,
-            planned,
-            self.backend,
-            memory=memory,
-            threads=default_threads(threads),
-            verify=verify,
-            begin=lambda number: self._clear(planned.files[number], number),
-            done=self.record.done,
-        )
-        stream.write(missing, progress)
-        return stream.bytes_read
-
-    def _clear(self, file: OutFile, number: int) -> None:
-        """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
-        record = self.record
-        assert record is not None
-        if self._new:
-            return  # none was: what is there, a link that leads nowhere for example, is somebody's
-        others = find(self.backend, self.name, self.digest) is None
-        if record.mark(number) in record.marks():
-            others = others or _size(self.backend, file.path) == file.size
-            if not others:
-                record.forget(number)
-        if not others:
-            self.backend.delete(file.path)
-            others = record.mark(number) in record.marks()
-            if others:
-                record.forget(number)  # it was durable by then, and is gone now
-        if others:
-            hint = "let that one go on, or start this one again when it has ended"
-            raise ConflictError("another run of this conversion writes here", where=self.url, hint=hint)
-
-    def finish(self, planned: Planned, *, again: bool) -> bool:
-        """Make the checkpoint exist, if all files of all processes are there, and no other process does.
-
-        Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
-        """
-        if self.record is None:
-            return False
-        if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
-            return find(self.backend, self.name, self.digest) is None  # then another process has finished it
-        self._check_source(planned, self.record)
-        planned.finish(self.backend)
-        self.record.remove()
-        return True
-
-    def _whole(self, planned: Planned, record: Record) -> bool:
-        """Whether all files are durable, those of other processes too."""
-        if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
-            return False
-        lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
-        if lost and find(self.backend, self.name, self.digest) is not None:
-            told = f"a file that was durable is gone: {planned.files[lost[0]].path}"
-            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
-        return not lost
-
-    def _check_source(self, planned: Planned, record: Record) -> None:
-        """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
-        try:
-            check_source(self.chosen, self.digest, *self._said)
-        except CorruptError:
-            if find(self.backend, self.name, self.digest) is not None:  # else another process has finished it before that
-                for file in planned.files:
-                    self.backend.delete(file.path)
-                record.remove()
-            raise
-
-
-def _size(backend: Backend, path: str) -> int | None:
-    try:
-        return backend.size(path)
-    except NotFoundError:
-        return None
-
-
-def apart(url: str, *, file: bool) -> tuple[str, str | None]:
-    """The directory that is written to, and the name of the file there if it is one file."""
-    if not file:
-        return url, None
-    head, slash, name = url.rpartition("/")
-    if not name or url.endswith("://" + name):
-        raise UsageError("this is no file to write to", where=url, hint="name a file")
-    return ((head or "/") if slash else "."), name
+def _chosen(
+    format: Target, catalog: Catalog, choice: Choice, *, repair: bool, job: Mapping[str, int], threads: int | None
+) -> tuple[Chosen, Mending | None]:
+    """What is converted, and what was repaired of it if that is asked for."""
+    chosen = format.choose(catalog, choice)
+    if repair:
+        return repaired(chosen, job, threads=threads)
+    if job:
+        raise UsageError("arguments of the job are for a repair", hint="--repair")
+    return chosen, None

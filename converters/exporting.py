@@ -29,14 +29,13 @@ from ckpt.rules import Layout as Rules
 
 from .choosing import Choice, Chosen
 from .configuration import Configuration, read_configuration
-from .converting import apart
 from .delivering import Delivery
 from .gathering import Gathering, Planner, Way
 from .live import LiveCatalog
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
-from .target import Layout, Planned
+from .target import Layout, Planned, apart
 from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
@@ -273,7 +272,7 @@ class _Export:
             for f, receipt in row["receipts"].items():
                 receipts.setdefault(int(f), []).append(receipt)
         assert self.begun is not None
-        self.begun.publish(receipts, self.finish)
+        self.begun.publish(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
         return {}
 
     def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
@@ -286,16 +285,9 @@ class _Export:
                     told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
                     raise StorageError(told, where=self.call.url, hint="please report this")
 
-    def finish(self) -> None:
-        """The small files beside the weights; the index last."""
-        if self.destination.name is None:
-            for name, data in self._configuration.files.items():
-                self.destination.put(name, data)
-        self.planned.finish(self.destination.backend)
-
     def report(self) -> ExportReport:
         files = self.planned.files
-        taken = {p.source for w in self.tensors.values() for p in w.view.pieces}
+        taken = self.chosen.taken
         return ExportReport(
             url=self.call.url,
             files=tuple(f.path for f in files),

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -20,7 +19,6 @@ from ckpt import tree
 from ckpt.catalog import Catalog, Contents, Extent, TensorEntry
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
-from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -29,8 +27,9 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.plan.views import View
 
-from .choosing import Views, not_skipped, pruned, wanted_views
+from .choosing import Choice, Views, not_skipped, wanted_views
 from .pointing import Pointed
+from .pruning import pruned
 from .renaming import Renamed, lost, renamed_state, selected, value_paths
 from .unchanged import Watch
 
@@ -96,13 +95,14 @@ def import_checkpoint(
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
     watch = Watch(source)
     catalog = _opened(source)
-    choice = _Choice(views, only, skip)
+    choice = Choice(views=views, only=only, skip=skip)
     pointed = _point(catalog, choice)
     contents = pointed.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
     if digest:
-        _check_parts(catalog, contents)
+        if pointed.parted:
+            _check_whole(source)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     if not watch.are_as_they_were(contents.sources):
         again = _point(open_catalog(source), choice).contents()
@@ -149,7 +149,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
     """
     catalog = _opened(source)
-    contents = _point(catalog, _Choice(views, only, skip)).contents()
+    contents = _point(catalog, Choice(views=views, only=only, skip=skip)).contents()
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:
@@ -171,15 +171,7 @@ def _id_of(contents: Contents) -> str:
     return xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
 
 
-class _Choice(NamedTuple):
-    """What of a checkpoint is imported, as the caller said it."""
-
-    views: Views | None
-    only: Sequence[str]
-    skip: Sequence[str]
-
-
-def _point(catalog: Catalog, choice: _Choice) -> Pointed:
+def _point(catalog: Catalog, choice: Choice) -> Pointed:
     entries = not_skipped(catalog, choice.skip)
     wanted = wanted_views(catalog, entries, choice.views, choice.only, also=value_paths(catalog.state))
     pointed = Pointed(catalog, _state(catalog, entries, wanted, choice))
@@ -187,7 +179,7 @@ def _point(catalog: Catalog, choice: _Choice) -> Pointed:
     return pointed
 
 
-def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: _Choice) -> Renamed:
+def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: Choice) -> Renamed:
     """The state for these tensors."""
     found = Renamed(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:
@@ -198,17 +190,15 @@ def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping
     return found._replace(state=chosen, left_out=(*found.left_out, *lost(found.state, chosen)))
 
 
-def _check_parts(catalog: Catalog, contents: Contents) -> None:
+def _check_whole(source: str) -> None:
     """Parts of chunks get digests of their own: those of the whole chunks have to be right first, else damage would have a digest.
 
     Raises:
         CorruptError: a chunk is damaged.
     """
-    if not isinstance(catalog, NativeCatalog) or all(e.digest for extents in contents.extents.values() for e in extents):
-        return
-    report = verify(catalog.url)
+    report = verify(source)
     if not report.ok:
-        raise CorruptError(str(report.problems[0]), where=catalog.url, hint="`ckpt verify` lists all that is damaged")
+        raise CorruptError(str(report.problems[0]), where=source, hint="`ckpt verify` lists all that is damaged")
 
 
 def _digested(backend: Backend, contents: Contents, progress: Progress | None) -> dict[str, list[Extent]]:

@@ -39,14 +39,13 @@ _OF_ONE_PIPELINE = (
 """What does not fit a pipeline of another length."""
 
 
-def arguments_of(catalog: Catalog, model: Mapping[str, Wanted], parallel: Parallel) -> Arguments:
-    """The arguments of a job of these ranks, for a model with these parameters by name.
+def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, Wanted], parallel: Parallel) -> Arguments:
+    """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
 
     Raises:
         UsageError: nothing says how many attention heads there are, or a size of the vocabulary cannot be.
-        CorruptError: a configuration beside the source cannot be read.
     """
-    said = {**_of_config(_config(catalog)), **_told(catalog, parallel), **parallel.arguments}
+    said = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
     if said.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
         raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
@@ -176,8 +175,12 @@ _SAME = {
 """What transformers calls them, and Megatron."""
 
 
-def _config(catalog: Catalog) -> Mapping[str, Any]:
-    """The ``config.json`` of transformers beside the source; empty if there is none."""
+def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
+    """The ``config.json`` of transformers beside the source; empty if there is none.
+
+    Raises:
+        CorruptError: it cannot be read.
+    """
     for backend in _beside(catalog):
         try:
             said = json.loads(backend.read(CONFIG))

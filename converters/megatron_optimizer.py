@@ -7,8 +7,7 @@ core/optimizer/optimizer.py.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,83 +19,29 @@ from ckpt.errors import UsageError
 from ckpt.formats.megatron.buffers import Member
 from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert
-from ckpt.formats.megatron.training import STATE
 from ckpt.geometry import Box
 
 from .archives import Archive, Stand
 from .choosing import Wanted
 from .crc import of_parts
 from .megatron_ranks import Coordinates, RankParam, Ranks
+from .megatron_states import Group, Optimizer
 from .target import OutFile
 from .windows import Item
 
-KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Megatron's names of a parameter's states, and those in a catalog."""
 _TOLD_APART_BY = ("wd_mult", "lr_mult", "is_decoupled_lr")
-Group = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """States of all parameters by Megatron's key and parameter, and groups of parameters without their parameters."""
-
-    states: Mapping[str, Mapping[str, Wanted]]
-    groups: Sequence[Group]
-
-    @property
-    def tensors(self) -> dict[str, Wanted]:
-        """The states by the names that they have in a catalog."""
-        return {f"{STATE}{p}.{KEYS[key]}": w for key, own in self.states.items() for p, w in own.items()}
-
-
-def optimizer_of(tensors: Mapping[str, Wanted], parameters: Sequence[str], node: Any) -> Optimizer | None:
-    """The optimizer of these parameters, from the tensors of a catalog and its state's ``node``; None if it is not all there in the form
-    that Megatron's checkpoints have it in."""
-    trained = [name for name in parameters if not name.endswith(NOT_TRAINED)]
-    states = {ours: {p: tensors.get(f"{STATE}{p}.{theirs}") for p in trained} for ours, theirs in KEYS.items()}
-    found = {key: {p: w for p, w in own.items() if w is not None} for key, own in states.items()}
-    groups = _groups(node)
-    whole = bool(groups) and all(len(own) == len(trained) for own in found.values())
-    return Optimizer(states=found, groups=groups) if whole else None
-
-
-def _groups(node: Any) -> list[Group]:
-    """The groups in the node of an optimizer, with their steps; none if they are not Megatron's."""
-    if not isinstance(node, dict) or tree.tag_of(node) is not None:
-        return []
-    named = node.get("param_groups")
-    listed = named.get("$param_groups") if isinstance(named, dict) else node.get("groups")
-    if not isinstance(listed, list):
-        return []
-    state = dict(tree.pairs_of(node.get("state")) or [])
-    found = []
-    for said in listed:
-        params = said["params"] if isinstance(named, dict) else list(state)
-        options = tree.decode(said["options"] if isinstance(named, dict) else said, inline_only)
-        steps = {_step(state[p]) for p in params if p in state} - {None}
-        if not isinstance(options, dict) or not all(key in options for key in _TOLD_APART_BY) or len(steps) > 1:
-            return []
-        found.append({**options, "step": steps.pop()} if steps else options)
-    return found
-
-
-def _step(node: Any) -> int | float | None:
-    """The number of steps of one parameter, which torch's optimizers keep in a tensor."""
-    said = tree.find(node, ["step"])
-    step = None if isinstance(said, tree.Missing) else tree.decode(said, inline_only)
-    step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
-    if not isinstance(step, (int, float)):
-        return None
-    return int(step) if step == int(step) else step
-
-
-# ------------------------------------------------------------------------------------------------------ what is written
+def is_told_apart(group: Group) -> bool:
+    """Whether a group has what Megatron knows its groups by when it loads them, and no tensors that are not there."""
+    return all(key in group for key in _TOLD_APART_BY) and all(tree.tag_of(v) == "$inline" or not tree.refers(v) for v in group.values())
 
 
 def groups_of(optimizer: Optimizer, ranks: Ranks) -> Any:
     """What ``model_optim_rng.pt`` has under ``optimizer``: a list of two where experts have an optimizer of their own."""
-    kinds: dict[tuple[Any, ...], Group] = {}
-    for group in sorted(optimizer.groups, key=lambda g: bool(g.get("is_expert_parallel"))):
+    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    decoded = [{key: tree.decode(node, inline_only) for key, node in group.items()} for group in optimizer.groups]
+    for group in sorted(decoded, key=lambda g: bool(g.get("is_expert_parallel"))):
         kinds.setdefault(tuple(group[key] for key in _TOLD_APART_BY), group)
     dense = [{**group, "is_expert_parallel": False} for group in kinds.values()]
     if not ranks.experts_apart:

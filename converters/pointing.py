@@ -20,7 +20,8 @@ from ckpt.io_backends.registry import absolute_url
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, View, in_order, within
 
-from .choosing import pruned_values, stays
+from .choosing import stays
+from .pruning import pruned_values
 from .renaming import Renamed
 
 MAX_CHUNK = 64 << 20
@@ -45,6 +46,8 @@ class Pointed:
         self.state = state
         self.tensors: list[TensorEntry] = []
         self.extents: dict[str, list[Extent]] = {}
+        self.parted = False
+        """Whether parts of chunks that have a digest or a checksum are pointed at: what it says of them, nobody can tell."""
         self._sources: dict[str, int] = {}
         self._taken: set[str] = set()
         self._zeros: dict[tuple[str, int], int | None] = {}
@@ -138,7 +141,10 @@ class Pointed:
         if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
             told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
             raise UsageError(told, where=self.catalog.url, hint="convert instead")
-        return [(taken.box, extent)] if as_it_is else _parts(taken, copy.chunk_box, extent, size)
+        if as_it_is:
+            return [(taken.box, extent)]
+        self.parted |= (extent.digest, extent.crc32) != (None, None)
+        return _parts(taken, copy.chunk_box, extent, size)
 
     def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
         """No bytes, of an empty tensor."""

@@ -7,26 +7,24 @@ process that writes it, ``convert.json`` is there from the beginning, and nothin
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.formats.conversion import record_path
+from ckpt.formats.conversion import Exporting, record_path
 from ckpt.formats.registry import find_format
 from ckpt.formats.safetensors.catalog import FORMAT_NAME
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
 
-from .target import OutFile
+from .target import OutFile, publish_once
 from .to_hf import INDEX
 
 _STEM = "model"
 _WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-_FORMAT = "ckpt-export"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +66,33 @@ class Destination:
         names = self.backend.children()
         return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
 
-    def _begun(self) -> list[str]:
+    def _begun(self) -> Sequence[str]:
         """Files to which an export that was killed had given their names."""
         try:
-            said = json.loads(self.backend.read(self.record))
+            begun = Exporting.from_bytes(self.backend.read(self.record))
         except NotFoundError:
-            return []
-        except ValueError:
-            said = {}
-        if said.get("format") != _FORMAT:
+            return ()
+        if begun is None:
             raise ConflictError(
                 f"a conversion was begun here and did not finish ({self.record})",
                 where=self.url,
                 hint="export to another URL, let `ckpt convert` go on, or remove what is there",
             )
-        return [*map(str, said["files"])]
+        return begun.files
 
     def mark(self, files: Sequence[str]) -> None:
         """Say that these files are about to show, and belong together only when the mark is gone."""
-        said = json.dumps({"format": _FORMAT, "version": 1, "files": list(files)}).encode() + b"\n"
-        self.backend.publish(self.record, said, replaces=None)
+        self.backend.publish(self.record, Exporting(files=tuple(files)).to_bytes(), replaces=None)
 
     def put(self, path: str, data: bytes) -> None:
-        """Make a small file hold ``data``."""
+        """Make a small file hold ``data``.
+
+        Raises:
+            ConflictError: there is another one, which is not to be replaced.
+        """
+        if not self.replace:
+            publish_once(self.backend, path, data)
+            return
         try:
             before = self.backend.read(path)
         except NotFoundError:
@@ -108,6 +110,8 @@ class Begun:
     beside: Sequence[str]
     shared: list[SharedObject] | None = None
     _shows: bool = False
+    _made: list[str] = field(default_factory=list)
+    """Names that were given, or may have been: what somebody else has made meanwhile is not among them."""
 
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutFile], beside: Sequence[str]) -> Begun:
@@ -123,7 +127,7 @@ class Begun:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
             destination.mark(found._paths)
-            found._shows = True
+            found._shows, found._made = True, found._paths  # the mark keeps others away
             return found
         found.shared = [first]
         try:
@@ -149,8 +153,8 @@ class Begun:
         """The size of a part, for each file; None where files cannot be shared."""
         return None if self.shared is None else [s.part for s in self.shared]
 
-    def publish(self, receipts: Mapping[int, Sequence[Any]], finish: Callable[[], None]) -> None:
-        """Make the export exist; ``finish`` writes what comes last.
+    def publish(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
+        """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
 
         Raises:
             ConflictError: somebody else has taken a name meanwhile.
@@ -160,7 +164,11 @@ class Begun:
             self._check_there()
         else:
             self._show(self.shared, receipts)
-        finish()
+        for path, data in small.items():
+            with self._making(path):
+                self.destination.put(path, data)
+        with self._making(INDEX):
+            finish(self.destination.backend)
         if self.shared is None or self.destination.name is None:
             self.destination.backend.delete(self.destination.record)
 
@@ -172,7 +180,20 @@ class Begun:
             if destination.replace:
                 self._remove_others()
         for number, one in enumerate(shared):
-            one.publish(receipts.get(number, []), replace=destination.replace)
+            with self._making(self.files[number].path):
+                one.publish(receipts.get(number, []), replace=destination.replace)
+
+    @contextmanager
+    def _making(self, path: str) -> Iterator[None]:
+        """Keep in mind that a name may be ours from now on, unless somebody else turns out to have it."""
+        known = path in self._made or path not in self._paths
+        self._made += [] if known else [path]
+        try:
+            yield
+        except ConflictError:
+            if not known:
+                self._made.remove(path)
+            raise
 
     def _remove_others(self) -> None:
         """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
@@ -199,7 +220,7 @@ class Begun:
         if not self._shows or self.destination.replace:
             return
         with suppress(CkptError):
-            for path in self._paths:
+            for path in self._made:
                 backend.delete(path)
             backend.delete(self.destination.record)
 

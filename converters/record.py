@@ -30,7 +30,8 @@ def digest_of(chosen: Chosen, *said: object) -> str:
     for name in sorted(chosen.tensors):
         wanted = chosen.tensors[name]
         digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
-    digest.update(json.dumps([chosen.state, {str(r): v for r, v in chosen.ranks.items()}], sort_keys=True).encode())
+    values = [chosen.state, {str(r): v for r, v in chosen.ranks.items()}, chosen.beside]
+    digest.update(json.dumps(values, sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -44,7 +45,7 @@ def check_source(chosen: Chosen, digest: str, *said: object) -> None:
     try:
         if isinstance(catalog, VirtualCatalog):
             again = open_catalog(catalog.url)  # which looks at the sources anew
-            for name in {p.source for w in chosen.tensors.values() for p in w.view.pieces}:
+            for name in chosen.taken:
                 entry = again.tensors[name]
                 again.extents(entry, range(len(entry.grid)))
         same = digest_of(chosen, *said) == digest

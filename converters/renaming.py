@@ -23,6 +23,8 @@ from ckpt.geometry import Box
 from ckpt.plan.views import View
 from ckpt.tree import MISSING, Missing, Node
 
+from .pruning import is_optimizer
+
 _TENSORS = ("$tensor", "$tensors")
 _INLINE = 64
 """Elements of a tensor that is kept among the values (docs/format.md §8)."""
@@ -39,7 +41,7 @@ class Renamed(NamedTuple):
 
 def option_tensors(catalog: Catalog) -> set[str]:
     """Names of tensors that are options of optimizers, such as a learning rate: values, of which no translation speaks."""
-    groups = [_by_key(node).get("param_groups") for node in _by_key(catalog.state).values() if _is_optimizer(node)]
+    groups = [_by_key(node).get("param_groups") for node in _by_key(catalog.state).values() if is_optimizer(node)]
     named = (name for node in groups for name in _tensors(node) if name in catalog.tensors)
     return {name for name in named if catalog.tensors[name].numel <= _INLINE}
 
@@ -49,7 +51,7 @@ def renamed_state(catalog: Catalog, entries: Collection[str], views: Mapping[str
 
     Args:
         entries: names of the stored tensors that may be taken.
-        rest: the stored state without optimizers and without what refers to names that are not among the new ones (``choosing.pruned``).
+        rest: the stored state without optimizers and without what refers to names that are not among the new ones (``pruning.pruned``).
         optimizers: take optimizers too.
 
     Raises:
@@ -58,7 +60,7 @@ def renamed_state(catalog: Catalog, entries: Collection[str], views: Mapping[str
     pairs, state = _by_key(catalog.state), _by_key(rest)
     own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}
     now, before = _by_first({*views} - own), _by_first({*catalog.tensors} - own)
-    found = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if _is_optimizer(node)]
+    found = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if is_optimizer(node)]
     for one in found:
         state.pop(one.key, None)
         if optimizers and (node := one.node(pairs[one.key])) is not MISSING:
@@ -131,12 +133,6 @@ def _by_key(node: Node) -> dict[str, Node]:
 def _unnamed(node: Node) -> list[tuple[Node, Node]]:
     """What a mapping has under keys that are no strings."""
     return [(key, child) for key, child in tree.pairs_of(node) or () if not isinstance(key, str)]
-
-
-def _is_optimizer(node: Node) -> bool:
-    """``groups`` are those of Megatron's optimizers that do not say which parameters are theirs."""
-    keys = node.keys() if isinstance(node, dict) and tree.tag_of(node) is None else ()
-    return "state" in keys and ("param_groups" in keys or "groups" in keys)
 
 
 class _Group(NamedTuple):

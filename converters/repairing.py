@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ckpt import tree
+from ckpt._version import __version__
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.mended import MendedTensor, mended_catalog
 from ckpt.formats.megatron.repair import repaired_states
-from ckpt.formats.megatron.training import STATE
+from ckpt.formats.megatron.training import CONTENT, MARK, STATE
 
 from .choosing import Chosen
 from .semantic import misfit_masters
@@ -63,7 +65,7 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
     catalog = chosen.catalog
     if not isinstance(catalog, MegatronCatalog) or catalog.suspect is None:
         return chosen, Mending(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
-    taken = {p.source for w in chosen.tensors.values() for p in w.view.pieces}
+    taken = chosen.taken
     if not any(name.startswith(STATE) for name in taken):
         raise UsageError(
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
@@ -88,10 +90,15 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
                 divisor=buckets.divisor,
                 tensors=tuple(t for t in tensors if t.tensor in taken),
             )
-            return replace(chosen, catalog=mended), mending
+            return replace(chosen, catalog=mended, state=_marked(chosen.state)), mending
     told = " or ".join(f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried)
     what = f"{problems[0].tensor} is not its weight, and would not be with {told} either"
     raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=HINT)
+
+
+def _marked(state: tree.Node) -> tree.Node:
+    """The state, where it says in which form Megatron-Core wrote the optimizer's: from now on it is ours, and nobody need suspect it."""
+    return {**state, MARK: __version__} if isinstance(state, dict) and CONTENT in state else state
 
 
 def _mended(

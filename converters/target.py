@@ -110,6 +110,16 @@ def target(name: str) -> Target:
     raise UsageError(f"{name!r} is no format to convert to", hint=f"one of {', '.join(_BUILTIN)}")
 
 
+def apart(url: str, *, file: bool) -> tuple[str, str | None]:
+    """The directory that is written to, and the name of the file there if it is one file."""
+    if not file:
+        return url, None
+    head, slash, name = url.rpartition("/")
+    if not name or url.endswith("://" + name):
+        raise UsageError("this is no file to write to", where=url, hint="name a file")
+    return ((head or "/") if slash else "."), name
+
+
 def publish_once(backend: Backend, path: str, data: bytes) -> None:
     """Make a small file, unless the same is there: another process may have died after it had made it.
 

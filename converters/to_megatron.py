@@ -20,20 +20,18 @@ from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.geometry import Box
 
 from .archives import Archive, Stand
-from .choosing import Choice, Chosen, Wanted, pruned
+from .choosing import Choice, Chosen, Wanted
 from .choosing import choose as choose_all
-from .megatron_arguments import arguments_of
-from .megatron_optimizer import buffers_file, groups_of, optimizer_of
+from .megatron_arguments import arguments_of, configuration_of
+from .megatron_optimizer import buffers_file, groups_of, is_told_apart
 from .megatron_ranks import Coordinates, RankParam, Ranks, check_names
+from .megatron_states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
 from .nested import nested_state
 from .parallel import Parallel
+from .pruning import pruned
 from .target import Layout, OutFile, Planned, Target, publish_once
 from .windows import Item
 
-VERSION = 3.0
-"""Of the order of queries, keys and values; Megatron's ``checkpoint_version``."""
-RELEASE = "release"
-"""What Megatron calls a checkpoint that is of no iteration: weights to begin with."""
 _KEPT = ("num_floating_point_operations_so_far", "opt_param_scheduler")
 
 
@@ -60,13 +58,14 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
         del named[OUTPUT]  # tied
     check_names(named, head, catalog.url)
     model = _in_one_spelling(named)
-    optimizer = optimizer_of(chosen.tensors, list(model), _optimizer_node(catalog)) if head == MODEL and choice.optimizer else None
-    states = {} if optimizer is None else optimizer.tensors
-    return replace(chosen, tensors={**model, **states}, state=pruned(chosen.state, [], optimizers=False), ranks={})
+    optimizer = _optimizer(chosen, model) if head == MODEL and choice.optimizer else None
+    states = {} if optimizer is None else {f"{STATE}{n}.{STATES[key]}": w for key, own in optimizer.states.items() for n, w in own.items()}
+    state = pruned(chosen.state, [], optimizers=False)
+    return replace(chosen, tensors={**model, **states}, state=state, ranks={}, beside=configuration_of(catalog))
 
 
-def _optimizer_node(catalog: Catalog) -> Any:
-    return catalog.state.get("optimizer") if isinstance(catalog.state, dict) else None
+def _optimizer(chosen: Chosen, model: Mapping[str, Wanted]) -> Optimizer | None:
+    return optimizer_of(chosen.tensors, model, chosen.catalog.state, root="model", fits=is_told_apart)
 
 
 def _in_one_spelling(named: Mapping[str, Wanted]) -> dict[str, Wanted]:
@@ -90,8 +89,8 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         raise UsageError("the format megatron has a file for each rank", hint="leave out --shard-size: more ranks make smaller files")
     parallel = layout.parallel or Parallel()
     model = {name: w for name, w in chosen.tensors.items() if not name.startswith(STATE)}
-    optimizer = optimizer_of(chosen.tensors, list(model), _optimizer_node(chosen.catalog)) if len(model) < len(chosen.tensors) else None
-    arguments = arguments_of(chosen.catalog, model, parallel)
+    optimizer = _optimizer(chosen, model) if len(model) < len(chosen.tensors) else None
+    arguments = arguments_of(chosen.catalog, chosen.beside, model, parallel)
     if optimizer is not None:
         arguments["use_distributed_optimizer"] = True
     ranks = Ranks(model, parallel, arguments, chosen.catalog.url)

@@ -29,12 +29,10 @@ from ckpt.io_backends.protocol import Backend
 
 from .choosing import Choice, Chosen, Wanted, choose
 from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, index_of, metadata, saved
-from .megatron_common import STATES, Optimizer, common_node, optimizer_of
+from .megatron_common import common_node, is_told_apart
+from .megatron_states import HEAD, RELEASE, Optimizer, optimizer_of
 from .target import Layout, Planned, Target, publish_once
 
-STATE = "optimizer.state."
-RELEASE = "release"
-"""What Megatron-LM calls a checkpoint without an iteration: a training begins with it."""
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _ITERATION = re.compile(rf"iter_\d{{7,}}|{RELEASE}")
 
@@ -71,7 +69,7 @@ def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
     chosen = choose(catalog, choice)
     head = "model" if choice.root is None else choice.root
     weights = _weights(chosen, f"{head}.")
-    optimizer = optimizer_of(chosen, head, weights)
+    optimizer = optimizer_of(chosen.tensors, weights, chosen.state, root=head, fits=is_told_apart)
     said = chosen.state if isinstance(chosen.state, dict) else {}
     arguments = said["args"] if isinstance(said.get("args"), dict) else {}
     stacked = not are_listed(arguments) and are_alike({n: (w.shape, w.dtype.name) for n, w in weights.items()})
@@ -91,7 +89,7 @@ def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
 def _weights(chosen: Chosen, head: str) -> dict[str, Wanted]:
     """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
     own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
-    found = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(STATE)}
+    found = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
     if len({found[n].alias or found[n].name for n in (EMBEDDING, OUTPUT) if n in found}) == 1 and EMBEDDING in found:
         found.pop(OUTPUT, None)
     if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in found):
@@ -114,9 +112,9 @@ def _members(weights: Mapping[str, Wanted], optimizer: Optimizer | None, *, stac
 
     for name, wanted in weights.items():
         add("", name, wanted)
-    for name, own in optimizer.states.items() if optimizer is not None else ():
-        for key, wanted in own.items():
-            add(f"{STATE}{STATES[key]}.", name, wanted)
+    for key, own in optimizer.states.items() if optimizer is not None else ():
+        for name, wanted in own.items():
+            add(f"{HEAD}{key}.", name, wanted)
     return found
 
 

@@ -1,4 +1,5 @@
 """What a conversion leaves at its destination while it goes on (docs/converting.md): a record, and a mark for each file that is durable.
+An export leaves a record alone, of another kind at the same place.
 
 ``convert.json`` and ``convert-<id>/``, or ``NAME.convert.json`` and ``NAME.convert-<id>/`` where the destination is the one file NAME.
 """
@@ -17,6 +18,7 @@ CONVERTING = "convert.json"
 CLAIM = "finish"
 """The mark of the process that finishes."""
 MARKS = "convert"
+_CONVERSION, _EXPORT = "ckpt-convert", "ckpt-export"
 _ID = re.compile(r"[0-9a-z]{16}")
 _PLACE = r"(?:(?P<directory>[^/]+)/)?(?:(?P<name>[^/]+)\.)?"
 RECORD_PATH = re.compile(rf"{_PLACE}convert\.json")
@@ -34,7 +36,7 @@ class Begun:
     files: Mapping[str, int | None]
 
     def to_bytes(self) -> bytes:
-        said = {"format": "ckpt-convert", "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
+        said = {"format": _CONVERSION, "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
         return json.dumps(said).encode() + b"\n"
 
     @classmethod
@@ -45,9 +47,30 @@ class Begun:
             found = cls(id=said["id"], digest=said["digest"], files=dict(said["files"]))
         except (ValueError, KeyError, TypeError):
             return None
-        known = said.get("format") == "ckpt-convert" and isinstance(found.digest, str)
+        known = said.get("format") == _CONVERSION and isinstance(found.digest, str)
         named = isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
         return found if known and named and all(_is_its_own(found.id, *file) for file in found.files.items()) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exporting:
+    """The record of an export: ``files`` are those that it makes, all of them at the destination itself."""
+
+    files: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"format": _EXPORT, "version": 1, "files": self.files}).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Exporting | None:
+        """None if it is no record of an export."""
+        try:
+            said = json.loads(data)
+            kind, files = said["format"], tuple(said["files"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        own = all(type(path) is str and path_problem(path) is None and "/" not in path and path != COMMIT_PATH for path in files)
+        return cls(files=files) if kind == _EXPORT and own else None
 
 
 def _is_its_own(id: str, path: str, size: object) -> bool:

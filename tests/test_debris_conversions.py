@@ -20,6 +20,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.posix import PosixBackend
 from ckpt.io_backends.protocol import Backend, Unfinished
 from ckpt.io_backends.registry import wrap_backends
 from tests.cli.checkpoints import write_checkpoint
@@ -94,6 +95,20 @@ def test_a_conversion_goes_on_after_it_was_looked_at(source: str, tmp_path: Path
     remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, 60))
     convert(source, tmp_path, to)
     assert looked(tmp_path, 2 * DAY) == []
+
+
+class _EndsMeanwhile(PosixBackend):
+    """A conversion removes its record after it was listed."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if path.endswith("convert.json"):
+            self.delete(path)
+        return super().read(path, offset, length)
+
+
+def test_a_conversion_that_ends_meanwhile(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "hf")
+    assert find_debris(_EndsMeanwhile(str(tmp_path / "run")), grace=DAY, now=time.time() + 2 * DAY) == []
 
 
 @pytest.mark.parametrize("to", ["native", "dcp"])

@@ -48,11 +48,11 @@ def likely_buckets(arguments: Mapping[str, Any]) -> list[Buckets]:
     Raises:
         UsageError: the size of buckets follows from numbers that nobody kept.
     """
-    context = _count(arguments, "context_parallel_size") or 1
-    ranks = (_count(arguments, "data_parallel_size") or 1) * context
-    shared = max(1, ranks // (_count(arguments, "num_distributed_optimizer_instances") or 1))
+    context = count(arguments, "context_parallel_size") or 1
+    ranks = (count(arguments, "data_parallel_size") or 1) * context
+    shared = max(1, ranks // (count(arguments, "num_distributed_optimizer_instances") or 1))
     divisor = _HIGH_BANDWIDTH if arguments.get("ddp_pad_buckets_for_high_nccl_busbw") else BUCKET_DIVISOR
-    overlap, given = arguments.get("overlap_grad_reduce"), _count(arguments, "ddp_bucket_size")
+    overlap, given = arguments.get("overlap_grad_reduce"), count(arguments, "ddp_bucket_size")
     if overlap is not None and not overlap:
         sizes: list[int | None] = [None]
     elif given is not None:
@@ -64,6 +64,7 @@ def likely_buckets(arguments: Mapping[str, Any]) -> list[Buckets]:
     return [Buckets(size, shared, divisor) for size in sizes]
 
 
-def _count(arguments: Mapping[str, Any], name: str) -> int | None:
+def count(arguments: Mapping[str, Any], name: str) -> int | None:
+    """A number of things; None if the arguments do not say it."""
     said = arguments.get(name)
     return said if isinstance(said, int) and said > 0 else None

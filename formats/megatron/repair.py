@@ -15,6 +15,7 @@ from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 from .buffers import BUCKET_DIVISOR, BufferLayout, Segment, buffer_layout, pieces_of, shifts
 from .catalog import MegatronCatalog
 from .flat import members_of
+from .job import count
 from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
 from .params import Block, LocalParam
 from .pieces import Piece, PieceTable
@@ -88,7 +89,7 @@ class _Repair:
         self.sizes = sizes
         self.arguments = arguments
         kinds = ("pipeline", "virtual_pipeline", "expert")
-        self.stages, self.chunks, experts = (_count(arguments, f"{kind}_model_parallel_size") for kind in kinds)
+        self.stages, self.chunks, experts = (count(arguments, f"{kind}_model_parallel_size") or 1 for kind in kinds)
         names = [n[len(MODEL) :] for n in self.table.entries if n.startswith(MODEL)]
         routed = next((n for n in names if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
         self.experts = experts if routed is not None else 1
@@ -218,8 +219,3 @@ def _samples(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iter
         if piece.shape:
             row = (*(1 for _ in piece.shape[1:]), min(piece.shape[-1], _SAMPLE))
             yield name, piece._replace(shape=row)
-
-
-def _count(arguments: Mapping[str, Any], name: str) -> int:
-    said = arguments.get(name)
-    return said if isinstance(said, int) and said > 0 else 1

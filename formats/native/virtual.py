@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
-from ckpt.io_backends.protocol import Backend, Entry, Writer, stamp_of
+from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer, stamp_of
 from ckpt.io_backends.registry import open_backend
 
 from .commit import VERSION, CommitRecord
@@ -100,10 +100,13 @@ class Sources(Backend):
         source = self._sources.get(path)
         if source is None:
             raise NotFoundError(f"there is no source {path!r}", where=self._url, hint="`ckpt inspect` lists them")
+        return self._opened(source.root), source
+
+    def _opened(self, root: str) -> Backend:
         with self._lock:
-            if source.root not in self._backends:
-                self._backends[source.root] = open_backend(source.root)
-            return self._backends[source.root], source
+            if root not in self._backends:
+                self._backends[root] = open_backend(root)
+            return self._backends[root]
 
     def check(self, path: str, *, digested: bool) -> None:
         """That the source is the file that was imported; looked at once. What has a digest says so itself, also if the file was touched.
@@ -127,6 +130,12 @@ class Sources(Backend):
         self._checked.add((path, digested))
 
     # ---- the storage port (io_backends/protocol.py)
+
+    @property
+    def grain(self) -> Grain:
+        """That of the source which wants the most calls at once."""
+        grains = [self._opened(root).grain for root in {s.root: None for s in self._sources.values()}]
+        return max(grains, key=lambda g: g.calls, default=Grain())
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         backend, source = self._find(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from ckpt.converters import exporting
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import export
 from ckpt.converters.gathering import Planner
+from ckpt.converters.publishing import Destination
 from ckpt.converters.spelling import translated
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
@@ -78,17 +79,43 @@ def test_storage_without_shared_files(tmp_path: Path, scheme: str) -> None:
 def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{scheme}{tmp_path}/out"
 
-    def finish(self: exporting._Export) -> None:
-        self.destination.put("config.json", b"{}")
+    def put(self: Destination, path: str, data: bytes) -> None:
+        really(self, path, data)
         raise StorageError("full")
 
+    really = Destination.put
     with monkeypatch.context() as patch:
-        patch.setattr(exporting._Export, "finish", finish)
+        patch.setattr(Destination, "put", put)
         with pytest.raises(StorageError, match="full"):
             export(url, model(), shard_size=1000, config={})
     assert open_backend(url).children() == []
     export(url, model(), shard_size=1000, config={})
     assert "config.json" in open_backend(url).children()
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00005.safetensors", "config.json", "model.safetensors.index.json"])
+def test_what_somebody_else_writes_meanwhile_stays(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = Destination.mark
+
+    def marked(self: Destination, files: Sequence[str]) -> None:
+        mark(self, files)
+        (tmp_path / "out" / name).write_bytes(b"of another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Destination, "mark", marked)
+        with pytest.raises(ConflictError):
+            export(str(tmp_path / "out"), model(), shard_size=1000, config={})
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {name: b"of another"}
+
+
+@pytest.mark.parametrize("record", ["[]", "{", '{"format": "ckpt-export", "files": ["../a"]}', '{"format": "ckpt-export", "files": [1]}'])
+def test_a_record_that_is_none_of_an_export(tmp_path: Path, record: str) -> None:
+    (tmp_path / "a").write_text("of another")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "convert.json").write_text(record)
+    with pytest.raises(ConflictError, match="was begun here"):
+        export(str(tmp_path / "out"), model(), overwrite=True)
+    assert (tmp_path / "a").exists() and (tmp_path / "out" / "convert.json").read_text() == record
 
 
 def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

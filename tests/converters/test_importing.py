@@ -21,6 +21,8 @@ from ckpt.engine.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.protocol import Grain
 from ckpt.plan import views
 from ckpt.plan.views import View
 
@@ -239,6 +241,29 @@ def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_p
     assert problem.tensor == "w0" and problem.box is not None and problem.box.offset[0] == 3
     with pytest.raises(CorruptError, match="w0"):
         ckpt.load(url, {"w0": torch.zeros(5, 7, 3)}, only="w0")
+
+
+def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive has one checksum for a tensor that is pointed at in parts."""
+    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)
+    source = tmp_path / "model.pt"
+    torch.save(state(), source)
+    import_checkpoint(str(source), str(tmp_path / "whole"), digest=True)
+    data = bytearray(source.read_bytes())
+    data[data.index(state()["w0"][3].numpy().tobytes())] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(CorruptError, match="w0"):
+        import_checkpoint(str(source), str(tmp_path / "damaged"), digest=True)
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_sources_are_read_as_their_storage_is_best_used(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_checkpoint(source, str(tmp_path / "virtual"))
+    assert open_catalog(str(tmp_path / "virtual")).backend.grain == Grain()
+    best = Grain(piece=8 << 20, stretch=64 << 20, gap=1 << 20, calls=16)
+    monkeypatch.setattr(PosixBackend, "grain", best)
+    assert open_catalog(str(tmp_path / "virtual")).backend.grain == best
+    assert same(ckpt.open(str(tmp_path / "virtual"))["w0"][...], state()["w0"])
 
 
 def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters.converting import _Run, convert_checkpoint
+from ckpt.converters.conversion import Conversion
+from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.converters.record import Record
 from ckpt.engine.verify import verify
@@ -77,10 +78,10 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
     there."""
     source, url = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(source, HELD)
-    write, done = _Run.write, Record.done
+    write, done = Conversion.write, Record.done
     looked, first_is_done = threading.Event(), threading.Event()
 
-    def slow(self: _Run, planned: Any, missing: Any, **options: Any) -> int:
+    def slow(self: Conversion, planned: Any, missing: Any, **options: Any) -> int:
         if threading.current_thread().name != "second":
             return write(self, planned, missing, **options)
         self._new = False  # as one that goes on with what was begun before
@@ -101,7 +102,7 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
             first_is_done.set()
             second.join()
 
-    monkeypatch.setattr(_Run, "write", slow)
+    monkeypatch.setattr(Conversion, "write", slow)
     monkeypatch.setattr(Record, "done", then_the_second)
     second = threading.Thread(target=second_run, name="second")
     second.start()

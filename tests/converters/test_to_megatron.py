@@ -7,7 +7,9 @@ Megatron-Core itself loads such files in tests/real/test_to_megatron.py.
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,18 @@ def test_arguments_of_a_configuration(tmp_path: Path) -> None:
         "group_query_attention": True,
     }
     assert {k: said[k] for k in expected} == expected
+
+
+def test_all_files_are_of_one_configuration(tmp_path: Path) -> None:
+    """Each has arguments, so a conversion does not go on with others."""
+    shutil.copytree(HF / "llama", tmp_path / "source")
+    url, views = str(tmp_path / "source"), translated(str(tmp_path / "source"), "llama", "megatron", {})
+    options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": Parallel(tensor=2)}
+    assert not convert_checkpoint(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 1234.0}))
+    with pytest.raises(ConflictError, match="another conversion was begun here"):
+        convert_checkpoint(url, str(tmp_path / "m"), **options, part=(1, 2))
 
 
 # --------------------------------------------------------------------------------------------------- how it is cut
