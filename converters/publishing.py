@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,20 +47,24 @@ class Destination:
         """Remove what exports that were killed left here, and check that nothing else is in the way.
 
         Raises:
-            ConflictError: something is, or a conversion was begun here and did not finish.
+            ConflictError: something is, or a conversion was begun here and did not finish. Then all is as it was.
         """
+        begun, replaces = self._begun()
+        self.check_free({self.record} if replaces else {self.record, *begun})
+        if self.replace and self.name is None and find_format(self.url) not in (None, FORMAT_NAME):
+            raise ConflictError("what is there is no export", where=self.url, hint="export to another URL, or remove it first")
         for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
-        for path in self._begun():
+        for path in (*begun, self.record):
             self.backend.delete(path)
-        self.backend.delete(self.record)
-        taken = self._taken()
-        if taken and not self.replace:
+
+    def check_free(self, but: Collection[str] = ()) -> None:
+        """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
+        taken = [] if self.replace else [n for n in self._taken() if n not in but]
+        if taken:
             told = f"something is there already: {', '.join(taken[:5])}"
             raise ConflictError(told, where=self.url, hint="export to another URL, or replace it: overwrite=True")
-        if taken and self.name is None and find_format(self.url) not in (None, FORMAT_NAME):
-            raise ConflictError("what is there is no export", where=self.url, hint="export to another URL, or remove it first")
 
     def _is_ours(self, path: str) -> bool:
         return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
@@ -68,12 +73,12 @@ class Destination:
         names = self.backend.children()
         return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
 
-    def _begun(self) -> list[str]:
-        """Files to which an export that was killed had given their names."""
+    def _begun(self) -> tuple[list[str], bool]:
+        """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
         try:
             said = json.loads(self.backend.read(self.record))
         except NotFoundError:
-            return []
+            return [], False
         except ValueError:
             said = {}
         if said.get("format") != _FORMAT:
@@ -82,12 +87,21 @@ class Destination:
                 where=self.url,
                 hint="export to another URL, let `ckpt convert` go on, or remove what is there",
             )
-        return [*map(str, said["files"])]
+        return [*map(str, said["files"])], said.get("replaces", True)
 
-    def mark(self, files: Sequence[str]) -> None:
-        """Say that these files are about to show, and belong together only when the mark is gone."""
-        said = json.dumps({"format": _FORMAT, "version": 1, "files": list(files)}).encode() + b"\n"
-        self.backend.publish(self.record, said, replaces=None)
+    def mark(self, files: Sequence[str]) -> bytes:
+        """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
+        said = {"format": _FORMAT, "version": 1, "id": secrets.token_hex(8), "replaces": self.replace, "files": list(files)}
+        data = json.dumps(said).encode() + b"\n"
+        self.backend.publish(self.record, data, replaces=None)
+        return data
+
+    def is_marked(self, mark: bytes) -> bool:
+        """Whether this mark is there: it is not if another export took what it found for a dead one's, and removed it."""
+        try:
+            return self.backend.read(self.record) == mark
+        except NotFoundError:
+            return False
 
     def put(self, path: str, data: bytes) -> None:
         """Make a small file hold ``data``."""
@@ -107,7 +121,7 @@ class Begun:
     files: Sequence[OutFile]
     beside: Sequence[str]
     shared: list[SharedObject] | None = None
-    _shows: bool = False
+    _mark: bytes | None = None
 
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutFile], beside: Sequence[str]) -> Begun:
@@ -122,8 +136,7 @@ class Begun:
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            destination.mark(found._paths)
-            found._shows = True
+            found._mark = destination.mark(found._paths)
             return found
         found.shared = [first]
         try:
@@ -153,22 +166,31 @@ class Begun:
         """Make the export exist; ``finish`` writes what comes last.
 
         Raises:
-            ConflictError: somebody else has taken a name meanwhile.
+            ConflictError: somebody else has taken a name meanwhile, or exports to here too.
             StorageError: the storage failed, or does not have every byte.
         """
         if self.shared is None:
             self._check_there()
         else:
             self._show(self.shared, receipts)
+        self._check_alone()
         finish()
-        if self.shared is None or self.destination.name is None:
+        self._check_alone()
+        if self._mark is not None:
             self.destination.backend.delete(self.destination.record)
+
+    def _check_alone(self) -> None:
+        if self._mark is not None and not self.destination.is_marked(self._mark):
+            told = "another export to here has removed what this one wrote"
+            raise ConflictError(told, where=self.destination.url, hint="let that one end, or export to another URL")
 
     def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
         destination = self.destination
         if destination.name is None:
-            destination.mark(self._paths)
-            self._shows = True
+            for one in shared:
+                one.flush()  # fails if another export has removed it: then nothing of what is there may go
+            destination.check_free()
+            self._mark = destination.mark(self._paths)
             if destination.replace:
                 self._remove_others()
         for number, one in enumerate(shared):
@@ -196,9 +218,11 @@ class Begun:
             with suppress(CkptError):  # what is left is found by the next export to the same place
                 one.abort()
         backend = self.destination.backend
-        if not self._shows or self.destination.replace:
+        if self._mark is None or self.destination.replace:
             return
         with suppress(CkptError):
+            if not self.destination.is_marked(self._mark):
+                return  # these are another one's files
             for path in self._paths:
                 backend.delete(path)
             backend.delete(self.destination.record)
