@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import record_path
 from ckpt.formats.registry import find_format
-from ckpt.formats.safetensors.catalog import FORMAT_NAME
+from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
 
@@ -51,13 +51,21 @@ class Destination:
         """
         begun, replaces = self._begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
-        if self.replace and self.name is None and find_format(self.url) not in (None, FORMAT_NAME):
-            raise ConflictError("what is there is no export", where=self.url, hint="export to another URL, or remove it first")
+        if self.replace and self.name is None:
+            self._check_exported()
         for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
         for path in (*begun, self.record):
             self.backend.delete(path)
+
+    def _check_exported(self) -> None:
+        """Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
+        some of the new ones."""
+        others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
+        if others or find_format(self.url) not in (None, FORMAT_NAME):
+            told = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+            raise ConflictError(told, where=self.url, hint="export to another URL, or remove it first")
 
     def check_free(self, but: Collection[str] = ()) -> None:
         """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""

@@ -148,6 +148,16 @@ def test_who_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(load_file(out / "model.safetensors")) and {p.name for p in out.iterdir()} == {"model.safetensors", "config.json"}
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "model.fp16.safetensors", "pytorch.safetensors.index.json"])
+def test_weights_that_would_stay_are_not_mixed_with_new_ones(tmp_path: Path, name: str) -> None:
+    export(str(tmp_path / "weights.safetensors"), {"weight": torch.ones(3)})
+    (tmp_path / "weights.safetensors").rename(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ConflictError, match=f"no export: {name}"):
+        export(str(tmp_path), model(), overwrite=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {name: before}
+
+
 def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(self: PosixSharedObject, offset: int, parts: Any) -> None:
         if offset == 0:
