@@ -43,7 +43,8 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
     """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
 
     Raises:
-        UsageError: nothing says how many attention heads there are, or a size of the vocabulary cannot be.
+        UsageError: nothing says how many attention heads there are, they cannot be divided, or a size of the vocabulary cannot be.
+        CorruptError: a configuration beside the source cannot be read.
     """
     said = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
     if said.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
@@ -53,11 +54,25 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
     if "num_attention_heads" not in found:
         hint = "--arg num_attention_heads=…; also num_query_groups and kv_channels"
         raise UsageError("nothing says how many attention heads the model has", where=catalog.url, hint=hint)
+    _check_heads(found, parallel.tensor, catalog.url)
     per_chunk, rest = divmod(found["num_layers"], parallel.pipeline * parallel.virtual)
     if parallel.virtual > 1 and not rest and not any(found.get(name) for name in _OF_ONE_PIPELINE):
         found["num_layers_per_virtual_pipeline_stage"] = per_chunk
     found.setdefault("expert_tensor_parallel_size", parallel.tensor)
     return found | _vocabulary(found, model, catalog.url, given=parallel.arguments)
+
+
+def _check_heads(found: Arguments, ranks: int, where: str) -> None:
+    """Raise UsageError if Megatron would not divide heads and groups so.
+
+    (Source: ``TransformerConfig`` of Megatron-LM; since version 0.16 a rank may have a part of a group.)
+    """
+    heads = found["num_attention_heads"]
+    groups = (found.get("num_query_groups") if found.get("group_query_attention", True) else None) or heads
+    parts = {f"{heads} attention heads": heads % ranks == 0, f"{groups} query groups": 0 in (groups % ranks, ranks % groups)}
+    for what, fits in parts.items():
+        if not fits:
+            raise UsageError(f"{what} cannot be divided among {ranks} tensor-parallel ranks", where=where, hint="--tp")
 
 
 def _vocabulary(found: Arguments, model: Mapping[str, Wanted], where: str, *, given: Mapping[str, Any]) -> Arguments:

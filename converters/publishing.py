@@ -8,7 +8,8 @@ process that writes it, ``convert.json`` is there from the beginning, and nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import Exporting, record_path
 from ckpt.formats.registry import find_format
-from ckpt.formats.safetensors.catalog import FORMAT_NAME
+from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
 
@@ -44,20 +45,32 @@ class Destination:
         """Remove what exports that were killed left here, and check that nothing else is in the way.
 
         Raises:
-            ConflictError: something is, or a conversion was begun here and did not finish.
+            ConflictError: something is, or a conversion was begun here and did not finish. Then all is as it was.
         """
+        begun, replaces = self._begun()
+        self.check_free({self.record} if replaces else {self.record, *begun})
+        if self.replace and self.name is None:
+            self._check_exported()
         for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
-        for path in self._begun():
+        for path in (*begun, self.record):
             self.backend.delete(path)
-        self.backend.delete(self.record)
-        taken = self._taken()
-        if taken and not self.replace:
+
+    def _check_exported(self) -> None:
+        """Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
+        some of the new ones."""
+        others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
+        if others or find_format(self.url) not in (None, FORMAT_NAME):
+            told = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+            raise ConflictError(told, where=self.url, hint="export to another URL, or remove it first")
+
+    def check_free(self, but: Collection[str] = ()) -> None:
+        """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
+        taken = [] if self.replace else [n for n in self._taken() if n not in but]
+        if taken:
             told = f"something is there already: {', '.join(taken[:5])}"
             raise ConflictError(told, where=self.url, hint="export to another URL, or replace it: overwrite=True")
-        if taken and self.name is None and find_format(self.url) not in (None, FORMAT_NAME):
-            raise ConflictError("what is there is no export", where=self.url, hint="export to another URL, or remove it first")
 
     def _is_ours(self, path: str) -> bool:
         return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
@@ -66,23 +79,32 @@ class Destination:
         names = self.backend.children()
         return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
 
-    def _begun(self) -> Sequence[str]:
-        """Files to which an export that was killed had given their names."""
+    def _begun(self) -> tuple[Sequence[str], bool]:
+        """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
         try:
             begun = Exporting.from_bytes(self.backend.read(self.record))
         except NotFoundError:
-            return ()
+            return (), False
         if begun is None:
             raise ConflictError(
                 f"a conversion was begun here and did not finish ({self.record})",
                 where=self.url,
                 hint="export to another URL, let `ckpt convert` go on, or remove what is there",
             )
-        return begun.files
+        return begun.files, begun.replaces
 
-    def mark(self, files: Sequence[str]) -> None:
-        """Say that these files are about to show, and belong together only when the mark is gone."""
-        self.backend.publish(self.record, Exporting(files=tuple(files)).to_bytes(), replaces=None)
+    def mark(self, files: Sequence[str]) -> bytes:
+        """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
+        data = Exporting(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
+        self.backend.publish(self.record, data, replaces=None)
+        return data
+
+    def is_marked(self, mark: bytes) -> bool:
+        """Whether this mark is there: it is not if another export took what it found for a dead one's, and removed it."""
+        try:
+            return self.backend.read(self.record) == mark
+        except NotFoundError:
+            return False
 
     def put(self, path: str, data: bytes) -> None:
         """Make a small file hold ``data``.
@@ -109,7 +131,7 @@ class Begun:
     files: Sequence[OutFile]
     beside: Sequence[str]
     shared: list[SharedObject] | None = None
-    _shows: bool = False
+    _mark: bytes | None = None
     _made: list[str] = field(default_factory=list)
     """Names that were given, or may have been: what somebody else has made meanwhile is not among them."""
 
@@ -126,8 +148,7 @@ class Begun:
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            destination.mark(found._paths)
-            found._shows, found._made = True, found._paths  # the mark keeps others away
+            found._mark, found._made = destination.mark(found._paths), found._paths  # the mark keeps others away
             return found
         found.shared = [first]
         try:
@@ -157,26 +178,35 @@ class Begun:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
 
         Raises:
-            ConflictError: somebody else has taken a name meanwhile.
+            ConflictError: somebody else has taken a name meanwhile, or exports to here too.
             StorageError: the storage failed, or does not have every byte.
         """
         if self.shared is None:
             self._check_there()
         else:
             self._show(self.shared, receipts)
+        self._check_alone()
         for path, data in small.items():
             with self._making(path):
                 self.destination.put(path, data)
         with self._making(INDEX):
             finish(self.destination.backend)
-        if self.shared is None or self.destination.name is None:
+        self._check_alone()
+        if self._mark is not None:
             self.destination.backend.delete(self.destination.record)
+
+    def _check_alone(self) -> None:
+        if self._mark is not None and not self.destination.is_marked(self._mark):
+            told = "another export to here has removed what this one wrote"
+            raise ConflictError(told, where=self.destination.url, hint="let that one end, or export to another URL")
 
     def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
         destination = self.destination
         if destination.name is None:
-            destination.mark(self._paths)
-            self._shows = True
+            for one in shared:
+                one.flush()  # fails if another export has removed it: then nothing of what is there may go
+            destination.check_free()
+            self._mark = destination.mark(self._paths)
             if destination.replace:
                 self._remove_others()
         for number, one in enumerate(shared):
@@ -217,9 +247,11 @@ class Begun:
             with suppress(CkptError):  # what is left is found by the next export to the same place
                 one.abort()
         backend = self.destination.backend
-        if not self._shows or self.destination.replace:
+        if self._mark is None or self.destination.replace:
             return
         with suppress(CkptError):
+            if not self.destination.is_marked(self._mark):
+                return  # these are another one's files
             for path in self._made:
                 backend.delete(path)
             backend.delete(self.destination.record)

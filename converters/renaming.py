@@ -273,6 +273,12 @@ class _Optimizer:
                     self.check_options(new, (first, options), (old, group.options))
             if names or not group.names:
                 found.append({"params": names, "options": self.options(group.options)})
+        members = {self.full(old) for group in groups for old in group.names}
+        tied = {entry.name: entry.alias for entry in self.catalog.tensors.values() if entry.alias is not None}
+        for new, (first, _) in given.items():
+            for other in self.origins[new]:
+                if other not in members and tied.get(other) not in members:
+                    raise self.differ(new, "groups of options", (first, "one"), (other, "none"))
         return found
 
     def options(self, node: Node) -> Node:

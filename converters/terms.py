@@ -175,8 +175,7 @@ def _forward(step: Step, rows: Rows, numbers: Dimensions) -> Rows:
     if step.kind == "transpose":
         return [[views.transpose(v, step.order) for v in row] for row in rows]
     if step.kind == "pad":
-        assert step.to is not None
-        return [[views.padded(v, step.axis, numbers.of(step.to)) for v in row] for row in rows]
+        return [[_padded(v, step, numbers) for v in row] for row in rows]
     if step.kind == "rotary":
         return [[_paired(v, step.axis, numbers.of(step.groups)) for v in row] for row in rows]
     if step.kind == "interleave":
@@ -185,6 +184,15 @@ def _forward(step: Step, rows: Rows, numbers: Dimensions) -> Rows:
         return [[views.concat(row, step.axis)] for row in rows]
     put = views.stack if step.kind == "stack" else views.concat
     return [[put(column, step.axis) for column in zip(*rows, strict=True)]]
+
+
+def _padded(view: View, step: Step, numbers: Dimensions) -> View:
+    assert step.real is not None and step.to is not None
+    real = step.real if isinstance(step.real, int) else numbers.get(step.real)
+    own = view.shape[step.axis : step.axis + 1]
+    if real is not None and own and own[0] < real:
+        raise UsageError(f"axis {step.axis} of shape {list(view.shape)} has fewer than the {real} elements that are said to be no padding")
+    return views.padded(view, step.axis, numbers.of(step.to))
 
 
 def _backward(step: Step, rows: Rows, patterns: int, numbers: Dimensions) -> Rows:

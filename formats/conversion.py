@@ -54,23 +54,27 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exporting:
-    """The record of an export: ``files`` are those that it makes, all of them at the destination itself."""
+    """The record of an export: ``files`` are those that it makes, all of them at the destination itself. ``replaces`` says that they may be
+    those of the export before; ``id`` is no other export's."""
 
     files: tuple[str, ...]
+    id: str = ""
+    replaces: bool = True
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"format": _EXPORT, "version": 1, "files": self.files}).encode() + b"\n"
+        said = {"format": _EXPORT, "version": 1, "id": self.id, "replaces": self.replaces, "files": self.files}
+        return json.dumps(said).encode() + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Exporting | None:
         """None if it is no record of an export."""
         try:
             said = json.loads(data)
-            kind, files = said["format"], tuple(said["files"])
+            kind, files, replaces = said["format"], tuple(said["files"]), said.get("replaces", True)
         except (ValueError, KeyError, TypeError):
             return None
         own = all(type(path) is str and path_problem(path) is None and "/" not in path and path != COMMIT_PATH for path in files)
-        return cls(files=files) if kind == _EXPORT and own else None
+        return cls(files=files, id=str(said.get("id", "")), replaces=replaces is not False) if kind == _EXPORT and own else None
 
 
 def _is_its_own(id: str, path: str, size: object) -> bool:

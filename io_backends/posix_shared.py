@@ -56,6 +56,7 @@ class PosixSharedObject(PosixWriter):
         """See ``SharedObject.flush``: the bytes that this process wrote."""
         with self._using(), storage_errors(self._file, "make the file durable"):
             os.fsync(self._fd)
+            self._check_linked()
         return self._written.count
 
     def publish(self, receipts: Sequence[int], *, replace: bool) -> None:

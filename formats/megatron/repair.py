@@ -28,6 +28,8 @@ _SAMPLES = 64
 """Parameters of a buffer that are looked at to tell orders and sizes of buckets apart."""
 _SAMPLE = 1024
 """Elements of each."""
+_WINDOW = 1 << 20
+"""Elements that are read at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,15 @@ class _Sizes(NamedTuple):
 
 
 class _Laid(NamedTuple):
-    """The parameters of a buffer in one order: where they were, where they begin without padding, and what is stored by Megatron's key."""
+    """The parameters of a buffer in one order: where they were, where they begin without padding, and by Megatron's key what is stored of
+    it, and what was written beyond its end."""
 
     order: tuple[str, bool]
     params: list[LocalParam]
     layout: BufferLayout
     starts: list[int]
     segments: Mapping[str, Sequence[Segment]]
+    beyond: Mapping[str, Sequence[Segment]]
 
 
 class _Repair:
@@ -144,31 +148,33 @@ class _Repair:
         params = self.spread.ordered(group, names, order)
         layout = buffer_layout(members_of(params), bucket_size=None if single else bucket_size, data_parallel=ranks, divisor=divisor)
         starts = [layout.compact(slot) for slot in layout.slots]
-        return _Laid(order, params, layout, starts, self._segments(params, layout, copies=copies))
+        written = self._segments(params, layout, copies=copies)
+        inside = {key: [s._replace(stop=min(s.stop, layout.used)) for s in own if s.start < layout.used] for key, own in written.items()}
+        beyond = {key: [_behind(s, layout.used) for s in own if s.stop > layout.used] for key, own in written.items()}
+        return _Laid(order, params, layout, starts, inside, beyond)
 
     def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[Segment]]:
-        """The buffer without its padding, as far as it was written: by Megatron's key."""
+        """The buffer without its padding, as it was written, also beyond its end: by Megatron's key."""
         found: dict[str, list[Segment]] = {key: [] for key in _KEYS}
         for param, slot in zip(params, layout.slots, strict=True):
             if param.shared and copies:
                 continue
             for block in param.blocks:
                 for key, segments in found.items():
-                    segments += self._written(f"{STATE}{block.name}.{KEYS[key]}", block, slot.start + block.start, layout.used)
+                    segments += self._written(f"{STATE}{block.name}.{KEYS[key]}", block, slot.start + block.start)
         for segments in found.values():
             segments.sort(key=lambda s: s.start)
         return found
 
-    def _written(self, name: str, block: Block, start: int, used: int) -> list[Segment]:
-        """The segments that were written as a block from ``start`` on. Beyond ``used`` are zeros for what was not there."""
+    def _written(self, name: str, block: Block, start: int) -> list[Segment]:
+        """The segments that were written as a block from ``start`` on."""
         found, elements, own = [], 0, Box(block.offset, block.shape)
         for piece in self.table.pieces(name) if name in self.table.entries else ():
             box = Box(piece.offset, piece.shape)
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
                 elements += box.numel
-                low, high = start + flat[0], min(start + flat[1], used)
-                found += [Segment(low, high, piece.source, piece.start)] if low < high else []
+                found += [Segment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
         if elements != block.numel:
             raise FormatError(f"{name} is stored in other parts than ranks have", where=self.catalog.url)
         return found
@@ -185,7 +191,7 @@ class _Repair:
     # ---- which order the model had
 
     def _chosen(self, found: Sequence[_Laid]) -> _Laid:
-        fitting = [laid for laid in found if self._fits(laid, found)]
+        fitting = [laid for laid in found if self._fits(laid, found) and self._is_zero_beyond(laid)]
         if not fitting:
             raise UsageError(
                 "the repaired masters would not be the weights, so the buckets had other sizes",
@@ -211,6 +217,24 @@ class _Repair:
             own = [(p, s) for p, s in own if (p.blocks, s) not in common]
         every = max(1, len(own) // _SAMPLES)
         return all(self.spread.is_weight(*sample) for p, s in own[::every] for sample in _samples(p, s, laid.segments["param"]))
+
+    def _is_zero_beyond(self, laid: _Laid) -> bool:
+        """Whether all that was written beyond the end of the buffer is zero, as it is where nothing was there to write.
+
+        If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what fits.
+        """
+        return not any(
+            self.table.read_piece(key, Piece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
+            for key, segments in laid.beyond.items()
+            for s in segments
+            for at in range(s.start, s.stop, _WINDOW)
+        )
+
+
+def _behind(segment: Segment, end: int) -> Segment:
+    """The part of a segment that begins at ``end`` or later."""
+    start = max(segment.start, end)
+    return segment._replace(start=start, at=segment.at + start - segment.start)
 
 
 def _samples(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file
 from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import export
 from ckpt.converters.gathering import Planner
-from ckpt.converters.publishing import Destination
+from ckpt.converters.publishing import Begun, Destination
 from ckpt.converters.spelling import translated
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
@@ -97,9 +97,10 @@ def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch
 def test_what_somebody_else_writes_meanwhile_stays(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = Destination.mark
 
-    def marked(self: Destination, files: Sequence[str]) -> None:
-        mark(self, files)
+    def marked(self: Destination, files: Sequence[str]) -> bytes:
+        data = mark(self, files)
         (tmp_path / "out" / name).write_bytes(b"of another")
+        return data
 
     with monkeypatch.context() as patch:
         patch.setattr(Destination, "mark", marked)
@@ -116,6 +117,71 @@ def test_a_record_that_is_none_of_an_export(tmp_path: Path, record: str) -> None
     with pytest.raises(ConflictError, match="was begun here"):
         export(str(tmp_path / "out"), model(), overwrite=True)
     assert (tmp_path / "a").exists() and (tmp_path / "out" / "convert.json").read_text() == record
+
+
+def killed() -> None:
+    raise KeyboardInterrupt
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, where: type, name: str, act: Callable[[], object]) -> None:
+    """Act once, right before a method does its work."""
+    method, acts = getattr(where, name), [act]
+
+    def first(self: Any, *given: Any, **named: Any) -> Any:
+        if acts:
+            acts.pop()()
+        return method(self, *given, **named)
+
+    monkeypatch.setattr(where, name, first)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("where", "name"), [(Begun, "publish"), (Destination, "is_marked")])
+def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, other = str(tmp_path / "out"), {"weight": torch.arange(7)}
+    if overwrite:
+        export(out, other, shard_size=10)
+    inside(monkeypatch, where, name, lambda: export(out, model(), config={"a": 1}, overwrite=overwrite))
+    with pytest.raises((ConflictError, StorageError), match="removed"):
+        export(out, other, shard_size=10, config={"b": 1}, overwrite=overwrite)
+    assert same(load_file(tmp_path / "out" / "model.safetensors"))
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"a": 1}
+
+
+def test_what_comes_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch, Begun, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
+    with pytest.raises(ConflictError, match=r"there already: config\.json"):
+        export(str(tmp_path / "out"), model(), config={})
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"config.json": "mine"}
+
+
+def test_who_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an export was killed while it would replace another one: both may have the same names."""
+    out = tmp_path / "out"
+    export(str(out), model(), shard_size=1000, config={})
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixSharedObject, "publish", lambda *given, **named: killed())
+        patch.setattr(Begun, "discard", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            export(str(out), {"weight": torch.ones(3)}, overwrite=True)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    assert "convert.json" in before
+    with pytest.raises(ConflictError, match="there already"):
+        export(str(out), model(), shard_size=1000)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    export(str(out), model(), overwrite=True)
+    assert same(load_file(out / "model.safetensors")) and {p.name for p in out.iterdir()} == {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model.fp16.safetensors", "pytorch.safetensors.index.json"])
+def test_weights_that_would_stay_are_not_mixed_with_new_ones(tmp_path: Path, name: str) -> None:
+    export(str(tmp_path / "weights.safetensors"), {"weight": torch.ones(3)})
+    (tmp_path / "weights.safetensors").rename(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ConflictError, match=f"no export: {name}"):
+        export(str(tmp_path), model(), overwrite=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {name: before}
 
 
 def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

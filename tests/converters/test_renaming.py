@@ -423,6 +423,21 @@ def test_different_options_or_steps_cannot_become_one(tmp_path: Path, rules: str
     assert state["epoch"] == 5 and torch.allclose(model.same, torch.tensor(2.0 - how.get("rates", (0, 0.1))[1]))
 
 
+@pytest.mark.parametrize("to", ["import", "native"])
+def test_a_frozen_parameter_does_not_become_a_part_of_a_trained_one(tmp_path: Path, rules: str, to: str) -> None:
+    """Where the optimizer has no tensors, only its groups say which parameters it has."""
+    model, source = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 3)) for name in ("q", "k", "other")}), str(tmp_path / "s")
+    ckpt.save(source, {"net": model, "opt": torch.optim.SGD([model["q"], model["other"]], lr=0.5)})
+    command = ["import"] if to == "import" else ["convert", "--to", to]
+    found = CliRunner().invoke(cli, [*command, "--names", rules, "--spelling", "one", source, str(tmp_path / "o")])
+    assert found.exit_code == 2 and "groups of options: 'net.q' has one, 'net.k' has none" in found.output
+    ckpt.save(source, {"net": model, "opt": torch.optim.SGD([model["other"]], lr=0.5)})
+    made = one_module()[0]
+    mine = torch.optim.SGD([made.same], lr=1.0)
+    ckpt.load(brought(to, source, str(tmp_path / "p"), rules, "one"), {"net": made, "opt": mine})
+    assert mine.param_groups[0]["lr"] == 0.5
+
+
 def test_what_is_left_out_is_told(tmp_path: Path, rules: str) -> None:
     from ckpt.converters.spelling import translated as views_of
 

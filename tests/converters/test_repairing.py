@@ -177,6 +177,16 @@ def test_what_the_job_does_not_say_is_asked_for(files: Path, tmp_path: Path) -> 
     assert not Path(made).exists()
 
 
+@pytest.mark.parametrize("layout", JOBS)
+def test_a_repair_that_would_lose_most_is_none(files: Path, tmp_path: Path, layout: str) -> None:
+    """With so much padding nearly every element would be lost, and what is filled in is right by itself."""
+    source, made = str(files / layout / "fully_reshardable"), str(tmp_path / "made")
+    for job in ({"ddp_pad_buckets_for_high_nccl_busbw": 1}, {"ddp_bucket_size": 1, "data_parallel_size": 100_000}):
+        with pytest.raises(UsageError, match="cannot be repaired"):
+            convert_checkpoint(source, made, to="native", repair=True, job={**JOBS[layout], **job})
+    assert not Path(made).exists()
+
+
 def test_the_buckets_of_a_job() -> None:
     assert likely_buckets({"data_parallel_size": 6, "context_parallel_size": 2, "ddp_bucket_size": 5}) == [Buckets(5, 12, 128)]
     default = {"data_parallel_size": 48, "context_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": None}

@@ -76,6 +76,12 @@ def test_a_padded_vocabulary() -> None:
     assert (made["embedding"][5:] == -1).all()  # filling
 
 
+def test_a_vocabulary_with_rows_missing_is_not_padded() -> None:
+    """Filling would take the place of tokens that there should be."""
+    with pytest.raises(UsageError, match=r"\[4, 2\] has fewer than the 5 elements"):
+        through(parse_translation(HEAD + EMBEDDING, "t"), {"tokens": array((4, 2), 0)})
+
+
 def test_rotary_pairs() -> None:
     """As ``permute`` of transformers' convert_llama_weights_to_hf.py turns round: view(heads, dim/2, 2, ·) to (heads, 2, dim/2, ·)."""
     term = '[[term]]\nleft = "q"\nright = "wq"\nsteps = [{ rotary = 0, groups = 3 }]\n'

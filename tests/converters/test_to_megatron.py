@@ -454,8 +454,14 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
         ckpt.save(str(tmp_path / name), {"model": state})
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("plain", {}, "how many attention heads"),
-        ("plain", {"tensor": 5, "arguments": heads}, "linear_fc1.weight.* cannot be divided among 5"),
-        ("plain", {"tensor": 4, "arguments": heads}, "linear_fc1.weight.* cannot be divided among 4"),  # 3 rows are not half gate, half up
+        ("plain", {"tensor": 4, "arguments": heads}, "2 attention heads cannot be divided among 4"),
+        (
+            "plain",
+            {"tensor": 4, "arguments": {"num_attention_heads": 12, "num_query_groups": 6}},
+            "6 query groups cannot be divided among 4",
+        ),
+        ("plain", {"tensor": 5, "arguments": {"num_attention_heads": 5}}, "linear_fc1.weight.* cannot be divided among 5"),
+        ("plain", {"tensor": 4, "arguments": {"num_attention_heads": 4}}, "linear_fc1.weight.* cannot be divided among 4"),  # gate and up
         ("plain", {"pipeline": 3, "arguments": heads}, "4 layers cannot be divided among 3"),
         ("plain", {"expert": 2, "arguments": heads}, "0 experts cannot be divided"),
         ("plain", {"arguments": {**heads, "vocab_size": 11}}, "a vocabulary of 11"),
