@@ -33,6 +33,7 @@ from .converting import apart
 from .delivering import Delivery
 from .gathering import Gathering, Planner, Way
 from .live import LiveCatalog
+from .numbers import changed
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
@@ -201,7 +202,7 @@ class _Export:
         said: Row = {
             "tables": tables,
             "state": self.call.share(json.dumps(state).encode()),
-            "numbers": {**self._configuration.numbers, **self.options["numbers"]},
+            "numbers": changed(self._configuration.numbers, self.options["numbers"]),
         }
         self.lay_out(said)
         self.destination.backend.prepare()
