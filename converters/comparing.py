@@ -101,6 +101,7 @@ def compare(
     right: str,
     *,
     views: Views | None = None,
+    root: str | None = None,
     only: Sequence[str] = (),
     tolerances: Sequence[Tolerance] = (),
     values: bool = True,
@@ -113,6 +114,7 @@ def compare(
 
     Args:
         views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
+        root: key of the left side's state that has the model: only what lies below it is compared, by its names there, and no values.
         only: globs of names and paths; others are left out.
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
@@ -120,13 +122,13 @@ def compare(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
-        NamesError: a glob fits nothing.
+        NamesError: a glob fits nothing, or no tensor lies below ``root``.
     """
     began = time.monotonic()
-    sides = _Side(open_catalog(left), views), _Side(open_catalog(right), None)
+    sides = _Side(open_catalog(left), views, root), _Side(open_catalog(right), None)
     chosen = _Chosen(only)
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
-    told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values else [{}, {}]
+    told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)
     found = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted(names[0] ^ names[1])]
     shared = sorted(names[0] & names[1])
@@ -166,17 +168,15 @@ class _Chosen:
 class _Side:
     """One checkpoint: its tensors as views, without padding."""
 
-    def __init__(self, catalog: Catalog, views: Views | None) -> None:
+    def __init__(self, catalog: Catalog, views: Views | None, root: str | None = None) -> None:
         self.catalog = catalog
         self.elements = Elements(catalog)
-        entries = catalog.tensors
-        if views is not None:
-            self.views = dict(views({name: entry.shape for name, entry in entries.items()}))
-            return
-        self.views = {name: whole(name, entry.shape) for name, entry in entries.items()}
-        for name, entry in entries.items():
-            if entry.logical is not None:
-                self.views[name] = part(self.views[name], Box.whole(entry.logical))
+        shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
+        self.views = _as_stored(catalog) if views is None else dict(views(shapes))
+        if root is not None:
+            self.views = {name[len(root) + 1 :]: view for name, view in self.views.items() if name.startswith(f"{root}.")}
+            if not self.views:
+                raise NamesError(f"no tensor lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
 
     def kind(self, name: str) -> DType:
         """dtype of a logical tensor."""
@@ -189,6 +189,12 @@ class _Side:
             for path, node in by_path.items():
                 found |= {f"rank {rank}: {path}{'.' if below else ''}{below}": leaf for below, leaf in tree.leaves(node)}
         return {path: tree.text(node) for path, node in found.items() if tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")}
+
+
+def _as_stored(catalog: Catalog) -> dict[str, View]:
+    stored = {name: whole(name, entry.shape) for name, entry in catalog.tensors.items()}
+    real = {name: Box.whole(entry.logical) for name, entry in catalog.tensors.items() if entry.logical is not None}
+    return {name: part(view, real[name]) if name in real else view for name, view in stored.items()}
 
 
 def _alone(name: str, kind: str) -> TensorDifference:
