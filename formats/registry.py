@@ -29,6 +29,7 @@ _BUILTIN = (
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
+DATA_SUFFIX = ".distcp"
 _SHOWN = 8
 
 
@@ -67,6 +68,9 @@ def open_catalog(url: str) -> Catalog:
     if CONVERTING in names:
         told = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
+    if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
+        told = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
+        raise FormatError(told, where=url, hint="name the directory that has both")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):

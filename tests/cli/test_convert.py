@@ -74,6 +74,20 @@ def test_what_to_do_after_a_mistake(tmp_path: Path, words: list[str], hint: str)
     assert not (tmp_path / "v").exists()
 
 
+def test_a_data_file_of_dcp_is_not_damaged() -> None:
+    found = run("inspect", str(HF.parent / "fsdp" / "fsdp2_ws2" / "__0_0.distcp"))
+    assert found.exit_code == 12 and "name the directory" in found.stderr
+
+
+def test_what_an_export_lacks(tmp_path: Path) -> None:
+    megatron = str(tmp_path / "m")
+    assert run("convert", "--to", "torch_dist", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), megatron).exit_code == 0
+    found = run("convert", "--to", "hf", megatron, str(tmp_path / "named"))
+    assert "names are still those of Megatron" in found.stderr and "no config.json" in found.stderr
+    found = run("convert", "--to", "hf", str(HF / "llama"), str(tmp_path / "whole"))
+    assert found.exit_code == 0 and found.stderr == ""
+
+
 @pytest.fixture
 def step(tmp_path: Path) -> str:
     arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}
