@@ -117,7 +117,7 @@ def convert_checkpoint(
     """
     began = time.monotonic()
     if memory < SMALLEST:
-        raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least {SMALLEST}")
+        raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
     format = target(to)
     choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root, skip=skip)
     catalog = open_catalog(source)

@@ -176,7 +176,7 @@ class _Export:
         """Tell the leader what this rank has."""
         group = self.call.group
         if self.options["memory"] < LEAST:
-            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST}")
+            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
         if layout is not None:
             layout.check_ranks(group.ranks)
         root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
