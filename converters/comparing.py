@@ -20,6 +20,7 @@ from ckpt.dtypes import DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
+from ckpt.plan.match import several
 from ckpt.plan.pieces import pieces
 from ckpt.plan.views import View, part, whole
 
@@ -126,7 +127,7 @@ def compare(
     """
     began = time.monotonic()
     sides = _Side(open_catalog(left), views, root), _Side(open_catalog(right), None)
-    chosen = _Chosen(only)
+    chosen = _Chosen(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)

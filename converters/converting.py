@@ -17,7 +17,8 @@ from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.plan.match import several
 from ckpt.settings import threads as default_threads
 
 from .choosing import Choice, Chosen, Views
@@ -119,7 +120,9 @@ def convert_checkpoint(
     if memory < SMALLEST:
         raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
     format = target(to)
-    choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root, skip=skip)
+    choice = Choice(
+        views=views, only=several(only), exclude=several(exclude), optimizer=optimizer, dtype=dtype, root=root, skip=several(skip)
+    )
     catalog = open_catalog(source)
     chosen, mending = format.choose(catalog, choice), None
     if repair:
@@ -179,6 +182,7 @@ class _Run:
         self.shard_size = shard_size
         self.parallel = parallel
         self.overwrite = overwrite
+        check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
         self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))

@@ -152,7 +152,7 @@ class Translation:
         lines += report_names("tensors that no term takes", strange) + report_names("terms that no tensor fits", idle)
         back: Direction = "leftwards" if direction == "rightwards" else "rightwards"
         if strange and all(self.knows(name, back) for name in strange):
-            hint = f"they have the names of {sides[1]} already: --spelling {sides[0]} is the other way"
+            hint = f"they have the names of {sides[1]} already: leave out --names, or --spelling {sides[0]} for the other way"
         else:
             hint = "choose another translation, or extend this one (docs/translations.md)"
         return NamesError("\n".join(lines), hint=hint)

@@ -62,7 +62,7 @@ def test_numbers_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["--spelling", "huggingface", "llama"], "--spelling megatron is the other way"),
+        (["--spelling", "huggingface", "llama"], "--spelling megatron for the other way"),
         (["--spelling", "megatrn", "llama"], "huggingface or megatron"),
         (["--spelling", "megatron", "."], "such as"),
         (["--spelling", "megatron", "llama/config.json"], "name the directory"),
