@@ -91,6 +91,13 @@ def test_a_conversion_goes_on_after_it_was_looked_at(source: str, tmp_path: Path
     assert looked(tmp_path, 2 * DAY) == []
 
 
+def test_a_listing_does_not_call_it_a_save(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "native")
+    shown = CliRunner().invoke(cli, ["ls", "--json", str(tmp_path / "run")])
+    (step,) = json.loads(shown.stdout)["steps"]
+    assert not step["committed"] and step["reason"].startswith("a conversion did not finish")
+
+
 @pytest.mark.parametrize("to", ["native", "dcp"])
 def test_wherever_it_was_killed_nothing_is_left_or_all_is_there(source: str, tmp_path: Path, to: str) -> None:
     at, whole = 0, 0
