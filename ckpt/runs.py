@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index_file
 from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord
 from ckpt.formats.native.extents import decode_sources
@@ -26,6 +27,7 @@ from .policies import StepInfo
 log = logging.getLogger("ckpt")
 
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
+UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
 _NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
@@ -153,7 +155,10 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
         sources = _sources(record, url)
     except NotFoundError:
-        return Step(number=number, url=url, committed=False, reason=UNFINISHED) if has_debris(backend, prefix) else None
+        if not has_debris(backend, prefix):
+            return None
+        reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
+        return Step(number=number, url=url, committed=False, reason=reason)
     except (CorruptError, FormatError) as err:
         return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
     return Step(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.errors import UsageError
+from ckpt.io_backends.registry import open_backend
 
 from . import units
 from .output import Output, options
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.converters.repairing import Mending
 
 _RANKS = click.IntRange(min=1)
+_CONFIG = "config.json"
 _SHOWN = 10
 """Tensors that were repaired, in the text."""
 
@@ -53,8 +55,8 @@ def _size(text: str) -> int:
 @click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]")
 @click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]")
 @click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args.")
-@click.option("--shard-size", type=_size, help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
-@click.option("--memory", type=_size, default="1GiB", show_default=True, help="Memory for tensors.")
+@click.option("--shard-size", type=_size, metavar="SIZE", help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
+@click.option("--memory", type=_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
 @click.option("--verify", is_flag=True, help="Read every file again, and compare it with what was written.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST; for native.")
@@ -138,10 +140,10 @@ def command(
     if output.json:
         output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
     elif not output.quiet:
-        _tell(report, output, dry_run=dry_run)
+        _tell(report, output, dry_run=dry_run, translated=views is not None)
 
 
-def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
+def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:
     held = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
     if dry_run:
         output.line(f"would convert {held} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
@@ -155,6 +157,16 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool) -> None:
         _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
         output.talk(left_out(report.left_out))
+    if report.to == "hf" and report.finished:
+        _tell_lacking(report, output, translated=translated)
+
+
+def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) -> None:
+    """What an export lacks before ``from_pretrained`` takes it."""
+    if report.source_format.startswith("Megatron") and not translated:
+        output.talk("names are still those of Megatron, which transformers does not load: --names llama --spelling huggingface, or another")
+    if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).children():
+        output.talk(f"no {_CONFIG} was beside the source: put that of the model into {report.target} for from_pretrained")
 
 
 def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:

@@ -24,6 +24,7 @@ DIFFERENT = 3
 @click.command("diff", short_help="Compare two checkpoints of any formats.")
 @click.argument("left", metavar="A")
 @click.argument("right", metavar="B")
+@click.option("--root", metavar="KEY", help="Compare the model below KEY of A's state, by its names there, with B.")
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors and values whose name fits GLOB; several: any of them.")
 @click.option(
     "--tolerance",
@@ -41,6 +42,7 @@ def command(
     left: str,
     right: str,
     *,
+    root: str | None,
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
@@ -62,6 +64,7 @@ def command(
       ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
       ckpt diff --names llama --spelling megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
+      ckpt diff --root model runs/a/step-100 export/
     """
     from ckpt.converters.comparing import compare
 
@@ -74,6 +77,7 @@ def command(
             right,
             views=views,
             rename=dict(map(_renamed, rename)),
+            root=root,
             only=only,
             tolerances=tolerances,
             values=values and views is None,
@@ -118,6 +122,19 @@ def _print(report: DiffReport, output: Output) -> None:
     if not report.same:
         verdict = click.style(units.plural(len(report.differences) + len(report.value_differences), "difference"), fg="red")
     output.line(f"{verdict}: compared {what} in {units.duration(report.seconds)}")
+    if not report.tensors:
+        _tell_roots(report, output)
+
+
+def _tell_roots(report: DiffReport, output: Output) -> None:
+    """Where no name is in both: whether one side has the names of the other below a key."""
+    sides = [{d.name for d in report.differences if d.kind == kind} for kind in ("only-left", "only-right")]
+    for inner, outer, how in ((sides[1], sides[0], ""), (sides[0], sides[1], " and B before A")):
+        keys = sorted({name.partition(".")[0] for name in outer})
+        key = next((k for k in keys if inner and inner <= {name[len(k) + 1 :] for name in outer if name.startswith(f"{k}.")}), None)
+        if key is not None:
+            output.talk(f"no name is in both, but the names are those below {key!r}: --root {key}{how}")
+            return
 
 
 def _sentence(found: TensorDifference) -> str:

@@ -14,6 +14,11 @@ from . import units
 if TYPE_CHECKING:
     from ckpt.plan.views import View
 
+_NAMES = (
+    "Translate names and layouts: llama (Mistral and Qwen too), mixtral, qwen-moe, deepseek-v3, llama-plain, transformers-moe, "
+    "transformers-mixtral, or a .toml file (docs/translations.md)."
+)
+_SPELLING = "Into whose names, those that you want: huggingface, megatron, plain, transformers."
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -22,10 +27,8 @@ def translating(command: Command) -> Command:
     command = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")(
         command
     )
-    command = click.option("--spelling", metavar="SPELLING", help="Into whose names: huggingface, transformers, megatron, plain.")(command)
-    return click.option(
-        "--names", "translation", metavar="NAMES", help="Translate names and layouts: a translation that comes with ckpt, or a .toml file."
-    )(command)
+    command = click.option("--spelling", metavar="SPELLING", help=_SPELLING)(command)
+    return click.option("--names", "translation", metavar="NAMES", help=_NAMES)(command)
 
 
 def skipping(command: Command) -> Command:

@@ -18,6 +18,7 @@ from ckpt.dtypes import DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
+from ckpt.plan.match import several
 from ckpt.plan.pieces import pieces
 
 from .choosing import Views
@@ -100,6 +101,7 @@ def compare(
     *,
     views: Views | None = None,
     rename: Mapping[str, str] | None = None,
+    root: str | None = None,
     only: Sequence[str] = (),
     tolerances: Sequence[Tolerance] = (),
     values: bool = True,
@@ -113,6 +115,7 @@ def compare(
     Args:
         views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
         rename: from what names and paths of the left side begin with to what they begin with on the right side. The longest one counts.
+        root: key of the left side's state that has the model: only what lies below it is compared, by its names there, and no values.
         only: globs of names and paths; others are left out.
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
@@ -120,13 +123,13 @@ def compare(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
-        NamesError: a glob or a beginning fits nothing, or two names become one.
+        NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
     began = time.monotonic()
-    sides = Side(open_catalog(left), views, Renaming(rename or {}, left)), Side(open_catalog(right), None, Renaming({}, right))
-    chosen = _Chosen(only)
+    sides = Side(open_catalog(left), views, Renaming(rename or {}, left), root), Side(open_catalog(right), None, Renaming({}, right))
+    chosen = _Chosen(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
-    told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values else [{}, {}]
+    told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)
     found = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted(names[0] ^ names[1])]
     shared = sorted(names[0] & names[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
@@ -13,6 +13,9 @@ from ckpt.io_backends.registry import open_backend
 from .numbers import of_config
 from .target import apart
 from .to_hf import small_files
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CONFIG = "config.json"
 
@@ -25,8 +28,8 @@ class Configuration:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_configuration(given: str | Mapping[str, Any] | None) -> Configuration:
-    """From the content of ``config.json``, its path or URL, or that of a directory that has it.
+def read_configuration(given: str | Mapping[str, Any] | PretrainedConfig | None) -> Configuration:
+    """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it.
 
     Raises:
         NotFoundError: nothing is there.
@@ -35,7 +38,7 @@ def read_configuration(given: str | Mapping[str, Any] | None) -> Configuration:
     if given is None:
         return Configuration()
     if not isinstance(given, str):
-        files = {CONFIG: json.dumps(dict(given), indent=2, sort_keys=True).encode() + b"\n"}
+        files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
     elif given.endswith(".json"):
         root, name = apart(given, file=True)
         assert name is not None
@@ -48,3 +51,11 @@ def read_configuration(given: str | Mapping[str, Any] | None) -> Configuration:
         return Configuration(files=files, numbers=dict(of_config(json.loads(files[CONFIG]))))
     except (ValueError, AttributeError, TypeError) as err:
         raise UsageError(f"this is no configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
+
+
+def _content(given: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not hasattr(given, "to_dict"):
+        raise UsageError(f"a configuration is a mapping, a path or model.config, not {type(given).__name__}", hint="config=model.config")
+    return dict(given.to_dict())

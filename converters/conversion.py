@@ -12,7 +12,7 @@ from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Chosen
@@ -50,6 +50,7 @@ class Conversion:
         self.shard_size = shard_size
         self.parallel = parallel
         self.overwrite = overwrite
+        check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
         self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))

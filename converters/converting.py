@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckpt.catalog import Catalog
 from ckpt.errors import UsageError
 from ckpt.formats.registry import open_catalog
+from ckpt.plan.match import several
 
 from .choosing import Choice, Chosen, Views
 from .conversion import Conversion, Progress
@@ -109,9 +110,11 @@ def convert_checkpoint(
     """
     began = time.monotonic()
     if memory < SMALLEST:
-        raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least {SMALLEST}")
+        raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
     format, catalog = target(to), open_catalog(source)
-    choice = Choice(views=views, only=only, exclude=exclude, optimizer=optimizer, dtype=dtype, root=root, skip=skip)
+    choice = Choice(
+        views=views, only=several(only), exclude=several(exclude), optimizer=optimizer, dtype=dtype, root=root, skip=several(skip)
+    )
     chosen, mending = _chosen(format, catalog, choice, repair=repair, job=job or {}, threads=threads)
     conversion = Conversion(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending)
     planned = conversion.look() if dry_run else conversion.begin(part)

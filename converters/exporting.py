@@ -20,8 +20,9 @@ from ckpt.engine.background import settle
 from ckpt.engine.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.group import Call, Row, current_group
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.peers import peers_of
+from ckpt.plan.match import several
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
@@ -32,6 +33,7 @@ from .configuration import Configuration, read_configuration
 from .delivering import Delivery
 from .gathering import Gathering, Planner, Way
 from .live import LiveCatalog
+from .numbers import changed
 from .publishing import Begun, Destination, Sinks
 from .sizes import size_of
 from .spelling import respelled
@@ -39,8 +41,10 @@ from .target import Layout, Planned, apart
 from .to_hf import INDEX, TARGET
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.nn import Module
+    from transformers import PretrainedConfig
 
 MEMORY = 256 << 20
 """Bytes of tensors that a rank has in windows, unless the caller says."""
@@ -77,9 +81,9 @@ def export(
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     root: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     shard_size: int | str | None = None,
-    config: str | Mapping[str, Any] | None = None,
+    config: str | Mapping[str, Any] | PretrainedConfig | None = None,
     layout: Rules | None = None,
     overwrite: bool = False,
     memory: int = MEMORY,
@@ -100,9 +104,10 @@ def export(
             needs and ``config`` does not tell: ``{"heads": 32}``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
-        dtype: of floating-point tensors: ``"bfloat16"`` and the like. By default as they are.
+        dtype: of floating-point tensors: ``"bfloat16"`` or ``torch.bfloat16`` and the like. By default as they are.
         shard_size: bytes of a file, about: ``"5GB"``. A single file is never cut.
-        config: what becomes ``config.json``: its content, or the path of such a file, or of a directory with it, whose tokenizer comes too.
+        config: what becomes ``config.json``: ``model.config`` of transformers, its content, or the path of such a file, or of a directory
+                with it, whose tokenizer comes too.
             Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
@@ -125,10 +130,10 @@ def export(
         "names": names,
         "spelling": spelling,
         "numbers": dict(numbers or {}),
-        "only": [only] if isinstance(only, str) else list(only),
-        "exclude": [exclude] if isinstance(exclude, str) else list(exclude),
+        "only": several(only),
+        "exclude": several(exclude),
         "root": root,
-        "dtype": dtype,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "shard_size": shard_size,
         "overwrite": overwrite,
         "memory": memory,
@@ -139,7 +144,9 @@ def export(
 class _Export:
     """One rank's side of one export."""
 
-    def __init__(self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | None, threads: int) -> None:
+    def __init__(
+        self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | PretrainedConfig | None, threads: int
+    ) -> None:
         self.began = time.perf_counter()
         self.call = call
         self.options = options
@@ -174,9 +181,10 @@ class _Export:
         """Tell the leader what this rank has."""
         group = self.call.group
         if self.options["memory"] < LEAST:
-            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST}")
+            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
         if layout is not None:
             layout.check_ranks(group.ranks)
+        check_url(self.call.url)
         root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
         self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options["overwrite"])
         held = state if isinstance(state, dict) else {"model": state}
@@ -200,7 +208,7 @@ class _Export:
         said: Row = {
             "tables": tables,
             "state": self.call.share(json.dumps(state).encode()),
-            "numbers": {**self._configuration.numbers, **self.options["numbers"]},
+            "numbers": changed(self._configuration.numbers, self.options["numbers"]),
         }
         self.lay_out(said)
         self.destination.backend.prepare()

@@ -25,6 +25,7 @@ from ckpt.formats.native.writer import new_id, previous_files, read_record, writ
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
+from ckpt.plan.match import several
 from ckpt.plan.views import View
 
 from .choosing import Choice, Views, not_skipped, wanted_views
@@ -95,7 +96,7 @@ def import_checkpoint(
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
     watch = Watch(source)
     catalog = _opened(source)
-    choice = Choice(views=views, only=only, skip=skip)
+    choice = Choice(views=views, only=several(only), skip=several(skip))
     pointed = _point(catalog, choice)
     contents = pointed.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
@@ -149,7 +150,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
     """
     catalog = _opened(source)
-    contents = _point(catalog, Choice(views=views, only=only, skip=skip)).contents()
+    contents = _point(catalog, Choice(views=views, only=several(only), skip=several(skip))).contents()
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:

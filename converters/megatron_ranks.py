@@ -88,7 +88,8 @@ class Ranks:
         self.layers = self._count("layer", set(self._by_layer))
         self.experts = max((self._experts_in(layer) for layer in range(self.layers)), default=0)
         if self.experts % parallel.expert or self.experts < parallel.expert > 1:
-            self._refuse(f"{self.experts} experts cannot be divided among {parallel.expert} ranks", "--ep")
+            hint = "a --ep that divides them" if self.experts else "leave out --ep"
+            self._refuse(f"{self.experts} experts cannot be divided among {parallel.expert} ranks", hint)
         self.counts = self._counts()
 
     def _refuse(self, what: str, hint: str) -> NoReturn:
@@ -205,7 +206,7 @@ class Ranks:
         local = local_shape(name, view.shape, ranks)
         gated = name in self.gated
         if local is None or (gated and local[0] % 2):
-            self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "--tp")
+            self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "a --tp that divides it")
         blocks = [part(view, Box(b.offset, b.shape)) for b in cut_of(name, local, rank, ranks, gated=gated).blocks]
         called = self.spelling.name(name, first_layer=first, first_expert=at.expert * self._own)
         return RankParam(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)

@@ -7,6 +7,10 @@ from typing import Any
 
 from .terms import Dimensions
 
+PARTS = {"query_rows": ("heads", "head_size"), "key_rows": ("query_groups", "head_size")}
+"""Numbers that are products of two others."""
+NUMBERS = ("heads", "query_groups", "head_size", *PARTS, "vocabulary", "padded_vocabulary", "layers", "experts")
+
 
 def of_config(config: Mapping[str, Any]) -> Dimensions:
     """From a transformers configuration, read as JSON. A number that it does not have is left out."""
@@ -20,7 +24,7 @@ def of_config(config: Mapping[str, Any]) -> Dimensions:
         "layers": text.get("num_hidden_layers"),
         "experts": next((text[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(k)), None),
     }
-    return _completed(found)
+    return completed(found)
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> Dimensions:
@@ -36,7 +40,7 @@ def of_arguments(arguments: Mapping[str, Any]) -> Dimensions:
         "layers": arguments.get("num_layers"),
         "experts": arguments.get("num_experts"),
     }
-    return _completed(found)
+    return completed(found)
 
 
 def padded_vocabulary(vocabulary: int, *, divisor: int = 128, tensor_parallel: int = 1) -> int:
@@ -45,11 +49,18 @@ def padded_vocabulary(vocabulary: int, *, divisor: int = 128, tensor_parallel: i
     return -(-vocabulary // step) * step
 
 
-def _completed(found: Mapping[str, int | None]) -> Dimensions:
+def changed(told: Mapping[str, int], said: Mapping[str, int]) -> Dimensions:
+    """Numbers that the files tell, with those that somebody says instead, and what follows from all of them."""
+    kept = {name: value for name, value in told.items() if not said.keys() & set(PARTS.get(name, ()))}
+    return completed({**kept, **said})
+
+
+def completed(found: Mapping[str, int | None]) -> Dimensions:
+    """With the numbers that follow from these."""
     numbers = Dimensions({name: value for name, value in found.items() if value is not None})
-    if {"heads", "query_groups", "head_size"} <= set(numbers):
-        numbers.setdefault("query_rows", numbers["heads"] * numbers["head_size"])
-        numbers.setdefault("key_rows", numbers["query_groups"] * numbers["head_size"])
+    for name, (count, size) in PARTS.items():
+        if count in numbers and size in numbers:
+            numbers.setdefault(name, numbers[count] * numbers[size])
     if "vocabulary" in numbers:
         numbers.setdefault("padded_vocabulary", numbers["vocabulary"])
     return numbers

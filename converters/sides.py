@@ -48,11 +48,15 @@ class Renaming:
 class Side:
     """One checkpoint: its tensors as views, without padding."""
 
-    def __init__(self, catalog: Catalog, views: Views | None, renaming: Renaming) -> None:
+    def __init__(self, catalog: Catalog, views: Views | None, renaming: Renaming, root: str | None = None) -> None:
         self.catalog = catalog
         self.elements = Elements(catalog)
         self._renaming = renaming
         made = self._views(views)
+        if root is not None:
+            made = {name[len(root) + 1 :]: view for name, view in made.items() if name.startswith(f"{root}.")}
+            if not made:
+                raise NamesError(f"no tensor lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
         renaming.check([*made, *self._values()])
         self.views = renaming.of(made)
 

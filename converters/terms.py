@@ -70,6 +70,12 @@ class Step:
         if self.over is not None and self.kind not in ("concat", "stack"):
             raise UsageError(f"a step {self.kind!r} does not go over a number")
 
+    def asks(self, *, rightwards: bool) -> set[str]:
+        """Names of the numbers of the model that it takes on the way to one side."""
+        asked: list[Number | None] = [self.groups] if self.kind in ("interleave", "rotary") else []
+        asked += [self.to if rightwards else self.real, *(() if rightwards else (self.count, *(self.sizes or ())))]
+        return {number for number in asked if isinstance(number, str)}
+
 
 class Found(NamedTuple):
     """A name that fits a pattern: the pattern's place on its side, and the numbers in the name."""

@@ -12,6 +12,8 @@ from ckpt.catalog import Catalog
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import UsageError
 from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
+from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
@@ -27,6 +29,8 @@ SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
+OF_FORMATS = (METADATA_JSON, TRACKER, COMMIT_PATH)
+"""Files by which a checkpoint of another format is known: beside safetensors files they would say that these are one."""
 ALIGNED = 4096
 """The data begins at a multiple of this many bytes."""
 SMALL = 64 << 20
@@ -106,7 +110,7 @@ def small_files(backend: Backend) -> dict[str, bytes]:
 
 
 def _belongs(name: str) -> bool:
-    if name.endswith((".index.json", "/")) or name.startswith(("training_args", "trainer_state", ".")):
+    if name in OF_FORMATS or name.endswith((".index.json", "/")) or name.startswith(("training_args", "trainer_state", ".")):
         return False
     return name.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))
 

@@ -27,6 +27,7 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.plan.match import report_names
 from ckpt.plan.views import View, whole
 
+from .numbers import NUMBERS, PARTS
 from .terms import Dimensions, Found, Kind, Patterns, Step, Term, spelled
 
 if sys.version_info >= (3, 11):
@@ -67,6 +68,7 @@ class Translation:
             raise NamesError(
                 "\n".join(["the model is not whole:", *lost[:20]]), hint="a file may be missing; --set layers=… if it has fewer"
             )
+        self._check_numbers([term for term, names in zip(self.terms, found, strict=True) if names], direction, known)
         made = {name: whole(name, shapes[name]) for name in others}
         faults: list[str] = []
         for term, names in zip(self.terms, found, strict=True):
@@ -128,11 +130,32 @@ class Translation:
                 if layer not in lost and have != set(range(known["experts"])):
                     yield f"  {term} is there for {len(have)} of {known['experts']} experts of layer {layer}"
 
+    def asks(self) -> set[str]:
+        """Names of the numbers that its terms take, whichever way."""
+        return {number for term in self.terms for step in term.steps for way in (True, False) for number in step.asks(rightwards=way)}
+
+    def _check_numbers(self, terms: Sequence[Term], direction: Direction, known: Dimensions) -> None:
+        """All that is lacking in one message, each as what a model's configuration calls it."""
+        asked = {n for term in terms for step in term.steps for n in step.asks(rightwards=direction == "rightwards")} - set(known)
+        lacking = sorted({part for number in asked for part in PARTS.get(number, (number,))} - set(known))
+        if lacking:
+            given = " ".join(f"--set {number}=…" for number in lacking)
+            config = "; or put the model's config.json beside the checkpoint's files" if {*lacking} <= {*NUMBERS} else ""
+            raise UsageError(
+                f"the translation needs numbers of the model that nothing tells: {', '.join(lacking)}",
+                hint=f"give them: {given} (numbers= in Python){config}",
+            )
+
     def _misfit(self, strange: Sequence[str], idle: Sequence[str], direction: Direction) -> NamesError:
         sides = (self.left, self.right) if direction == "rightwards" else (self.right, self.left)
         lines = [f"these tensors are no {sides[0]} model that can be told in {sides[1]}"]
         lines += report_names("tensors that no term takes", strange) + report_names("terms that no tensor fits", idle)
-        return NamesError("\n".join(lines), hint="choose another translation, or extend this one (docs/translations.md)")
+        back: Direction = "leftwards" if direction == "rightwards" else "rightwards"
+        if strange and all(self.knows(name, back) for name in strange):
+            hint = f"they have the names of {sides[1]} already: leave out --names, or --spelling {sides[0]} for the other way"
+        else:
+            hint = "choose another translation, or extend this one (docs/translations.md)"
+        return NamesError("\n".join(lines), hint=hint)
 
     @cached_property
     def _left_patterns(self) -> Patterns:

@@ -48,7 +48,7 @@ def trained(steps: int, device: str) -> LlamaForCausalLM:
 def run(url: str, steps: int, device: str = "cpu") -> float:
     """Train and export; how far the answers of what was exported, in bfloat16, are from those of the trained model."""
     model = trained(steps, device)
-    report = export(url, model, dtype="bfloat16", config=model.config.to_dict(), shard_size="40KB", overwrite=True)
+    report = export(url, model, dtype="bfloat16", config=model.config, shard_size="40KB", overwrite=True)
     told = f"rank {dist.get_rank()} wrote {report.rank_bytes:,} of {report.tensor_bytes:,} bytes in {report.writes} calls"
     print(f"{told}, into {len(report.files)} files, and sent {report.sent_bytes:,} to other ranks")
     tokens = torch.arange(LENGTH).reshape(1, LENGTH)

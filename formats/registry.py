@@ -29,6 +29,7 @@ _BUILTIN = (
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
+DATA_SUFFIX = ".distcp"
 _SHOWN = 8
 
 
@@ -67,6 +68,9 @@ def open_catalog(url: str) -> Catalog:
     if CONVERTING in names:
         told = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
+    if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
+        told = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
+        raise FormatError(told, where=url, hint="name the directory that has both")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
@@ -75,7 +79,7 @@ def open_catalog(url: str) -> Catalog:
     if has_debris(backend):
         raise not_committed(url)
     raise FormatError(
-        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
+        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(backend, names)
     )
 
 
@@ -128,13 +132,24 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _hint(names: list[str]) -> str:
-    steps = [n for n in names if n.startswith("step-") and n.endswith("/")]
-    if steps:
-        return f"this is a run: open one of its steps, such as {steps[-1].rstrip('/')}"
+def _hint(backend: Backend, names: list[str]) -> str:
+    from .megatron.legacy import FILE
     from .torchzip.catalog import SUFFIXES
 
+    if FILE in names:
+        return "this is what one rank of a Megatron job wrote: name the directory above it, such as iter_0001000"
+    below = _below(backend.url, names)
+    if below is not None:
+        return f"checkpoints lie below: name one of them, such as {below}; `ckpt ls` lists them"
     archives = [n for n in names if n.endswith(SUFFIXES)]
     if len(archives) > 1:
         return f"these look like several torch.save files: name one of them, such as {archives[0]}"
-    return f"other formats can be added through entry points of the group {ENTRY_POINTS}"
+    return f"name the directory that holds the checkpoint; other formats can be added through entry points of the group {ENTRY_POINTS}"
+
+
+def _below(url: str, names: list[str]) -> str | None:
+    """The last of the directories right below that has a checkpoint; only a few of them are looked into."""
+    from ckpt.io_backends.registry import join_url
+
+    below = [join_url(url, name.rstrip("/")) for name in names if name.endswith("/")]
+    return next((u for u in reversed(below[-_SHOWN:]) if find_format(u) is not None), None)

@@ -86,6 +86,14 @@ def wrap_backends(wrapper: Callable[[Backend], Backend]) -> Iterator[None]:
             _wrappers.remove(wrapper)
 
 
+def check_url(url: str) -> None:
+    """
+    Raises:
+        UsageError: it is no URL: a path object, empty, or one that lost a slash.
+    """
+    _scheme(url)
+
+
 def _scheme(url: str) -> str:
     """The scheme in lower case; empty for plain paths."""
     if not isinstance(url, str):

@@ -111,6 +111,13 @@ def test_a_conversion_that_ends_meanwhile(source: str, tmp_path: Path) -> None:
     assert find_debris(_EndsMeanwhile(str(tmp_path / "run")), grace=DAY, now=time.time() + 2 * DAY) == []
 
 
+def test_a_listing_does_not_call_it_a_save(source: str, tmp_path: Path) -> None:
+    begun(source, tmp_path, "native")
+    shown = CliRunner().invoke(cli, ["ls", "--json", str(tmp_path / "run")])
+    (step,) = json.loads(shown.stdout)["steps"]
+    assert not step["committed"] and step["reason"].startswith("a conversion did not finish")
+
+
 @pytest.mark.parametrize("to", ["native", "dcp"])
 def test_wherever_it_was_killed_nothing_is_left_or_all_is_there(source: str, tmp_path: Path, to: str) -> None:
     at, whole = 0, 0

@@ -51,7 +51,7 @@ ARROWS = {
 }
 """Module prefix → prefixes that it may import from. The first that matches counts."""
 
-ABOVE = {"ckpt.cli": ("ckpt.cli",), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
+ABOVE = {"ckpt.cli": ("ckpt.cli", "ckpt.__main__"), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
 """Module prefix → the only prefixes that may import from it: nobody looks up."""
 
 TORCH_WHEN_ASKED = ("ckpt.tree.decoding",)

@@ -95,8 +95,12 @@ class OptimizerBinder:
         self.found.missing += [f"{path} of {n}" for n in absent]
         found = {tree.text(options[n]): options[n] for n in names if n in options}
         if len(found) > 1:
+            alike = {text: [n for n in names if n in options and tree.text(options[n]) == text] for text in found}
+            fewest = min(alike.values(), key=len)
+            whose = f"{fewest[0]!r}" + (f" and {len(fewest) - 1} more" if len(fewest) > 1 else "")
             self.found.misfits.append(
-                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(found.values()))}"
+                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(found.values()))}; "
+                f"give the optimizer another group for {whose}"
             )
         elif found and not absent:
             (node,) = found.values()

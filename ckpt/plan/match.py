@@ -17,6 +17,11 @@ from ckpt.geometry import Box
 from .ownership import Global
 
 
+def several(globs: str | Sequence[str]) -> tuple[str, ...]:
+    """Globs as callers give them: one may come by itself."""
+    return (globs,) if isinstance(globs, str) else tuple(globs)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """What part of a checkpoint is meant, and under which names.

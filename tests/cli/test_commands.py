@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,11 @@ def _raise(error: BaseException) -> Any:
         raise error
 
     return instead
+
+
+def test_without_its_script() -> None:
+    done = subprocess.run([sys.executable, "-m", "ckpt", "ls", "nothing/here"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (10, "") and "nothing/here" in done.stderr
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,56 @@ def test_ranks_of_megatron(tmp_path: Path) -> None:
         assert run(*words, *wrong, str(HF / "llama"), str(tmp_path / "n")).exit_code == 2, wrong
 
 
+def test_numbers_of_the_model(tmp_path: Path) -> None:
+    """What lacks is said at once, by the words of a configuration; what follows from it is not asked for; typing errors are found."""
+    back = ["convert", "--to", "hf", "--names", "llama", "--spelling", "huggingface"]
+    made = run("convert", "--to", "torch_dist", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), str(tmp_path / "m"))
+    assert made.exit_code == 0, made.output
+    found = run(*back, str(tmp_path / "m"), str(tmp_path / "b"))
+    assert found.exit_code == 2 and "tells: head_size, heads, query_groups, vocabulary" in found.stderr
+    assert "--set head_size=… --set heads=… --set query_groups=… --set vocabulary=… " in found.stderr
+    found = run(*back, "--set", "query_group=2", str(tmp_path / "m"), str(tmp_path / "b"))
+    assert found.exit_code == 2 and "no translation asks for a number 'query_group'" in found.stderr
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    said = {"heads": config["num_attention_heads"], "query_groups": config["num_key_value_heads"], "vocabulary": config["vocab_size"]}
+    said["head_size"] = config["hidden_size"] // said["heads"]
+    (tmp_path / "m" / "release" / "config.json").write_text(json.dumps({**config, "num_key_value_heads": said["heads"]}))
+    sets = [word for name, number in said.items() for word in ("--set", f"{name}={number}")]
+    for place, words in (("b", sets), ("c", ["--set", f"query_groups={said['query_groups']}"])):  # with it, other key_rows follow
+        found = run(*back, *words, str(tmp_path / "m"), str(tmp_path / place))
+        assert found.exit_code == 0, found.output
+        assert run("diff", str(HF / "llama"), str(tmp_path / place)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--spelling", "huggingface", "llama"], "--spelling megatron for the other way"),
+        (["--spelling", "megatrn", "llama"], "huggingface or megatron"),
+        (["--spelling", "megatron", "."], "such as"),
+        (["--spelling", "megatron", "llama/config.json"], "name the directory"),
+    ],
+)
+def test_what_to_do_after_a_mistake(tmp_path: Path, words: list[str], hint: str) -> None:
+    found = run("import", "--names", "llama", *words[:-1], str(HF / words[-1]), str(tmp_path / "v"))
+    assert found.exit_code and hint in found.stderr.splitlines()[-1], found.output
+    assert not (tmp_path / "v").exists()
+
+
+def test_a_data_file_of_dcp_is_not_damaged() -> None:
+    found = run("inspect", str(HF.parent / "fsdp" / "fsdp2_ws2" / "__0_0.distcp"))
+    assert found.exit_code == 12 and "name the directory" in found.stderr
+
+
+def test_what_an_export_lacks(tmp_path: Path) -> None:
+    megatron = str(tmp_path / "m")
+    assert run("convert", "--to", "torch_dist", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), megatron).exit_code == 0
+    found = run("convert", "--to", "hf", megatron, str(tmp_path / "named"))
+    assert "names are still those of Megatron" in found.stderr and "no config.json" in found.stderr
+    found = run("convert", "--to", "hf", str(HF / "llama"), str(tmp_path / "whole"))
+    assert found.exit_code == 0 and found.stderr == ""
+
+
 @pytest.fixture
 def step(tmp_path: Path) -> str:
     arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}

@@ -52,6 +52,21 @@ def test_the_same_in_other_formats(tmp_path: Path) -> None:
         assert report.same and (report.tensors, report.values, report.bytes) == (3, 2, 4 * (35 + 33 + 1))
 
 
+def test_an_export_beside_what_it_was_made_of(tmp_path: Path) -> None:
+    state = some()
+    one, two = saved(tmp_path / "one", state), str(tmp_path / "two.safetensors")
+    save_file(state["model"], two)
+    report = compare(one, two, root="model")
+    assert report.same and (report.tensors, report.values) == (3, 0)
+    save_file({**state["model"], "a": state["model"]["a"] + 1}, two)
+    assert [(d.name, d.kind) for d in compare(one, two, root="model").differences] == [("a", "values")]
+    for sides, told in (((one, two), "--root model\n"), ((two, one), "--root model and B before A\n")):
+        found = CliRunner().invoke(cli, ["diff", *sides])
+        assert found.exit_code == 3 and found.stderr.endswith(told)
+    with pytest.raises(NamesError, match="no tensor lies below 'mode'"):
+        compare(one, two, root="mode")
+
+
 def test_everything_that_can_differ(tmp_path: Path) -> None:
     left, right = some(), some()
     right["model"]["a"][3, 2] += 0.5

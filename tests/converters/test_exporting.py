@@ -42,6 +42,30 @@ def test_a_module_or_a_state(tmp_path: Path) -> None:
     assert left == ("net.0.bias", *(f"net.{n}" for n in sorted(model().state_dict()) if n != "0.bias"), "other.mask")
 
 
+class Configured:
+    """What a configuration of transformers has of it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "llama", "num_attention_heads": 4, "vocab_size": 250}
+
+
+def test_what_is_at_hand_in_a_training_script(tmp_path: Path) -> None:
+    """``model.config``, a dtype of torch, one glob; paths are refused by name."""
+    weights = {"a": torch.arange(3.0), "b": torch.ones(2)}
+    config: Any = Configured()
+    export(str(tmp_path / "out"), weights, config=config, dtype=torch.bfloat16, only="a")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config.to_dict()
+    written = load_file(str(tmp_path / "out" / "model.safetensors"))
+    assert set(written) == {"a"} and torch.equal(written["a"], weights["a"].bfloat16())
+    path: Any = tmp_path / "other"
+    wrong: Any = 5
+    with pytest.raises(UsageError, match="a URL is a str, not"):
+        export(path, weights)
+    with pytest.raises(UsageError, match="a configuration is a mapping"):
+        export(str(path), weights, config=wrong)
+    assert not path.exists()
+
+
 def test_the_configuration_comes_too(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
