@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
@@ -14,10 +14,13 @@ from .numbers import of_config
 from .target import apart
 from .to_hf import small_files
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 CONFIG = "config.json"
+
+
+class ModelConfig(Protocol):
+    """What ``model.config`` of transformers is."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Configuration:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_configuration(given: str | Mapping[str, Any] | PretrainedConfig | None) -> Configuration:
+def read_configuration(given: str | Mapping[str, Any] | ModelConfig | None) -> Configuration:
     """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it.
 
     Raises:
@@ -53,7 +56,7 @@ def read_configuration(given: str | Mapping[str, Any] | PretrainedConfig | None)
         raise UsageError(f"this is no configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
 
 
-def _content(given: Mapping[str, Any] | PretrainedConfig) -> dict[str, Any]:
+def _content(given: Mapping[str, Any] | ModelConfig) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return dict(given)
     if not hasattr(given, "to_dict"):

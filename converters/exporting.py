@@ -29,7 +29,7 @@ from ckpt.plan.views import filled
 from ckpt.rules import Layout as Rules
 
 from .choosing import Choice, Chosen
-from .configuration import Configuration, read_configuration
+from .configuration import Configuration, ModelConfig, read_configuration
 from .delivering import Delivery
 from .gathering import Gathering, Planner, Way
 from .live import LiveCatalog
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.nn import Module
-    from transformers import PretrainedConfig
 
 MEMORY = 256 << 20
 """Bytes of tensors that a rank has in windows, unless the caller says."""
@@ -83,7 +82,7 @@ def export(
     root: str | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str | None = None,
-    config: str | Mapping[str, Any] | PretrainedConfig | None = None,
+    config: str | Mapping[str, Any] | ModelConfig | None = None,
     layout: Rules | None = None,
     overwrite: bool = False,
     memory: int = MEMORY,
@@ -144,9 +143,7 @@ def export(
 class _Export:
     """One rank's side of one export."""
 
-    def __init__(
-        self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | PretrainedConfig | None, threads: int
-    ) -> None:
+    def __init__(self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | ModelConfig | None, threads: int) -> None:
         self.began = time.perf_counter()
         self.call = call
         self.options = options
