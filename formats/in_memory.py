@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
-from typing import NoReturn
 
-from ckpt.errors import AccessError, CorruptError
-from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer, stamp_of
+from ckpt.errors import CorruptError
+from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
+
+from .read_only import ReadOnly
 
 
-class WithFile(Backend):
-    """Read-only: what ``inner`` has, and at ``path`` these bytes, which are not listed."""
+class WithFile(ReadOnly):
+    """What ``inner`` has, and at ``path`` these bytes, which are not listed."""
+
+    why = "a checkpoint that is repaired while it is read is not written to"
 
     def __init__(self, inner: Backend, path: str, data: bytes) -> None:
         self.inner = inner
@@ -60,22 +63,3 @@ class WithFile(Backend):
     def children(self, prefix: str = "") -> builtins.list[str]:
         """See ``Backend.children``."""
         return self.inner.children(prefix)
-
-    def create(self, path: str, size: int) -> Writer:
-        """Refused."""
-        self._refuse(path)
-
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """Refused."""
-        self._refuse(path)
-
-    def delete(self, path: str) -> None:
-        """Refused."""
-        self._refuse(path)
-
-    def prepare(self) -> None:
-        """Refused."""
-        self._refuse("")
-
-    def _refuse(self, path: str) -> NoReturn:
-        raise AccessError(f"a checkpoint that is repaired while it is read is not written to: {path}", where=self.url)

@@ -57,9 +57,6 @@ class BufferLayout(NamedTuple):
         """Elements without the padding of buckets."""
         return sum(b.used for b in self.buckets)
 
-    def bucket_start(self, bucket: int) -> int:
-        return sum(b.numel for b in self.buckets[:bucket])
-
     def padding_before(self, bucket: int) -> int:
         """Elements of padding of all buckets before this one."""
         return sum(b.numel - b.used for b in self.buckets[:bucket])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
-from ckpt.errors import AccessError, CorruptError, NotFoundError
-from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer, stamp_of
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.formats.read_only import ReadOnly
+from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
 from ckpt.io_backends.registry import open_backend
 
 from .commit import VERSION, CommitRecord
@@ -82,8 +83,10 @@ class VirtualCatalog:
         return found
 
 
-class Sources(Backend):
+class Sources(ReadOnly):
     """The sources of a virtual checkpoint as one storage to read from."""
+
+    why = "the sources of a virtual checkpoint are only read"
 
     def __init__(self, url: str, sources: Sequence[Source]) -> None:
         self._url = url
@@ -155,18 +158,3 @@ class Sources(Backend):
         head = f"{prefix.rstrip('/')}/" if prefix else ""
         below = {p[len(head) :].partition("/") for p in self._sources if p.startswith(head)}
         return sorted(name + slash for name, slash, _ in below)
-
-    def create(self, path: str, size: int) -> Writer:
-        self._refuse(path)
-
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        self._refuse(path)
-
-    def delete(self, path: str) -> None:
-        self._refuse(path)
-
-    def prepare(self) -> None:
-        self._refuse("")
-
-    def _refuse(self, path: str) -> NoReturn:
-        raise AccessError(f"the sources of a virtual checkpoint are only read: {path}", where=self._url, hint="write to a URL of its own")
