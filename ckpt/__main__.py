@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.cli.main import main
+from ckpt.cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -32,9 +32,14 @@ on its own line.
 
 from __future__ import annotations
 
+from .printable import printable
+
 
 class CkptError(Exception):
-    """Root of the tree. ``hint`` says what to do about it; ``where`` is the URL, file or tensor it is about."""
+    """Root of the tree. ``hint`` says what to do about it; ``where`` is the URL, file or tensor it is about.
+
+    ``str`` gives all three, fit for a terminal: control characters in names are escaped.
+    """
 
     exit_code = 1
 
@@ -50,7 +55,7 @@ class CkptError(Exception):
             text += f"\n  where: {self.where}" if "\n" in text else f" ({self.where})"
         if self.hint is not None:
             text += f"\n  try: {self.hint}"
-        return text
+        return printable(text)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.where, self.hint))

@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 from .progress import progress
 from .translating import left_out, numbers_in, skipping, translating, views_of
 
@@ -151,7 +151,7 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
             output.line(f"  {path}")
     else:
         written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
-        verdict = click.style("ok", fg="green") if report.finished else "other processes are not ready yet"
+        verdict = style("ok", "green") if report.finished else "other processes are not ready yet"
         output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
     if report.repair is not None:
         _tell_repair(report.repair, output, dry_run=dry_run)

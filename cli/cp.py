@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 from .progress import Update, progress
 
 if TYPE_CHECKING:
@@ -80,4 +80,4 @@ def _sentence(report: CopyReport, *, dry_run: bool) -> str:
         copied = f"nothing to copy in {units.duration(report.seconds)}"
     else:
         copied += f" copied in {units.duration(report.seconds)} ({units.size(report.copied_bytes / max(report.seconds, 1e-9))}/s)"
-    return f"{click.style('ok', fg='green')}: {report.target}: {copied}{rest}"
+    return f"{style('ok', 'green')}: {report.target}: {copied}{rest}"

@@ -11,7 +11,7 @@ import click
 from ckpt.errors import UsageError
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 from .progress import progress
 from .translating import translating, views_of
 
@@ -118,9 +118,9 @@ def _print(report: DiffReport, output: Output) -> None:
     if output.quiet:
         return
     what = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) and {units.plural(report.values, 'value')}"
-    verdict = click.style("same", fg="green")
+    verdict = style("same", "green")
     if not report.same:
-        verdict = click.style(units.plural(len(report.differences) + len(report.value_differences), "difference"), fg="red")
+        verdict = style(units.plural(len(report.differences) + len(report.value_differences), "difference"), "red")
     output.line(f"{verdict}: compared {what} in {units.duration(report.seconds)}")
     if not report.tensors:
         _tell_roots(report, output)

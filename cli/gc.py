@@ -11,7 +11,7 @@ import click
 from ckpt.errors import NotFoundError, UsageError
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.debris import Debris
@@ -107,7 +107,7 @@ def _tell(output: Output, root: str, rows: list[Row], debris: list[Debris], *, r
         for url in dict.fromkeys(going):
             output.line(url)
         return
-    words = {"kept": click.style("keep", fg="green"), "removed": click.style("remove", fg="red")}
+    words = {"kept": style("keep", "green"), "removed": style("remove", "red")}
     lines = [(s.url, words[outcome], "; ".join(reasons)) for s, outcome, reasons in committed]
     lines += [(_url(root, d), words["removed" if d.goes else "kept"], f"{_WHAT[d.what]}: {d.reason}") for d in debris]
     output.table(("CHECKPOINT", "WHAT", "WHY"), lines)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 from .progress import progress
 from .translating import left_out, skipping, translating, views_of
 
@@ -67,5 +67,5 @@ def command(
 
 def _sentence(report: ImportReport) -> str:
     held = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
-    verdict = click.style("ok", fg="green")
+    verdict = style("ok", "green")
     return f"{verdict}: {report.url}: {held} ({report.format}), pointed at in {units.duration(report.seconds)}"

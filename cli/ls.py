@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.runs import Step
@@ -57,7 +57,7 @@ def _fields(step: Step) -> dict[str, object]:
 
 
 def _row(step: Step) -> tuple[str, ...]:
-    status = click.style("committed", fg="green") if step.committed else click.style("damaged" if step.damaged else "unfinished", fg="red")
+    status = style("committed", "green") if step.committed else style("damaged" if step.damaged else "unfinished", "red")
     return (
         step.url,
         "" if step.number is None else str(step.number),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ import click
 
 from ckpt._version import __version__
 from ckpt.errors import CkptError
+from ckpt.printable import printable
 
 from .output import Output
+from .start import INTERRUPTED, quit_at_once
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
@@ -35,8 +38,6 @@ COMMANDS = {
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
 
-INTERRUPTED = 130
-
 
 class Commands(click.Group):
     """A group that imports a command only to run it, and that ends with the exit codes of docs/cli.md."""
@@ -51,6 +52,12 @@ class Commands(click.Group):
         command = importlib.import_module(f"ckpt.cli.{module}").command
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, which from here on hears of Ctrl-C by KeyboardInterrupt and cleans up."""
+        if signal.getsignal(signal.SIGINT) is quit_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -84,11 +91,6 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Entry point of the ``ckpt`` script."""
-    cli.main()
-
-
 def _exit_code(run: Any, *, as_json: bool) -> int:
     """Run a command; say what went wrong, if anything, and give the exit code."""
     try:
@@ -110,7 +112,7 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as err:  # noqa: BLE001 - the boundary of the program: everything unexpected is shown whole
-        traceback.print_exc()
+        click.echo(printable(traceback.format_exc()), err=True, nl=False)
         if as_json:
             _document(type(err).__name__, str(err), None, None, 1)
         return 1
@@ -118,11 +120,9 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
 
 
 def _say(kind: str, message: str, where: str | None, hint: str | None, code: int, *, as_json: bool) -> None:
-    click.echo(f"error: {message}", err=True)
-    if where is not None:
-        click.echo(f"  where: {where}", err=True)
-    if hint is not None:
-        click.echo(f"  try: {hint}", err=True)
+    where_line = "" if where is None else f"\n  where: {where}"
+    hint_line = "" if hint is None else f"\n  try: {hint}"
+    click.echo(printable(f"error: {message}{where_line}{hint_line}"), err=True)
     if as_json:
         _document(kind, message, where, hint, code)
 

@@ -13,7 +13,7 @@ import click
 from ckpt.errors import FormatError, StorageError
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
@@ -183,7 +183,7 @@ def _print_ranks(save: Save, tables: Mapping[int, SpanTable], output: Output) ->
     for rank in save.slowest:
         table = tables[rank]
         phases = [_seconds(table.sums[name].seconds) if name in table.sums else "" for name in names]
-        note = click.style(_times(table.seconds, save.median), fg="red") if rank in stragglers else ""
+        note = style(_times(table.seconds, save.median), "red") if rank in stragglers else ""
         rows.append((str(rank), _seconds(table.seconds), *phases, note))
     output.table((">RANK", ">SECONDS", *(f">{name}" for name in names), "NOTE"), rows)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import units
-from .output import Output, options
+from .output import Output, options, style
 from .progress import progress
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def _print_semantic(report: SemanticReport, output: Output) -> None:
     if report.remedy is not None:
         output.line(f"remedy: {report.remedy}")
     if not output.quiet:
-        good = click.style("fits", fg="green")
-        verdict = good if not report.problems else click.style(units.plural(len(report.problems), "misfit"), fg="red")
+        good = style("fits", "green")
+        verdict = good if not report.problems else style(units.plural(len(report.problems), "misfit"), "red")
         counts = {"master": report.masters, "moment": report.moments, "step": report.steps, "replica": report.replicas}
         checked = ", ".join(units.plural(count, what) for what, count in counts.items())
         output.line(f"{verdict}: {checked}")
@@ -82,7 +82,7 @@ def _print(report: VerifyReport, output: Output) -> None:
         output.line(str(problem))
     if output.quiet:
         return
-    verdict = click.style("ok", fg="green") if report.ok else click.style(units.plural(len(report.problems), "problem"), fg="red")
+    verdict = style("ok", "green") if report.ok else style(units.plural(len(report.problems), "problem"), "red")
     rate = units.size(report.bytes / max(report.seconds, 1e-9))
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")

@@ -22,6 +22,7 @@ PURE = tuple(
     for name in (
         *(
             "_version",
+            "printable",
             "errors",
             "dtypes",
             "geometry",

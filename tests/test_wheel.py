@@ -59,7 +59,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert f"Name: ckpt-toolkit\nVersion: {version}\n" in metadata
     needs = {f"Requires-Dist: {need}".replace("'", '"') for need in project["dependencies"]}
     assert needs <= set(metadata.replace("'", '"').splitlines())
-    assert "ckpt = ckpt.cli.main:main" in scripts
+    assert "ckpt = ckpt.cli.start:main" in scripts
     assert "Apache License" in licence
 
 

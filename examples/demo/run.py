@@ -288,7 +288,7 @@ class Demo:
     def ckpt(self, *arguments: str) -> bool:
         """Run the ``ckpt`` command for everybody to see; whether its exit code is 0."""
         print(f"$ ckpt {' '.join(arguments)}", flush=True)
-        command = "from ckpt.cli.main import main; main()"  # what the installed script does
+        command = "from ckpt.cli.start import main; main()"  # what the installed script does
         return subprocess.run([sys.executable, "-c", command, *arguments], cwd=self.work, check=False).returncode == 0
 
     def stored(self) -> str:

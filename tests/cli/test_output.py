@@ -18,7 +18,7 @@ from ckpt.cli.progress import Lines, progress
 from tests.cli.checkpoints import sample, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from ckpt.cli.main import main; main()"]
+COMMAND = [sys.executable, "-c", "from ckpt.cli.start import main; main()"]
 
 
 @pytest.mark.parametrize(

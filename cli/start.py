@@ -1,0 +1,28 @@
+"""Entry point of the ``ckpt`` script: Ctrl-C is quiet from the first moment, also while modules are imported.
+
+An interrupt in the middle of an import raises wherever the import is, through other people's code. Until a command's own code runs nothing
+has been begun that would need an end, so the process just ends. :mod:`ckpt.cli.main` takes over when it calls the command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup, nor where somebody else decides
+        signal.signal(signal.SIGINT, quit_at_once)
+    from .main import cli
+
+    cli.main()
+
+
+def quit_at_once(signum: int, frame: FrameType | None) -> None:
+    """The handler of SIGINT until a command runs."""
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
