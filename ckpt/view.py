@@ -127,7 +127,7 @@ class View(Mapping[str, StoredTensor]):
         if kind == "$tensor":
             return self[payload]
         if kind == "$tensors":
-            prefix = f"{payload}."
+            prefix = f"{payload}." if payload else ""
             entries = self._catalog.tensors.items()
             return _Tensors({n[len(prefix) :]: self[n] for n, e in entries if n.startswith(prefix) and e.rank is None})
         if kind == "$inline":

@@ -199,6 +199,8 @@ class _Walk:
         return None
 
     def module(self, module: torch.nn.Module, path: str) -> Node:
+        if not path:
+            raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         placer = self.found.placer
         for name, tensor in parts.tensors.items():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ckpt import tree
 from ckpt.catalog import Catalog, DataFile
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog
@@ -93,10 +94,18 @@ def check_tiling(catalog: Catalog) -> list[Problem]:
 
 
 def check_state(catalog: Catalog) -> list[Problem]:
-    """Tensors that the state names and the index does not have."""
+    """Values that cannot be read, and tensors that the state names and the index does not have."""
     nodes = [catalog.state, *(node for values in catalog.ranks.values() for node in values.values())]
+    malformed = []
+    for node in nodes:
+        try:
+            tree.check(node)
+        except FormatError as err:
+            malformed.append(Problem(kind="state", message=err.message))
     missing = {name for node in nodes for name in _named_tensors(node) if name not in catalog.tensors}
-    return [Problem(kind="state", tensor=name, message="the state names this tensor, the index has none") for name in sorted(missing)]
+    return malformed + [
+        Problem(kind="state", tensor=name, message="the state names this tensor, the index has none") for name in sorted(missing)
+    ]
 
 
 def _named_tensors(node: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ Two exceptions: ``OrderedDict``, ``defaultdict`` and ``Counter`` come back as ``
 machine.
 """
 
-from .decoding import Special, decode
+from .decoding import Special, check, decode
 from .encoding import Leaf, encode, join
 from .looking import find, key_of, leaves
 from .nodes import (
@@ -31,6 +31,7 @@ __all__ = [
     "Missing",
     "Node",
     "Special",
+    "check",
     "child_path",
     "decode",
     "encode",

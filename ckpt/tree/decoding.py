@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
+from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
 
-from .nodes import NUMPY, REFERENCES, Node, at, child_path, shorten, tag_of
+from .nodes import NUMPY, REFERENCES, TORCH_ONLY, Node, at, child_path, shorten, tag_of
 
 Special: TypeAlias = Callable[[str, Any], object]
 """Asked for the value of a node of a kind in ``REFERENCES``: the kind (with its ``$``) and the payload."""
@@ -22,6 +24,15 @@ def decode(node: Node, special: Special) -> object:
         FormatError: the node is malformed or of an unknown kind.
     """
     return _Decoder(special).value(node, "")
+
+
+def check(node: Node) -> None:
+    """Raise what :func:`decode` would, without making values and without torch.
+
+    Raises:
+        FormatError: the node, or one below it, is malformed or of an unknown kind.
+    """
+    _Checker().value(node, "")
 
 
 class _Decoder:
@@ -40,7 +51,16 @@ class _Decoder:
             raise FormatError(f"{at(path)} mixes {tag!r} with other keys", hint=HINT)
         if tag in REFERENCES:
             return self.special(tag, node[tag])
-        return self.nested(tag, node[tag], path) if tag in _NESTED else _typed(tag, node[tag], path)
+        return self.nested(tag, node[tag], path) if tag in _NESTED else self.typed(tag, node[tag], path)
+
+    def typed(self, tag: str, payload: Any, path: str) -> object:
+        read = _READERS.get(tag)
+        if read is None:
+            raise FormatError(f"{at(path)} is of unknown kind {tag!r}", hint=HINT)
+        try:
+            return read(payload)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as e:
+            raise _malformed(tag, path) from e
 
     def items(self, nodes: Sequence[Node], path: str) -> list[object]:
         return [self.value(n, child_path(path, i)) for i, n in enumerate(nodes)]
@@ -79,21 +99,12 @@ class _Decoder:
 
 
 HINT = "the state was written by newer or other software, or is damaged: run `ckpt verify`"
+_DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(?:0|[1-9][0-9]*))?")
 _NESTED = frozenset({"$map", "$tuple", "$set", "$frozenset", "$complex"})
 
 
 def _malformed(tag: str, path: str) -> FormatError:
     return FormatError(f"{at(path)} is not a well-formed {tag} node", hint=HINT)
-
-
-def _typed(tag: str, payload: Any, path: str) -> object:
-    read = _READERS.get(tag)
-    if read is None:
-        raise FormatError(f"{at(path)} is of unknown kind {tag!r}", hint=HINT)
-    try:
-        return read(payload)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as e:
-        raise _malformed(tag, path) from e
 
 
 def _read_bytes(payload: Any) -> bytes:
@@ -107,6 +118,8 @@ def _read_array(payload: Any) -> Any:
     if name not in NUMPY:
         raise ValueError(name)
     dtype = np.dtype(name)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(shape)
     return np.frombuffer(_read_bytes(raw), dtype=dtype.newbyteorder("<")).reshape(shape).astype(dtype)
 
 
@@ -115,27 +128,49 @@ def _read_scalar(payload: Any) -> object:
     return _read_array([name, [], raw])[()]
 
 
+def _checked_size(payload: Any) -> tuple[int, ...]:
+    if not isinstance(payload, list) or not all(type(n) is int and -(2**63) <= n < 2**63 for n in payload):
+        raise ValueError(payload)
+    return tuple(payload)
+
+
+def _checked_dtype(payload: Any) -> str:
+    if payload not in DTYPES and payload not in TORCH_ONLY:
+        raise ValueError(payload)
+    return str(payload)
+
+
+def _checked_device(payload: Any) -> str:
+    if not isinstance(payload, str) or _DEVICE.fullmatch(payload) is None:
+        raise ValueError(payload)
+    return payload
+
+
 def _read_size(payload: Any) -> object:
+    sizes = _checked_size(payload)
     import torch
 
-    return torch.Size(payload)
+    return torch.Size(sizes)
 
 
 def _read_dtype(payload: Any) -> object:
+    name = _checked_dtype(payload)
     import torch
 
-    found = getattr(torch, payload)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(payload)
-    return found
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {name}", hint="read it with a newer torch")
+    return dtype
 
 
 def _read_device(payload: Any) -> object:
+    text = _checked_device(payload)
     import torch
 
-    if not isinstance(payload, str):
-        raise ValueError(payload)
-    return torch.device(payload)
+    try:
+        return torch.device(text)
+    except RuntimeError as e:
+        raise FormatError(f"this torch knows no device {text!r}", hint="import the package that brings the device, then read again") from e
 
 
 _READERS: dict[str, Callable[[Any], object]] = {
@@ -147,3 +182,30 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "$dtype": _read_dtype,
     "$device": _read_device,
 }
+
+
+class _Checker(_Decoder):
+    """Walks as the decoder does; where that would need torch, or give a reference's value, it only looks at the payload."""
+
+    _WITHOUT_TORCH: ClassVar[Mapping[str, Callable[[Any], object]]] = {
+        "$size": _checked_size,
+        "$dtype": _checked_dtype,
+        "$device": _checked_device,
+    }
+
+    def __init__(self) -> None:
+        super().__init__(self.reference)
+
+    def typed(self, tag: str, payload: Any, path: str) -> object:
+        read = self._WITHOUT_TORCH.get(tag)
+        if read is None:
+            return super().typed(tag, payload, path)
+        try:
+            return tag, read(payload)
+        except (TypeError, ValueError) as e:
+            raise _malformed(tag, path) from e
+
+    def reference(self, kind: str, payload: Any) -> None:
+        if kind == "$param_groups":
+            for group in payload:
+                self.value(group["options"], "")

@@ -10,9 +10,10 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ckpt.dtypes import DTYPES
 from ckpt.errors import StateError
 
-from .nodes import MAX_DEPTH, NUMPY, Node, at, child_path, mapping_node, text
+from .nodes import MAX_DEPTH, NUMPY, TORCH_ONLY, Node, at, child_path, mapping_node, text
 
 Leaf: TypeAlias = Callable[[object, str], Node]
 """Asked for the node of a value that is not plain, at a path; None means that it does not know the value."""
@@ -173,7 +174,8 @@ def _torch_node(value: Any) -> Node:
     if type(value) is torch.Size:
         return {"$size": [int(n) for n in value]}
     if type(value) is torch.dtype:
-        return {"$dtype": str(value).removeprefix("torch.")}
+        name = str(value).removeprefix("torch.")
+        return {"$dtype": name} if name in DTYPES or name in TORCH_ONLY else None
     return {"$device": str(value)} if type(value) is torch.device else None
 
 

@@ -21,6 +21,12 @@ MAX_DEPTH = 100
 
 NUMPY = frozenset(d.numpy for d in DTYPES.values() if d.numpy is not None)
 
+TORCH_ONLY = frozenset(
+    {"quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+)
+"""Names that a ``$dtype`` may have beside those of ``DTYPES``: dtypes of torch that no stored tensor has."""
+
 
 class Missing(enum.Enum):
     """The type of ``MISSING``."""

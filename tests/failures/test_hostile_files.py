@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 import ckpt
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError, FormatError, ShapeError
 from tests.failures import rich
 from tests.failures.damage import Copy, arrow_file
@@ -333,3 +334,46 @@ def test_a_chunk_whose_key_is_not_unicode(copy: Copy, right: dict[str, bytes]) -
         header["\ud800"]["data_offsets"][0] += 1  # and it is named in a message
         copy.set_header(0, json.dumps(header).encode())
         refuses(copy, right)
+
+
+MALFORMED = [
+    {"$array": ["float32", [2], "AAAA"]},
+    {"$array": ["float32", [-1], "AAAAAA=="]},
+    {"$array": ["object", [1], "AAAAAA=="]},
+    {"$scalar": ["float32"]},
+    {"$scalar": ["float32", "not base64"]},
+    {"$size": [1.5]},
+    {"$size": [2**70]},
+    {"$size": "12"},
+    {"$dtype": "Tensor"},
+    {"$dtype": "banana"},
+    {"$dtype": ["float32"]},
+    {"$device": "cuda:-1"},
+    {"$device": 3},
+    {"$bytes": "***"},
+    {"$float": "1.0"},
+    {"$complex": [1]},
+    {"$set": [[1]]},
+    {"$map": [[1, 2], [1, 3]]},
+    {"$unknown": 1},
+    {"nested": [{"$tuple": [{"$unknown": 1}]}]},
+]
+
+
+@pytest.mark.parametrize("node", MALFORMED, ids=json.dumps)
+@pytest.mark.parametrize("where", ["state", "ranks", "options"])
+def test_verify_refuses_the_values_that_state_refuses(copy: Copy, node: object, where: str) -> None:
+    with tampering(copy):
+        document = copy.state()
+        if where == "state":
+            document["state"]["values"] = node
+        elif where == "ranks":
+            document["ranks"]["1"]["rng"] = node
+        else:
+            document["state"]["optimizer"]["param_groups"]["$param_groups"][0]["options"]["lr"] = node
+        copy.set_state(document)
+        with pytest.raises((FormatError, CorruptError)):
+            (ckpt.open(copy.url).state(), ckpt.open(copy.url).per_rank("rng", 1))
+        report = verify(copy.url, threads=1)
+        assert not report.ok
+        assert {problem.kind for problem in report.problems} <= {"state", "index"}
