@@ -151,6 +151,7 @@ def load(
     cast: bool = False,
     verify: Literal["full", "partial", "off"] = "full",
     exchange: bool | None = None,
+    sources: Sequence[str] | str | None = None,
     layout: Layout | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -176,6 +177,7 @@ def load(
         exchange: ranks that want the same chunks, or parts of them, read each once and hand over to each other what they want. By default
             everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
             machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
+        sources: as for :func:`open`.
         layout, timeout, threads, process_group: as for :func:`save`.
 
     Raises:
@@ -207,19 +209,26 @@ def load(
             exchange="none" if exchange is False else "parts" if exchange is None and is_file_system(url) else "all",
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
+            sources=settings.sources(sources),
         )
     return load_state(url, state, group, options)
 
 
-def open(url: str) -> View:
+def open(url: str, *, sources: Sequence[str] | str | None = None) -> View:
     """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
+
+    Args:
+        sources: directories or URLs below which the files may lie that a virtual checkpoint points into; ``()``: none, so virtual
+            checkpoints are refused. By default as ``CKPT_SOURCES`` says, and without it wherever the checkpoint points: it may name any
+            file or URL that this process can read, so give ``sources`` for checkpoints of people whom you do not trust.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint that can be read.
+        AccessError: when a tensor is read: its file does not lie below ``sources``.
     """
     from .formats.registry import open_catalog
 
-    return View(open_catalog(url))
+    return View(open_catalog(url, sources=settings.sources(sources)))
 
 
 def _check_layout(layout: Layout | None, group: Group) -> None:

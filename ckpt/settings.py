@@ -10,12 +10,15 @@
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
                                 another job that saves to the same place at once
+``CKPT_SOURCES``       all      where the files may lie that virtual checkpoints point into: roots, separated by
+                                ``;``. Empty: no virtual checkpoint is read
 =====================  =======  ==============================================================================
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from .errors import UsageError
@@ -60,6 +63,23 @@ def conditional_put() -> Literal["require", "emulate"]:
     if text not in ("require", "emulate"):
         raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
     return "emulate" if text == "emulate" else "require"
+
+
+def sources(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """Roots below which virtual checkpoints may read; None: wherever they point.
+
+    Raises:
+        UsageError: one is no root.
+    """
+    if given is None:
+        text = os.environ.get("CKPT_SOURCES")
+        if text is None:
+            return None
+        return tuple(root.strip() for root in text.split(";") if root.strip())
+    roots = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(root, str) and root for root in roots):
+        raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
+    return roots
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,11 @@ def formats() -> Iterator[Format]:
         yield point.load()
 
 
-def open_catalog(url: str) -> Catalog:
+def open_catalog(url: str, *, sources: Sequence[str] | None = None) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
+
+    Args:
+        sources: where the files may lie that a virtual checkpoint points into; by default as ``CKPT_SOURCES`` says.
 
     Raises:
         NotFoundError: nothing is there.
@@ -61,7 +64,7 @@ def open_catalog(url: str) -> Catalog:
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
-        return open_native(native, record)
+        return open_native(native, record, sources)
     backend, names = _look(url)
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")

@@ -77,6 +77,8 @@ class LoadOptions:
     threads: int
     exchange: Shares = "none"
     spans: Spans | None = None
+    sources: tuple[str, ...] | None = None
+    """Where the files may lie that a virtual checkpoint points into; None: as CKPT_SOURCES says."""
 
 
 def load_state(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
@@ -155,7 +157,7 @@ class _Load:
         group = self.call.group
         placements = _placements.setdefault(group, Placements())
         with self.span("open"):
-            self.catalog = open_catalog(self.call.url)
+            self.catalog = open_catalog(self.call.url, sources=self.options.sources)
         with self.span("match"):
             self.binding = bind(
                 state,

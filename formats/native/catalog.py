@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from ckpt import settings
 from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError
@@ -269,10 +270,15 @@ def not_committed(url: str) -> NotCommittedError:
     )
 
 
-def open_native(backend: Backend, record: bytes | None = None) -> NativeCatalog | VirtualCatalog:
-    """The checkpoint here, whose chunks are in its own files or in those of others. ``record`` and errors are as for the catalogs."""
+def open_native(backend: Backend, record: bytes | None = None, sources: Sequence[str] | None = None) -> NativeCatalog | VirtualCatalog:
+    """The checkpoint here, whose chunks are in its own files or in those of others. ``record`` and errors are as for the catalogs;
+    ``sources`` says where the files of others may lie."""
     opened = _open(backend, record)
-    return VirtualCatalog(backend, *opened) if VIRTUAL in opened[0].features else NativeCatalog(backend, opened=opened)
+    return (
+        VirtualCatalog(backend, *opened, settings.sources(sources))
+        if VIRTUAL in opened[0].features
+        else NativeCatalog(backend, opened=opened)
+    )
 
 
 FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=open_native)

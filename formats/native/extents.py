@@ -67,7 +67,7 @@ def decode_sources(data: bytes, where: str) -> tuple[Source, ...]:
     rows = zip(*(columns[n].to_pylist() for n in _SOURCES.names), strict=True)
     sources = tuple(Source(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
     for source in sources:
-        problem = path_problem(source.path) or (None if source.root and source.size >= 0 else f"{source} cannot be")
+        problem = path_problem(source.path) or _root_problem(source.root) or (None if source.size >= 0 else f"{source} cannot be")
         if problem is not None:
             _contradicts(problem, f"{where}/{SOURCES}")
     return sources
@@ -134,6 +134,15 @@ def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[So
         bad = extent.length != needed or extent.offset < 0 or extent.offset + extent.length > source.size
         if bad or (extent.codec is not None and steps is None) or not (extent.digest is None or is_digest(extent.digest, _DIGITS)):
             return f"chunk {entry.name}{entry.grid.box(i)} cannot be {extent.length} bytes from {extent.offset} of {source.path}"
+    return None
+
+
+def _root_problem(root: str) -> str | None:
+    """Why a root cannot be followed: relative ones lead wherever the reader happens to be, chained URLs to more than they show."""
+    if "\0" in root or "::" in root or not (root.startswith("/") or "://" in root):
+        return f"the root {root!r} of a source is neither an absolute path nor a plain URL"
+    if any(part == ".." for part in root.split("/")):
+        return f"the root {root!r} of a source leads upwards"
     return None
 
 

@@ -6,15 +6,16 @@ without a digest the stamp.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import AccessError, CorruptError, NotFoundError
 from ckpt.formats.read_only import ReadOnly
 from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import absolute_url, join_url, open_backend
 
 from .commit import VERSION, CommitRecord
 from .extents import source_path
@@ -25,12 +26,13 @@ _AGAIN = "bring the file back as it was, or import the checkpoint again"
 class VirtualCatalog:
     """A virtual checkpoint. Sources are looked at when something is read from them. Thread-safe."""
 
-    def __init__(self, backend: Backend, record: CommitRecord, contents: Contents) -> None:
+    def __init__(self, backend: Backend, record: CommitRecord, contents: Contents, allowed: Sequence[str] | None = None) -> None:
+        """``allowed``: roots below which sources may lie; None: wherever the checkpoint points."""
         self._own = backend
         self._record = record
         self._contents = contents
         self._tensors = {t.name: t for t in contents.tensors}
-        self._sources = Sources(backend.url, contents.sources)
+        self._sources = Sources(backend.url, contents.sources, allowed)
 
     @property
     def url(self) -> str:
@@ -88,9 +90,10 @@ class Sources(ReadOnly):
 
     why = "the sources of a virtual checkpoint are only read"
 
-    def __init__(self, url: str, sources: Sequence[Source]) -> None:
+    def __init__(self, url: str, sources: Sequence[Source], allowed: Sequence[str] | None) -> None:
         self._url = url
         self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
+        self._allowed = None if allowed is None else tuple(map(_resolved, allowed))
         self._backends: dict[str, Backend] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._lock = threading.Lock()
@@ -103,7 +106,19 @@ class Sources(ReadOnly):
         source = self._sources.get(path)
         if source is None:
             raise NotFoundError(f"there is no source {path!r}", where=self._url, hint="`ckpt inspect` lists them")
+        self._check_allowed(source)
         return self._opened(source.root), source
+
+    def _check_allowed(self, source: Source) -> None:
+        if self._allowed is None:
+            return
+        place = _resolved(join_url(source.root, source.path))
+        if not any(place == root or place.startswith(f"{root.rstrip('/')}/") for root in self._allowed):
+            raise AccessError(
+                f"this virtual checkpoint points at {source.path} below {source.root}, which is not among the sources that may be read",
+                where=self._url,
+                hint="if you trust it, name that root in sources= or CKPT_SOURCES",
+            )
 
     def _opened(self, root: str) -> Backend:
         with self._lock:
@@ -137,6 +152,8 @@ class Sources(ReadOnly):
     @property
     def grain(self) -> Grain:
         """That of the source which wants the most calls at once."""
+        for source in self._sources.values():
+            self._check_allowed(source)
         grains = [self._opened(root).grain for root in {s.root: None for s in self._sources.values()}]
         return max(grains, key=lambda g: g.calls, default=Grain())
 
@@ -158,3 +175,9 @@ class Sources(ReadOnly):
         head = f"{prefix.rstrip('/')}/" if prefix else ""
         below = {p[len(head) :].partition("/") for p in self._sources if p.startswith(head)}
         return sorted(name + slash for name, slash, _ in below)
+
+
+def _resolved(url: str) -> str:
+    """The place that a URL leads to: a local path without links and ``..``, so that neither leads out of an allowed root."""
+    local = url.removeprefix("file://") if url.startswith("file://") else url
+    return os.path.realpath(local) if "://" not in local else absolute_url(url).rstrip("/")
