@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from ckpt._version import __version__
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CorruptError, FormatError, UsageError
 
 from .paths import INDEX_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
@@ -59,7 +59,16 @@ class CommitRecord:
     tags: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The whole file. Equal records give equal bytes."""
+        """The whole file. Equal records give equal bytes.
+
+        Raises:
+            UsageError: a tag, or the name of a metric, is not Unicode.
+        """
+        for text in (*self.tags, *self.metrics):
+            try:
+                text.encode()
+            except UnicodeEncodeError as err:
+                raise UsageError(f"{text!r} is not Unicode", hint="give tags and metrics other names") from err
         members = {
             "format": FORMAT,
             "version": VERSION,
@@ -188,6 +197,8 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
+    if {CODED, VIRTUAL} <= set(members["features"]):
+        _damaged(f"it has the features {CODED} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)
     names = INDEX_NAMES + VIRTUAL_NAMES if VIRTUAL in members["features"] else INDEX_NAMES
     missing = [n for n in names if not isinstance(index.get(n), dict)]
