@@ -1,7 +1,7 @@
 """Writes the conformance set of format version 1: ``python -m tests.conformance.generate``.
 
-Written from docs/format.md alone, with json, pyarrow, xxhash, zstandard and numpy, and no code of the package: what it writes is what the page
-says, not what our writer does. ``accept`` and ``refuse`` are explained in README.md.
+Written from docs/format.md alone, with json, pyarrow, xxhash, zstandard and numpy, and no code of the package: what it writes is what the
+page says, not what our writer does. ``accept`` and ``refuse`` are explained in README.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 SOURCES = "/tmp/ckpt-conformance-sources"
 """Where the files of the virtual checkpoint are expected: roots are absolute."""
 
-_TABLE = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64, float16 2 F16,
-bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3, float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 F8_E4M3FNUZ,
+_TABLE = """bool 1 BOOL, uint8 1 U8, int8 1 I8, uint16 2 U16, int16 2 I16, uint32 4 U32, int32 4 I32, uint64 8 U64, int64 8 I64,
+float16 2 F16, bfloat16 2 BF16, float32 4 F32, float64 8 F64, float8_e4m3fn 1 F8_E4M3, float8_e5m2 1 F8_E5M2, float8_e4m3fnuz 1 F8_E4M3FNUZ,
 float8_e5m2fnuz 1 F8_E5M2FNUZ, float8_e8m0fnu 1 F8_E8M0, complex64 8 C64, float4_e2m1fn_x2 1 F4, complex32 4 U8, complex128 16 U8"""
 DTYPES = {name: (int(size), stored) for name, size, stored in (row.split() for row in _TABLE.split(","))}
 
@@ -443,10 +443,6 @@ def _with(**changes: Any) -> Checkpoint:
 
 def _coded(data: Callable[[bytes], bytes]) -> Checkpoint:
     """One coded chunk whose stored bytes are changed; its digest and length are right."""
-
-    class Changed(Tensor):
-        pass
-
     t = Tensor(name="c", dtype="float32", shape=(4096,), data=np.arange(4096, dtype="<f4").tobytes(), codec="planes-zstd")
     right = coded("planes-zstd", t.raw(), 4)
     wrong = data(right)
