@@ -309,9 +309,7 @@ def _archive(data: bytes, rng: random.Random) -> bytes:
     return sink.getvalue()
 
 
-_OPCODES = (
-    b"(.012FIJKLMNPQRSTUVXabcdefghijklopqrstu]}\x80\x81\x82\x83\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x90\x91\x92\x93\x94\x95\x97\x98"
-)
+_OPCODES = bytes({*b"(.012FIJKLMNPQRSTUVXabcdefghijklopqrstu]}", *range(0x80, 0x99)})
 _CALLS: tuple[Callable[[bytes], bytes], ...] = (
     lambda marker: b"cos\nsystem\n(X" + struct.pack("<I", len(marker)) + marker + b"tR",
     lambda marker: b"cbuiltins\nexec\n(X" + struct.pack("<I", len(marker)) + marker + b"tR",
