@@ -21,7 +21,7 @@ from ckpt.printable import printable, printable_json
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_STYLES = {"bold": {"bold": True}, "green": {"fg": "green"}, "red": {"fg": "red"}}
+_STYLES: dict[str, dict[str, Any]] = {"bold": {"bold": True}, "green": {"fg": "green"}, "red": {"fg": "red"}}
 _MARK = f"\ufdd0{secrets.token_hex(8)}"  # no name can contain it: nobody knows it before this process runs
 _STYLED = re.compile(f"{_MARK}([a-z]+)\ufdd1(.*?){_MARK}\ufdd1", re.DOTALL)
 
