@@ -1,6 +1,6 @@
 """Moves bytes between the ranks of one group, over TCP connections that nothing else uses: no process group, no collective.
 
-Each rank listens on a port of its own and leaves its addresses and a secret in the job's store. A rank that has something for another
+Each rank listens on ports of its own and leaves its addresses and a secret in the job's store. A rank that has something for another
 connects to it, so a job has as many connections as its plan has pairs of ranks, and only while bytes move. One thread serves them all.
 """
 
@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary, finalize, ref
 import xxhash
 
 from . import settings
-from .addresses import listen, own_addresses
+from .addresses import listen, network
 from .errors import CkptError, DeadlineError, GroupError, UsageError
 from .exchange import Exchange, Port
 from .group import Group
+from .listener import Listener
 from .plan.tables import ranks_text
 from .relay import Feed, Inlet, damaged
 from .store import Store
@@ -50,12 +51,12 @@ class Peers:
         self._broken: str | None = None
         self._closing = False
         self._busy = threading.Lock()
-        self._port = Port(group.rank, group.size, timeout, secrets.token_bytes(16), self._look)
+        secret = secrets.token_bytes(16)
+        self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
-            self._port.listener = listener = listen()
+            self._port.listener = listener = Listener(listen(self._store), secret, timeout)
             finalize(self, listener.close)
-            hosts = own_addresses(self._store)
-            self._leave(f"{group.rank}", {"hosts": hosts, "port": listener.getsockname()[1], "secret": self._port.secret.hex()})
+            self._leave(f"{group.rank}", {"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 
     def exchange(self, outgoing: Pieces, incoming: Pieces, *, alive: Callable[[], None] | None = None) -> None:
         """Send ``outgoing`` (rank → memory) and fill ``incoming``, contiguous memory in both; the views of one rank are one stream of
@@ -64,7 +65,7 @@ class Peers:
         ``alive`` is called about five times a second; an error of it ends the exchange. May run in any thread.
 
         Raises:
-            DeadlineError: a rank died, or nothing moved to or from it for ``timeout`` seconds.
+            DeadlineError: a rank died or cannot be reached, or nothing moved to or from it for ``timeout`` seconds.
             RankFailedError: the exchange failed on another rank.
             CorruptError: bytes were damaged on the way.
             ConsistencyError: two ranks do not agree how much moves between them.
@@ -108,8 +109,9 @@ class Peers:
         try:
             self._check_usable([*outgoing, *incoming])
             self._number += 1
-            exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
+            exchange: Exchange | None = None
             try:
+                exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
                 exchange.start()
                 work(exchange.turn)
                 exchange.run()
@@ -118,7 +120,8 @@ class Peers:
                 self._break(err)  # before connections close: the others look here why they did
                 raise
             finally:
-                exchange.close()
+                if exchange is not None:
+                    exchange.close()
         finally:
             self._busy.release()
             if self._closing or self._broken is not None:
@@ -200,6 +203,7 @@ def peers_of(group: Group, *, timeout: float | None = None) -> Peers:
 
     Raises:
         DeadlineError: the job's store is gone.
+        UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
     """
     known = _peers.get(group)
     if known is None or known.call != group.calls:
