@@ -12,7 +12,6 @@ from contextlib import suppress
 from . import settings
 from .errors import CkptError, UsageError
 from .interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
-from .store import Store
 
 BACKLOG = 1024
 """Connections that may wait until this rank looks at them."""
@@ -26,8 +25,8 @@ _NOWHERE = "192.0.2.1"
 log = logging.getLogger("ckpt")
 
 
-def listen(store: Store) -> list[socket.socket]:
-    """Sockets that listen at :func:`own_addresses`, on free ports.
+def listen(store: str | None) -> list[socket.socket]:
+    """Sockets that listen at :func:`own_addresses`, on free ports. ``store``: the host of the job's store, if it has one.
 
     Raises:
         UsageError: a setting names no interface.
@@ -64,7 +63,7 @@ def exhausted(err: OSError) -> CkptError:
     )
 
 
-def own_addresses(store: Store) -> list[str]:
+def own_addresses(store: str | None) -> list[str]:
     """This machine's addresses. Those of the interfaces that a setting chooses, and no others; else first the one that it reaches the
     job's store from, since the other ranks reach the store, too; then the one of most ways, then all others, and loopback last, for ranks
     of this machine.
@@ -73,7 +72,7 @@ def own_addresses(store: Store) -> list[str]:
         UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
     """
     known = interface_addresses()
-    likely = [address for host in [_host(store), _NOWHERE] if host and (address := _way_to(host))]
+    likely = [address for host in [store, _NOWHERE] if host and (address := _way_to(host))]
     known.sort(key=lambda a: _place(a.host, likely))
     if (chosen := _chosen(known)) is not None:
         return _in_order(a.host for a in chosen)
@@ -129,14 +128,6 @@ def _in_order(hosts: Iterable[str]) -> list[str]:
     unique = list(dict.fromkeys(hosts))
     loopback = [host for host in unique if is_loopback(host)]
     return [host for host in unique if host not in loopback] + loopback[:1]
-
-
-def _host(store: object) -> str | None:
-    """The machine that serves the store; stores are wrapped in others that add a prefix, and a store of files has none."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None)
-    return host if isinstance(host, str) else None
 
 
 def _way_to(host: str) -> str | None:

@@ -10,8 +10,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -25,7 +24,6 @@ from .group import Group
 from .listener import Listener
 from .plan.tables import ranks_text
 from .relay import Feed, Inlet, damaged
-from .store import Store
 from .streams import Incoming, Outgoing, Views
 
 log = logging.getLogger("ckpt")
@@ -46,7 +44,7 @@ class Peers:
         self.call = group.calls
         self.ranks = group.ranks
         self._group = ref(group)  # a group that is not used any more is forgotten, and its connections with it
-        self._store = group.store
+        self._store = group.store.within(timeout) if group.store is not None else None
         self._number = 0
         self._broken: str | None = None
         self._closing = False
@@ -54,7 +52,7 @@ class Peers:
         secret = secrets.token_bytes(16)
         self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
-            self._port.listener = listener = Listener(listen(self._store), secret, timeout)
+            self._port.listener = listener = Listener(listen(self._store.host), secret, timeout)
             finalize(self, listener.close)
             self._leave(f"{group.rank}", {"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 
@@ -156,20 +154,10 @@ class Peers:
 
     # ---- what ranks leave in the store
 
-    @contextmanager
-    def _reached(self) -> Iterator[Store]:
-        assert self._store is not None
-        try:
-            yield self._store
-        except RuntimeError as err:
-            raise DeadlineError(
-                "the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died", hint="look at its log"
-            ) from err
-
     def _leave(self, name: str, value: Any) -> None:
         key = f"{self.call}/peers/{name}"
-        with self._reached() as store:
-            store.set(key, json.dumps(value).encode())
+        assert self._store is not None
+        self._store.set(key, json.dumps(value).encode())
         group = self._group()
         if group is not None and group.calls:
             group.remember(key)
@@ -177,8 +165,8 @@ class Peers:
     def _look(self, name: str) -> Any:
         """What a rank left under this name, or None."""
         key = f"{self.call}/peers/{name}"
-        with self._reached() as store:
-            return json.loads(store.get(key)) if store.check([key]) else None
+        assert self._store is not None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 DIGEST_BYTES = 8
@@ -202,7 +190,7 @@ def peers_of(group: Group, *, timeout: float | None = None) -> Peers:
     not wait for other ranks. What an earlier call had is closed, at the latest when its exchange ends. ``timeout`` in seconds.
 
     Raises:
-        DeadlineError: the job's store is gone.
+        DeadlineError: the job's store cannot be reached.
         UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
     """
     known = _peers.get(group)
