@@ -21,7 +21,7 @@ from .errors import CorruptError
 from .streams import Views
 
 RECORD = struct.Struct("<IIIIQ")
-"""Parcel, piece, slot, bytes that follow, XXH3-64 of them or of those in the slot."""
+"""Parcel, piece, slot, bytes that follow or turn of the slot, XXH3-64 of the bytes."""
 IN_STREAM = 0xFFFFFFFF
 """In place of a slot: the bytes follow."""
 ALIVE = 0xFFFFFFFF
@@ -36,6 +36,7 @@ class _Slot:
     parcel: int
     piece: int
     slot: int
+    turn: int
     digest: int
     packed: Callable[[], Sequence[memoryview]]
     sent: Callable[[], None]
@@ -66,11 +67,19 @@ class Feed:
         self._opened = opened
 
     def put_slot(
-        self, parcel: int, piece: int, slot: int, digest: int, packed: Callable[[], Sequence[memoryview]], sent: Callable[[], None]
+        self,
+        parcel: int,
+        piece: int,
+        *,
+        slot: int,
+        turn: int,
+        digest: int,
+        packed: Callable[[], Sequence[memoryview]],
+        sent: Callable[[], None],
     ) -> None:
         """A piece in a slot of the ring, with the XXH3-64 of all of it. Where the receiver has not opened the ring, ``packed`` gives what
         it wants of the piece; ``sent`` is called when that has gone."""
-        self._put(_Slot(parcel=parcel, piece=piece, slot=slot, digest=digest, packed=packed, sent=sent))
+        self._put(_Slot(parcel=parcel, piece=piece, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent))
 
     def put_bytes(self, parcel: int, piece: int, views: Sequence[memoryview], sent: Callable[[], None]) -> None:
         """``views`` must stay as they are until ``sent`` is called."""
@@ -79,7 +88,7 @@ class Feed:
     def nudge(self) -> None:
         """Give a sign of life if there is nothing else to send."""
         if self.idle:
-            self._put((_record(ALIVE, 0, IN_STREAM, 0), lambda: None))
+            self._put((_record(ALIVE, 0, IN_STREAM), lambda: None))
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -108,12 +117,12 @@ class Feed:
 
     def _spelled(self, entry: _Slot) -> tuple[Views, Callable[[], None]]:
         if self._opened:
-            return _record(entry.parcel, entry.piece, entry.slot, entry.digest), lambda: None
+            return _record(entry.parcel, entry.piece, entry.slot, entry.turn, entry.digest), lambda: None
         return _in_stream(entry.parcel, entry.piece, entry.packed()), entry.sent
 
 
-def _record(parcel: int, piece: int, slot: int, digest: int) -> Views:
-    return Views([memoryview(RECORD.pack(parcel, piece, slot, 0, digest))])
+def _record(parcel: int, piece: int, slot: int, turn: int = 0, digest: int = 0) -> Views:
+    return Views([memoryview(RECORD.pack(parcel, piece, slot, turn, digest))])
 
 
 def _in_stream(parcel: int, piece: int, views: Sequence[memoryview]) -> Views:
@@ -129,7 +138,7 @@ class Taker(Protocol):
     def open(self, announcement: bytes) -> bool:
         """Open the sender's ring; whether that could be done."""
 
-    def slot(self, parcel: int, piece: int, slot: int, digest: int) -> bool:
+    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
         """Copy what is wanted out of a slot; whether this was the last piece of the last parcel.
 
         Raises:
@@ -177,7 +186,7 @@ class Inlet:
     def _began(self) -> None:
         parcel, piece, slot, length, digest = RECORD.unpack(self._record)
         if parcel != ALIVE and slot != IN_STREAM:
-            self._done = self._taker.slot(parcel, piece, slot, digest)
+            self._done = self._taker.slot(parcel, piece, slot, length, digest)
         elif parcel != ALIVE:
             self._room = self._taker.room(parcel, piece, length)
             self._views = Views(self._room)

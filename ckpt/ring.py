@@ -28,7 +28,8 @@ PAUSE = 0.0002
 """Seconds between two looks at the slots that others copy from: they are not asked to tell."""
 TOKEN_BYTES = 16
 _HEADER = 64
-"""Bytes before the marks, the first of which are the token."""
+"""Bytes of the token and of what aligns what follows: a turn for each slot, and a mark for each slot and reader."""
+_TURN = np.dtype(np.uint32)
 _NAME = "ckpt-ring"
 _ANNOUNCEMENT = struct.Struct(f"!IIIIQ{TOKEN_BYTES}s")
 ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
@@ -69,7 +70,7 @@ class Ring:
             os.ftruncate(self.file, _nbytes(self.shape))
         memory = mmap.mmap(self.file, _nbytes(self.shape))
         memory[:TOKEN_BYTES] = self.token
-        self._marks, self._data = _parts(memory, self.shape)
+        self._turns, self._marks, self._data = _parts(memory, self.shape)
         self._seen = [memoryview(row) for row in self._marks]
         self._nobody = bytes(readers)
         self._timeout = timeout
@@ -123,11 +124,14 @@ class Ring:
         with self._lock:
             self._holds[slot] -= 1
 
-    def lend(self, slot: int, ranks: tuple[int, ...], which: Iterable[int]) -> None:
-        """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`."""
+    def lend(self, slot: int, ranks: tuple[int, ...], which: Iterable[int]) -> int:
+        """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`. The
+        number of this turn of the slot, by which they know that it is the one that is meant for them."""
         self._lent[slot] = ranks
+        self._turns[slot] += 1
         for i in which:
             self._marks[slot, i] = 1
+        return int(self._turns[slot])
 
     def returned(self, slot: int, which: int) -> None:
         """Reader number ``which`` got what it wants of the slot in another way."""
@@ -168,11 +172,15 @@ class Borrowed:
             os.close(fd)
         if memory[:TOKEN_BYTES] != at.token:
             raise OSError(f"{path} is memory of another process than the one that announced it")
-        self._marks, self._data = _parts(memory, at.shape)
+        self._turns, self._marks, self._data = _parts(memory, at.shape)
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
         found: npt.NDArray[np.uint8] = self._data[slot]
         return found
+
+    def turn(self, slot: int) -> int:
+        """See :meth:`Ring.lend`."""
+        return int(self._turns[slot])
 
     def done(self, slot: int, which: int) -> None:
         """Reader number ``which`` has what it wants of the slot. A copy gives up the interpreter's lock and takes it again, so the other
@@ -212,11 +220,16 @@ def _nbytes(shape: tuple[int, int, int]) -> int:
 
 
 def _lead(slots: int, readers: int) -> int:
-    return -(-(_HEADER + slots * readers) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-(_HEADER + slots * (_TURN.itemsize + readers)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """A mark for each slot and reader, and the slots. The arrays keep the memory."""
+def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Turns, marks, and the slots. The arrays keep the memory."""
     slots, size, readers = shape
+    marks = _HEADER + slots * _TURN.itemsize
     found = np.frombuffer(memory, dtype=np.uint8)
-    return found[_HEADER:][: slots * readers].reshape(slots, readers), found[_lead(slots, readers) :].reshape(slots, size)
+    return (
+        found[_HEADER:marks].view(_TURN),
+        found[marks:][: slots * readers].reshape(slots, readers),
+        found[_lead(slots, readers) :].reshape(slots, size),
+    )

@@ -30,7 +30,7 @@ from ckpt.workers import Pending, run_tasks
 from .exact import SLICE
 from .fetch import Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
-from .taking import Taker, pack, packed_copy, place, straight
+from .taking import Taker, is_checked, pack, packed_copy, place, straight
 
 
 class Carrier:
@@ -257,13 +257,13 @@ class Carrier:
             data = self._ring.data(slot)[: cut.nbytes]
             fill(data)
             places = {rank: parcel.ranks.index(rank) for rank in ranks if rank in self._near}
-            self._ring.lend(slot, parcel.ranks, places.values())
-            digest = xxhash.xxh3_64_intdigest(data.data) if places else 0
+            turn = self._ring.lend(slot, parcel.ranks, places.values())
+            digest = xxhash.xxh3_64_intdigest(data.data) if any(is_checked(cut, cut.wanted(rank)) for rank in places) else 0
             for rank in ranks:
                 which = self._numbers[rank][id(parcel)]
                 if rank in places:
                     packed, sent = partial(packed_copy, data, cut, rank), partial(self._ring.returned, slot, places[rank])
-                    self._feeds[rank].put_slot(which, number, slot, digest, packed, sent)
+                    self._feeds[rank].put_slot(which, number, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent)
                 else:
                     self._ring.hold(slot)
                     self._feeds[rank].put_bytes(which, number, [data.data], partial(self._ring.release, slot))

@@ -151,15 +151,16 @@ def test_memory_that_may_not_be_opened(ranks: Ranks, tmp_path: Path, threads: in
         assert "shared memory of rank 0" in text and "Permission denied" in text
 
 
-def load_damaged_slots(url: str) -> tuple[str, str]:
+def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
     from ckpt.relay import Feed
 
     in_small_pieces()
     put = Feed.put_slot
 
-    def damaging(self: Feed, parcel: int, piece: int, slot: int, digest: int, packed: Any, sent: Any) -> None:
-        packed.args[0][3] ^= 4
-        put(self, parcel, piece, slot, digest, packed, sent)
+    def damaging(self: Feed, parcel: int, piece: int, *, turn: int, packed: Any, **given: Any) -> None:
+        if what == "bytes":
+            packed.args[0][3] ^= 4
+        put(self, parcel, piece, turn=turn + (what == "turn"), packed=packed, **given)
 
     if dist.get_rank() == 0:
         Feed.put_slot = damaging  # type: ignore[method-assign]
@@ -170,8 +171,10 @@ def load_damaged_slots(url: str) -> tuple[str, str]:
     return "", ""
 
 
-def test_damage_in_shared_memory_is_found(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["bytes", "turn"])
+def test_damage_in_shared_memory_is_found(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    """Bytes that changed after they were read, and a slot that was filled again too early."""
     url = str(tmp_path / "a")
     ranks.run(2, save_rows, url)
-    for kind, text in ranks.run(2, load_damaged_slots, url):
+    for kind, text in ranks.run(2, load_damaged_slots, url, what):
         assert kind == "CorruptError" and "what rank 0 sent was damaged on the way" in text
