@@ -29,6 +29,8 @@ so all of them have to be connected."""
 TURN = 0.2
 """Seconds: a rank looks at its deadlines, and gives a sign of life, about this often."""
 
+LOOK = 1.0
+"""Seconds between two looks for failures of ranks that this one has no connection with."""
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 log = logging.getLogger("ckpt")
@@ -76,6 +78,7 @@ class Exchange:
         self.queue = deque(sorted((r for r in self.outgoing if r != self.me), key=lambda r: (r - self.me) % (max(self.outgoing) + 1)))
         self.most = len(self.outgoing) if any(isinstance(views, Feed) for views in self.outgoing.values()) else CONNECTIONS
         self.looked = self.checked = 0.0
+        self.heard = time.monotonic()
         self.pause = 0.005
         self.moved = dict.fromkeys([*self.outgoing, *self.incoming], time.monotonic())
         """When something last moved to or from each rank."""
@@ -305,6 +308,7 @@ class Exchange:
         waiting = {*(r for r, views in self.outgoing.items() if not views.idle), *self.incoming}
         if self._full():
             waiting -= {*self.queue} - {*self.incoming}  # it is their turn later
+        self._look_for_failures(now)
         silent = [r for r in waiting if now - self.moved[r] >= self.port.timeout]
         if silent:
             tried = "; ".join(f"rank {r} at {dial}" for r in silent if (dial := self.dialer.dials.get(r)) is not None)
@@ -313,8 +317,16 @@ class Exchange:
                 hint="look whether they died or hang; a larger timeout= gives a slow network more time",
             )
 
-    def _failed(self, rank: int) -> CkptError | None:
-        """What a rank left in the store about the error that ended its exchange, if it did."""
+    def _look_for_failures(self, now: float) -> None:
+        """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""
+        apart = bool(self.queue or self.dialer.dials) or any((self.number, rank) not in self.port.met for rank in self.incoming)
+        if apart and now - self.heard >= max(LOOK, self.port.ranks / 1024):
+            self.heard = now
+            if (failed := self._failed("any")) is not None:
+                raise failed
+
+    def _failed(self, rank: int | str) -> CkptError | None:
+        """What a rank, or ``any``, left in the store about the error that ended its exchange, if it did."""
         told = self.port.told = self.port.look(f"failed/{rank}")
         return failed_on(told["rank"], told) if told is not None else None
 

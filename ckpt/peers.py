@@ -148,7 +148,8 @@ class Peers:
             where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
             told = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
             try:
-                self._leave(f"failed/{self._port.rank}", self._port.told or told)
+                for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
+                    self._leave(f"failed/{name}", self._port.told or told)
             except DeadlineError as lost:
                 log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 
