@@ -8,6 +8,8 @@ import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
+from typing import Any
 
 from . import settings
 from .errors import CkptError, UsageError
@@ -133,13 +135,19 @@ def _in_order(hosts: Iterable[str]) -> list[str]:
 def _way_to(host: str) -> str | None:
     """The address of this machine that packets to ``host`` would come from, unless it is of one link only. Sends none."""
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as sock:
+        for family, address in _resolved(host):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
                 sock.connect(address)
                 own = str(sock.getsockname()[0])
                 if not own.lower().startswith("fe80:"):
                     return own
     return None
+
+
+@lru_cache(maxsize=16)
+def _resolved(host: str) -> list[tuple[int, Any]]:
+    """Once in a process: a server of names that is gone later does not hold up a save."""
+    return [(family, address) for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
 
 
 def _addresses_of(name: str) -> list[str]:
