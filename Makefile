@@ -14,7 +14,7 @@ WORKERS ?= 3
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test lint format bench api clean s3-server
+.PHONY: venv demo test lint format bench api clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -32,13 +32,17 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@touch $@
 
-test: lint s3-server
+test: lint s3-server machines
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
 	$(BIN)/python -m pytest -q -m alone $(PYTEST_ARGS) || $(NONE)
 
 # a real object store for the tests, where apt and root are at hand; else they use moto's server and say so
 s3-server:
 	@tests/s3/install.sh
+
+# what the tests on several machines need, where apt and root are at hand; else they are skipped
+machines:
+	@tests/machines/install.sh
 
 lint: venv
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import selectors
 import socket
@@ -13,19 +14,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from .addresses import exhausted, from_here
+from .dialing import Dial, Dialer
 from .errors import CkptError, ConsistencyError, DeadlineError
+from .listener import Listener, Listening
 from .plan.tables import ranks_text
 from .relay import Feed
-from .streams import HELLO, MAGIC, READY, REFUSED, Greeting, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .streams import OPENED, READY, REFUSED, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
 from .told import failed_on
 
 CONNECTIONS = 64
 """Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,
 so all of them have to be connected."""
-CONNECT_SECONDS = 5.0
-"""After this long the next address of a rank is tried."""
 TURN = 0.2
 """Seconds: a rank looks at its deadlines, and gives a sign of life, about this often."""
+
+LOOK = 1.0
+"""Seconds between two looks for failures of ranks that this one has no connection with."""
+_SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 log = logging.getLogger("ckpt")
 
@@ -39,14 +45,18 @@ class Port:
     timeout: float
     secret: bytes
     look: Callable[[str], Any]
-    listener: socket.socket | None = None
-    early: list[tuple[int, int, int, socket.socket]] = field(default_factory=list)
-    """Number of the exchange, rank, size: of streams from ranks that are ahead of this one."""
+    network: str = ""
+    """Equal for ranks that have the same interfaces."""
+    listener: Listener | None = None
+    early: list[tuple[Hello, socket.socket]] = field(default_factory=list)
+    """Streams from ranks that are ahead of this one."""
+    met: set[tuple[int, int]] = field(default_factory=set)
+    """Number of the exchange and rank: of streams that have begun. A rank may come at several addresses, and is served at the first."""
     told: dict[str, Any] | None = None
     """The error of another rank that ended an exchange of this one."""
 
     def close(self) -> None:
-        for *_, sock in self.early:
+        for _, sock in self.early:
             sock.close()
         self.early.clear()
         if self.listener is not None:
@@ -67,19 +77,21 @@ class Exchange:
         self.incoming = {r: views for r, views in incoming.items() if views.size}
         self.queue = deque(sorted((r for r in self.outgoing if r != self.me), key=lambda r: (r - self.me) % (max(self.outgoing) + 1)))
         self.most = len(self.outgoing) if any(isinstance(views, Feed) for views in self.outgoing.values()) else CONNECTIONS
-        self.hosts: dict[int, deque[tuple[str, int]]] = {}
-        self.secrets: dict[int, bytes] = {}
         self.looked = self.checked = 0.0
+        self.heard = time.monotonic()
         self.pause = 0.005
-        self.selector = selectors.DefaultSelector()
         self.moved = dict.fromkeys([*self.outgoing, *self.incoming], time.monotonic())
         """When something last moved to or from each rank."""
-        self.connecting: dict[Sending, float] = {}
         self.sending: set[Sending] = set()
         self.awake = False
         """Whether it has been woken and has not yet looked."""
         self.thread = threading.get_ident()
-        self.woken, self.waker = socket.socketpair()
+        try:
+            self.selector = selectors.DefaultSelector()
+            self.woken, self.waker = socket.socketpair()
+        except OSError as err:
+            raise exhausted(err) from err
+        self.dialer = Dialer(self.selector, port.timeout)
         for sock in (self.woken, self.waker):
             sock.setblocking(False)
         for views in self.outgoing.values():
@@ -98,12 +110,11 @@ class Exchange:
         """Before the first turn."""
         self._copy_own()
         if self.port.listener is not None:
-            self.port.listener.setblocking(False)
-            self.selector.register(self.port.listener, selectors.EVENT_READ)
+            self.port.listener.attach(self.selector)
         self.selector.register(self.woken, selectors.EVENT_READ, self.woken)
         waiting, self.port.early = self.port.early, []
-        for said in waiting:
-            self._meet(*said)
+        for hello, sock in waiting:
+            self._meet(hello, sock)
 
     def run(self) -> None:
         """Move everything that is left. Raises as ``Peers.exchange`` says."""
@@ -113,8 +124,10 @@ class Exchange:
     def turn(self, timeout: float) -> None:
         """Move what can be moved; wait at most ``timeout`` seconds until something can."""
         self._connect_more()
+        self._dial()
         if self.awake:
             self._look()
+        timeout = self.dialer.wait(timeout)
         for key, _ in self.selector.select(min(self.pause, timeout) if self.queue and not self._full() else timeout):
             self._step(key.data)
         if time.monotonic() - self.checked >= TURN:
@@ -123,8 +136,10 @@ class Exchange:
             self.checked = time.monotonic()
 
     def close(self) -> None:
+        if self.port.listener is not None:
+            self.port.listener.detach()
         for key in list(self.selector.get_map().values()):
-            if key.data is not None and key.data is not self.woken:
+            if key.data is not self.woken:
                 self._drop(key.data)
         self.selector.close()
         self.woken.close()
@@ -153,64 +168,63 @@ class Exchange:
             if found is None:
                 self.queue.append(rank)
                 continue
-            self.secrets[rank] = bytes.fromhex(found["secret"])
-            self.hosts[rank] = deque((host, found["port"]) for host in found["hosts"])
-            self._connect(rank, OSError("no address"))
+            addresses = [(host, port) for host, port in found["addresses"]]
+            hello = Hello(number=self.number, rank=self.me, size=self.outgoing[rank].size, announcement=self.outgoing[rank].announcement)
+            self.dialer.begin(
+                rank,
+                from_here(addresses, same_network=found["network"] == self.port.network),
+                hello.pack(bytes.fromhex(found["secret"])),
+                self.outgoing[rank],
+            )
+            self.moved[rank] = time.monotonic()
             if self._full():
                 return
         self.looked = time.monotonic()
         self.pause = min(2 * self.pause, max(0.05, self.port.ranks / 4096))
 
-    def _connect(self, rank: int, why: OSError) -> None:
-        """Try the next address of a rank."""
-        while self.hosts[rank]:
-            host, port = self.hosts[rank].popleft()
-            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            hello = HELLO.pack(MAGIC, self.secrets[rank], self.number, self.me, self.outgoing[rank].size)
-            try:
-                sock.connect((host, port))
-            except BlockingIOError:
-                pass
-            except OSError as err:
-                sock.close()
-                why = err
-                continue
-            stream = Sending(rank, sock, hello, self.outgoing[rank])
-            self.connecting[stream] = self.moved[rank] = time.monotonic()
-            self.selector.register(sock, selectors.EVENT_WRITE, stream)
-            self.sending.add(stream)
-            return
-        raise self._lost(rank, why)
+    def _dial(self) -> None:
+        for dial in self.dialer.advance():
+            raise self._unreachable(dial)
 
-    def _accept(self) -> None:
+    def _accept(self, port: Listening) -> None:
         assert self.port.listener is not None
-        with suppress(BlockingIOError, ConnectionError):  # whoever it was is gone already
-            sock, _ = self.port.listener.accept()
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.selector.register(sock, selectors.EVENT_READ, Greeting(sock, self.port.secret))
+        for hello, sock in self.port.listener.accept(port):
+            self._meet(hello, sock)
 
-    def _meet(self, number: int, rank: int, size: int, sock: socket.socket) -> None:
+    def _meet(self, hello: Hello, sock: socket.socket) -> None:
         """A rank has said what it has for this one."""
-        if number > self.number:
-            self.port.early.append((number, rank, size, sock))
+        rank, key = hello.rank, (hello.number, hello.rank)
+        if key in self.port.met:
+            sock.close()
+            return
+        if hello.number > self.number:
+            self.port.early.append((hello, sock))
             return
         views = self.incoming.get(rank)
         expected, unit = (views.size, views.unit) if views else (0, "bytes")
-        if number < self.number or views is None or size != expected:
-            sock.send(REFUSED)
+        if hello.number < self.number or views is None or hello.size != expected:
+            with suppress(OSError):  # it is gone already
+                sock.send(REFUSED)
             sock.close()
-            raise ConsistencyError(f"rank {rank} has {size} {unit} for rank {self.me}, which expects {expected} (exchange {self.number})")
-        sock.send(READY)
+            raise ConsistencyError(
+                f"rank {rank} has {hello.size} {unit} for rank {self.me}, which expects {expected} (exchange {self.number})"
+            )
+        opened = bool(hello.announcement) and views.open(hello.announcement)
+        try:
+            sock.send(OPENED if opened else READY)
+        except OSError as err:  # it has not begun, and connects again if it can
+            log.debug("rank %d closed a connection before it was answered: %s", rank, err)
+            sock.close()
+            return
+        self.port.met.add(key)
         self.moved[rank] = time.monotonic()
         self.selector.register(sock, selectors.EVENT_READ, Receiving(rank, sock, views))
 
     # ---- streams
 
-    def _step(self, stream: Sending | Receiving | Greeting | socket.socket | None) -> None:
-        if stream is None:
-            self._accept()
+    def _step(self, stream: Sending | Receiving | Greeting | Listening | socket.socket) -> None:
+        if isinstance(stream, Listening):
+            self._accept(stream)
         elif isinstance(stream, socket.socket):
             self._woke()
         elif isinstance(stream, Greeting):
@@ -235,25 +249,28 @@ class Exchange:
                 self._send(stream)
 
     def _greet(self, stream: Greeting) -> None:
-        try:
-            said = stream.step()
-        except OSError as err:
-            log.debug("a connection to rank %d was closed: %s", self.me, err)
-            self._drop(stream)
-            return
-        if said is not None:
-            self.selector.unregister(stream.sock)
-            self._meet(*said, stream.sock)
+        assert self.port.listener is not None
+        if (hello := self.port.listener.greet(stream)) is not None:
+            self._meet(hello, stream.sock)
 
     def _send(self, stream: Sending) -> None:
+        if stream.sock.fileno() < 0:  # another connection to that rank was answered in this turn
+            return
+        greeted, ready = stream.greeted, stream.ready
         try:
             self._move(stream, self.outgoing)
         except Refused:
             raise self._refused(stream.rank) from None
-        if stream.ready:
-            self.connecting.pop(stream, None)
+        if stream.sock.fileno() < 0:
+            return
+        if stream.greeted and not greeted:
+            self.dialer.connected(stream)
+        if stream.ready and not ready:
+            for other in self.dialer.answered(stream):
+                self._drop(other)
+            self.sending.add(stream)
         events = selectors.EVENT_WRITE if stream.writes else selectors.EVENT_READ
-        if stream.sock.fileno() >= 0 and self.selector.get_key(stream.sock).events != events:
+        if self.selector.get_key(stream.sock).events != events:
             self.selector.modify(stream.sock, events, stream)
 
     def _move(self, stream: Sending | Receiving, table: dict[int, Outgoing] | dict[int, Incoming]) -> None:
@@ -265,45 +282,68 @@ class Exchange:
             self._drop(stream)
             if not isinstance(stream, Sending) or stream.ready:
                 raise self._lost(stream.rank, err) from err
-            self._connect(stream.rank, err)
+            self.dialer.failed(stream, err)
+            if stream.greeted and (failed := self._failed(stream.rank)) is not None:
+                raise failed from err
             return
-        self.moved[stream.rank] = time.monotonic()
+        if isinstance(stream, Receiving) or stream.ready:  # to connect is no progress: who listens need not be that rank
+            self.moved[stream.rank] = time.monotonic()
         if done:
             self._drop(stream)
             del table[stream.rank]
 
-    def _drop(self, stream: Sending | Receiving | Greeting) -> None:
+    def _drop(self, stream: Sending | Receiving) -> None:
         with suppress(KeyError):
             self.selector.unregister(stream.sock)
         stream.sock.close()
         if isinstance(stream, Sending):
-            self.connecting.pop(stream, None)
             self.sending.discard(stream)
 
     # ---- what goes wrong
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for stream, began in list(self.connecting.items()):
-            if not stream.greeted and self.hosts[stream.rank] and now - began > min(CONNECT_SECONDS, self.port.timeout / 4):
-                self._drop(stream)
-                self._connect(stream.rank, TimeoutError("no answer"))
+        if self.port.listener is not None:
+            self.port.listener.tick()
         waiting = {*(r for r, views in self.outgoing.items() if not views.idle), *self.incoming}
         if self._full():
             waiting -= {*self.queue} - {*self.incoming}  # it is their turn later
+        self._look_for_failures(now)
         silent = [r for r in waiting if now - self.moved[r] >= self.port.timeout]
         if silent:
+            tried = "; ".join(f"rank {r} at {dial}" for r in silent if (dial := self.dialer.dials.get(r)) is not None)
             raise DeadlineError(
-                f"nothing moved to or from {ranks_text(silent)} for {self.port.timeout:g} s",
+                f"nothing moved to or from {ranks_text(silent)} for {self.port.timeout:g} s" + (f" ({tried})" if tried else ""),
                 hint="look whether they died or hang; a larger timeout= gives a slow network more time",
             )
 
-    def _lost(self, rank: int, why: OSError) -> CkptError:
-        """The error for a rank that has closed its connections, with what it left in the store about it."""
+    def _look_for_failures(self, now: float) -> None:
+        """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""
+        apart = bool(self.queue or self.dialer.dials) or any((self.number, rank) not in self.port.met for rank in self.incoming)
+        if apart and now - self.heard >= max(LOOK, self.port.ranks / 1024):
+            self.heard = now
+            if (failed := self._failed("any")) is not None:
+                raise failed
+
+    def _failed(self, rank: int | str) -> CkptError | None:
+        """What a rank, or ``any``, left in the store about the error that ended its exchange, if it did."""
         told = self.port.told = self.port.look(f"failed/{rank}")
-        if told is None:
-            return DeadlineError(f"rank {rank} cannot be reached, so it probably died ({why})", hint=f"look at the log of rank {rank}")
-        return failed_on(told["rank"], told)
+        return failed_on(told["rank"], told) if told is not None else None
+
+    def _lost(self, rank: int, why: OSError) -> CkptError:
+        """The error for a rank whose connection broke."""
+        if (failed := self._failed(rank)) is not None:
+            return failed
+        likely = "it or its machine died, or the network lets nothing through" if why.errno in _SILENCE else "it probably died"
+        return DeadlineError(f"the connection to rank {rank} broke ({why}): {likely}", hint=f"look at the log of rank {rank}")
+
+    def _unreachable(self, dial: Dial) -> CkptError:
+        """The error for a rank that was reached at none of its addresses."""
+        return self._failed(dial.rank) or DeadlineError(
+            f"rank {dial.rank} cannot be reached ({dial})",
+            hint=f"look at the log of rank {dial.rank}: nobody listens where a process has ended. If it runs, look for a firewall, "
+            "and choose the network by CKPT_SOCKET_IFNAME",
+        )
 
     def _refused(self, rank: int) -> CkptError:
         size, unit = self.outgoing[rank].size, self.outgoing[rank].unit

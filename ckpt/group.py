@@ -35,8 +35,8 @@ R = TypeVar("R")
 
 log = logging.getLogger("ckpt")
 
-_SEE_OFF = 2.0
-"""Seconds that a leader waits at the end of a call for ranks that may be dead."""
+_SEE_OFF, _SEE_OFF_THE_DEAD = 2.0, 0.75
+"""Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
 
 
 @dataclass(eq=False)
@@ -74,13 +74,12 @@ class Group:
         going on in the background when the next one begins, and fails."""
         self._past = max(self._past, int(number))
 
-    def forget(self) -> None:
+    def forget(self, store: Store) -> None:
         """Delete what this rank wrote in calls that all ranks have left."""
-        assert self.store is not None
-        with suppress(RuntimeError):  # the store is gone: the call that begins now will say so
+        with suppress(DeadlineError):  # the call that begins now will say so
             for number in [n for n in list(self._written) if n < self._past]:
                 for key in self._written.pop(number, ()):  # a save in the background forgets, too
-                    self.store.delete_key(key)
+                    store.delete_key(key)
 
     def remember(self, key: str) -> None:
         """A key that this rank wrote: the number of its call, a slash, and a name."""
@@ -136,10 +135,12 @@ class Call:
     _phase: str = "start"
     _turn: int = 0
     """Number of the phase. Keys have it, not the name: ranks that make different calls must meet to find out."""
-    _beats: int = 0
     _beaten: float = 0.0
     _looked: float = 0.0
     _blobs: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._store = self.group.store.within(self.timeout) if self.group.store is not None else None
 
     @property
     def is_leader(self) -> bool:
@@ -154,8 +155,8 @@ class Call:
         """
         self._phase = phase
         self._turn += 1
-        if self._turn == 1 and self.group.store is not None:
-            self.group.forget()  # here, not when the call began: a save in the background has a thread of its own for it
+        if self._turn == 1 and self._store is not None:
+            self.group.forget(self._store)  # here, not when the call began: a save in the background has a thread of its own for it
         try:
             row = work()
         except BaseException as err:
@@ -172,8 +173,7 @@ class Call:
         if self.group.store is None or now - self._beaten < self.timeout / 8:
             return
         self._beaten = now
-        self._beats += 1
-        self._set(f"beat/{self.group.rank}", str(self._beats).encode())
+        self._add(f"beat/{self.group.rank}")  # which the store answers: a rank that is cut off from it finds that out while it works
 
     def look(self) -> None:
         """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.
@@ -235,47 +235,51 @@ class Call:
         return f"{self.number}/{name}"
 
     @contextmanager
-    def _store(self) -> Iterator[Store]:
+    def _reached(self) -> Iterator[Store]:
         """The job's store; it raises only when it cannot be reached."""
-        assert self.group.store is not None
+        assert self._store is not None
         try:
-            yield self.group.store
-        except RuntimeError as err:
-            raise DeadlineError(
-                f"{self.kind}: the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died",
-                where=self.url,
-                hint="look at the log of rank 0; `ckpt ls` shows what is committed",
-            ) from err
+            yield self._store
+        except DeadlineError as err:
+            raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
 
     def see_off(self, seconds: float = _SEE_OFF) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
-        as soon as the call does."""
-        if self.group.store is None or not self.is_leader:
+        as soon as the call does.
+
+        Raises:
+            DeadlineError: the store does not answer, so the others may not have heard. That it is gone is no error: nobody is served.
+        """
+        if self._store is None or not self.is_leader:
             return
+        seconds = max(seconds, self.group.size / 512)  # longer than any rank waits between two looks
         end, pause = time.monotonic() + seconds, 0.0005
-        with suppress(DeadlineError):
+        try:
             while self._add(f"{self._turn}/heard", 0) < self.group.size - 1 and time.monotonic() < end:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
+        except DeadlineError:
+            if self._store.silent:
+                raise
 
     def _set(self, name: str, data: bytes) -> None:
-        with self._store() as store:
+        with self._reached() as store:
             store.set(self._key(name), data)
         self.group.remember(self._key(name))
 
     def _add(self, name: str, amount: int = 1) -> int:
-        with self._store() as store:
+        with self._reached() as store:
             count = store.add(self._key(name), amount)
         if count == amount == 1:
             self.group.remember(self._key(name))
         return count
 
     def _get(self, name: str) -> bytes:
-        with self._store() as store:
+        with self._reached() as store:
             return bytes(store.get(self._key(name)))
 
     def _has(self, name: str) -> bool:
-        with self._store() as store:
+        with self._reached() as store:
             return store.check([self._key(name)])
 
     def _read(self, name: str) -> Row:
@@ -297,7 +301,7 @@ class Call:
                 self._post(told)
             if self.is_leader:
                 self._publish(told)
-                self.see_off(0.5 if isinstance(err, DeadlineError) else _SEE_OFF)  # the dead hear nothing
+                self.see_off(_SEE_OFF_THE_DEAD if isinstance(err, DeadlineError) else _SEE_OFF)
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
@@ -317,10 +321,11 @@ class Call:
         return found
 
     def _gather(self) -> dict[int, Row]:
-        watch = self._watch()
+        watch, missing = self._watch(), list(self.group.ranks)
         while not self._arrived(f"{self._turn}/all"):
             self.beat()
-            watch.check([r for r in self.group.ranks if not self._has(f"{self._turn}/row/{r}")], self._phase)
+            missing = [r for r in missing if not self._has(f"{self._turn}/row/{r}")]
+            watch.check(missing, self._phase)
         rows = {r: self._read(f"{self._turn}/row/{r}") for r in self.group.ranks if self._has(f"{self._turn}/row/{r}")}
         failed = {r: row["error"] for r, row in rows.items() if "error" in row}
         if failed:
@@ -357,7 +362,7 @@ class Call:
         warnings to stderr. The pause grows with the job, so that the store answers at most a few thousand questions a second.
         """
         pause, longest = 0.0005, max(0.05, self.group.size / 4096)
-        end = time.monotonic() + min(self.timeout / 4, 5.0)
+        end = time.monotonic() + min(self.timeout / 8, max(0.25, self.group.size / 1024))
         while not self._has(name):
             if time.monotonic() >= end:
                 return False

@@ -9,14 +9,16 @@ A rank that has ended its loop answers that it never can, and then nothing more 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 from .errors import DeadlineError
 from .group import Group
 from .store import Store
+
+log = logging.getLogger("ckpt")
 
 PAUSE = 0.1
 """Seconds between two looks into the store."""
@@ -51,6 +53,9 @@ class Notices:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
+    def __post_init__(self) -> None:
+        self.store = self.store.within(self.timeout)
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="ckpt-notices", daemon=True)
         self._thread.start()
@@ -60,7 +65,7 @@ class Notices:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5)
-        with suppress(RuntimeError):  # the store is gone: nobody asks any more
+        with suppress(DeadlineError):  # nobody asks any more
             self._answer(self._number, NEVER)
 
     def _answer(self, number: int, step: int) -> None:
@@ -89,10 +94,12 @@ class Notices:
         """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet.
 
         Raises:
-            DeadlineError: a rank has not answered within the timeout.
+            DeadlineError: a rank has not answered within the timeout, or the store has not.
         """
         with self._lock:
             self._seen = step
+            if self._error is not None and self.store.silent:  # one that is gone may have ended with the job
+                raise self._error
             if self._proposed is None or step < self._proposed:
                 return None
             if not self._lock.wait_for(lambda: self._fixed is not None or self._error is not None, self.timeout):
@@ -111,10 +118,10 @@ class Notices:
         while not self._stop.wait(PAUSE):
             try:
                 self._look()
-            except RuntimeError as err:  # the store is gone
+            except DeadlineError as err:
+                log.warning("no save can be agreed on any more, nor a notice that the job will be stopped be passed on: %s", err)
                 with self._lock:
-                    self._error = DeadlineError("the job's store is gone, so rank 0 or the launcher probably died")
-                    self._error.__cause__ = err
+                    self._error = err
                     self._lock.notify_all()
                 return
 
@@ -127,8 +134,9 @@ class Notices:
             return
         prefix = f"{number}"
         if self.store.check([f"{prefix}/fixed"]):
+            step = int(self.store.get(f"{prefix}/fixed"))  # not under the lock: a step of training waits for that
             with self._lock:
-                self._fixed = int(self.store.get(f"{prefix}/fixed"))
+                self._fixed = step
                 self._lock.notify_all()
         elif not self.store.check([f"{prefix}/first/{self.group.rank}"]) and self.store.check([f"{prefix}/proposed"]):
             step, reason, final = json.loads(self.store.get(f"{prefix}/proposed"))
@@ -154,7 +162,6 @@ class Notices:
 
 def own_store(group: Group) -> Store:
     """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
-    import torch.distributed as dist
-
+    assert group.store is not None
     group.own_stores += 1
-    return cast(Store, dist.distributed_c10d.PrefixStore(f"own/{group.own_stores}", cast(Any, group.store)))
+    return group.store.part(f"own/{group.own_stores}")

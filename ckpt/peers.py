@@ -1,6 +1,6 @@
 """Moves bytes between the ranks of one group, over TCP connections that nothing else uses: no process group, no collective.
 
-Each rank listens on a port of its own and leaves its addresses and a secret in the job's store. A rank that has something for another
+Each rank listens on ports of its own and leaves its addresses and a secret in the job's store. A rank that has something for another
 connects to it, so a job has as many connections as its plan has pairs of ranks, and only while bytes move. One thread serves them all.
 """
 
@@ -10,21 +10,20 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 import xxhash
 
 from . import settings
-from .addresses import listen, own_addresses
+from .addresses import listen, network
 from .errors import CkptError, DeadlineError, GroupError, UsageError
 from .exchange import Exchange, Port
 from .group import Group
+from .listener import Listener
 from .plan.tables import ranks_text
 from .relay import Feed, Inlet, damaged
-from .store import Store
 from .streams import Incoming, Outgoing, Views
 
 log = logging.getLogger("ckpt")
@@ -45,17 +44,17 @@ class Peers:
         self.call = group.calls
         self.ranks = group.ranks
         self._group = ref(group)  # a group that is not used any more is forgotten, and its connections with it
-        self._store = group.store
+        self._store = group.store.within(timeout) if group.store is not None else None
         self._number = 0
         self._broken: str | None = None
         self._closing = False
         self._busy = threading.Lock()
-        self._port = Port(group.rank, group.size, timeout, secrets.token_bytes(16), self._look)
+        secret = secrets.token_bytes(16)
+        self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
-            self._port.listener = listener = listen()
+            self._port.listener = listener = Listener(listen(self._store.host), secret, timeout)
             finalize(self, listener.close)
-            hosts = own_addresses(self._store)
-            self._leave(f"{group.rank}", {"hosts": hosts, "port": listener.getsockname()[1], "secret": self._port.secret.hex()})
+            self._leave(f"{group.rank}", {"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 
     def exchange(self, outgoing: Pieces, incoming: Pieces, *, alive: Callable[[], None] | None = None) -> None:
         """Send ``outgoing`` (rank → memory) and fill ``incoming``, contiguous memory in both; the views of one rank are one stream of
@@ -64,7 +63,7 @@ class Peers:
         ``alive`` is called about five times a second; an error of it ends the exchange. May run in any thread.
 
         Raises:
-            DeadlineError: a rank died, or nothing moved to or from it for ``timeout`` seconds.
+            DeadlineError: a rank died or cannot be reached, or nothing moved to or from it for ``timeout`` seconds.
             RankFailedError: the exchange failed on another rank.
             CorruptError: bytes were damaged on the way.
             ConsistencyError: two ranks do not agree how much moves between them.
@@ -108,8 +107,9 @@ class Peers:
         try:
             self._check_usable([*outgoing, *incoming])
             self._number += 1
-            exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
+            exchange: Exchange | None = None
             try:
+                exchange = Exchange(self._port, self._number, outgoing, incoming, alive or (lambda: None))
                 exchange.start()
                 work(exchange.turn)
                 exchange.run()
@@ -118,7 +118,8 @@ class Peers:
                 self._break(err)  # before connections close: the others look here why they did
                 raise
             finally:
-                exchange.close()
+                if exchange is not None:
+                    exchange.close()
         finally:
             self._busy.release()
             if self._closing or self._broken is not None:
@@ -147,26 +148,17 @@ class Peers:
             where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
             told = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
             try:
-                self._leave(f"failed/{self._port.rank}", self._port.told or told)
+                for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
+                    self._leave(f"failed/{name}", self._port.told or told)
             except DeadlineError as lost:
                 log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 
     # ---- what ranks leave in the store
 
-    @contextmanager
-    def _reached(self) -> Iterator[Store]:
-        assert self._store is not None
-        try:
-            yield self._store
-        except RuntimeError as err:
-            raise DeadlineError(
-                "the job's store is gone, so the process that serves it (rank 0 or the launcher) probably died", hint="look at its log"
-            ) from err
-
     def _leave(self, name: str, value: Any) -> None:
         key = f"{self.call}/peers/{name}"
-        with self._reached() as store:
-            store.set(key, json.dumps(value).encode())
+        assert self._store is not None
+        self._store.set(key, json.dumps(value).encode())
         group = self._group()
         if group is not None and group.calls:
             group.remember(key)
@@ -174,8 +166,8 @@ class Peers:
     def _look(self, name: str) -> Any:
         """What a rank left under this name, or None."""
         key = f"{self.call}/peers/{name}"
-        with self._reached() as store:
-            return json.loads(store.get(key)) if store.check([key]) else None
+        assert self._store is not None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 DIGEST_BYTES = 8
@@ -199,7 +191,8 @@ def peers_of(group: Group, *, timeout: float | None = None) -> Peers:
     not wait for other ranks. What an earlier call had is closed, at the latest when its exchange ends. ``timeout`` in seconds.
 
     Raises:
-        DeadlineError: the job's store is gone.
+        DeadlineError: the job's store cannot be reached.
+        UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
     """
     known = _peers.get(group)
     if known is None or known.call != group.calls:

@@ -1,8 +1,8 @@
 """Streams whose bytes become known while they flow: pieces of parcels, each after a record that says what it is. No torch.
 
-The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, with a digest, or
-as the number of a slot of the sender's ring, where both ranks are on one machine. The receiver never waits for anything but the stream,
-so senders that wait for room always get it.
+The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, or as the number of
+a slot of the sender's ring, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
+anything but the stream, so senders that wait for room always get it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -20,13 +21,25 @@ from .errors import CorruptError
 from .streams import Views
 
 RECORD = struct.Struct("<IIIIQ")
-"""Parcel, piece, slot, bytes that follow, their XXH3-64."""
+"""Parcel, piece, slot, bytes that follow or turn of the slot, XXH3-64 of the bytes."""
 IN_STREAM = 0xFFFFFFFF
 """In place of a slot: the bytes follow."""
 ALIVE = 0xFFFFFFFF
 """In place of a parcel: a sign of life."""
-RING = 0xFFFFFFFE
-"""In place of a parcel: where the sender's ring is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slot:
+    """A piece in a slot, until it is known whether the receiver can open the ring. ``packed``: what goes into the stream if it cannot, and
+    then ``sent`` is called."""
+
+    parcel: int
+    piece: int
+    slot: int
+    turn: int
+    digest: int
+    packed: Callable[[], Sequence[memoryview]]
+    sent: Callable[[], None]
 
 
 class Feed:
@@ -37,7 +50,10 @@ class Feed:
         self.unit = "parcels"
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to send; the exchange sets it."""
-        self._queue: deque[tuple[Views, Callable[[], None]]] = deque()
+        self.announcement = b""
+        """Where the slots of pieces are, if the receiver may open them."""
+        self._opened = False
+        self._queue: deque[tuple[Views, Callable[[], None]] | _Slot] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -46,40 +62,52 @@ class Feed:
         """Whether there is nothing to send now, but will be."""
         return not self._queue and not self._closed
 
-    def put_ring(self, pid: int, file: int, shape: tuple[int, int, int]) -> None:
-        """Say where the slots of later pieces are; before them."""
-        self._put([RECORD.pack(RING, pid, file, shape[0] << 16 | shape[2], shape[1])], lambda: None)
+    def answered(self, *, opened: bool) -> None:
+        """The receiver is ready, and has ``opened`` the ring or not."""
+        self._opened = opened
 
-    def put_slot(self, parcel: int, piece: int, slot: int) -> None:
-        self._put([RECORD.pack(parcel, piece, slot, 0, 0)], lambda: None)
+    def put_slot(
+        self,
+        parcel: int,
+        piece: int,
+        *,
+        slot: int,
+        turn: int,
+        digest: int,
+        packed: Callable[[], Sequence[memoryview]],
+        sent: Callable[[], None],
+    ) -> None:
+        """A piece in a slot of the ring, with the XXH3-64 of all of it. Where the receiver has not opened the ring, ``packed`` gives what
+        it wants of the piece; ``sent`` is called when that has gone."""
+        self._put(_Slot(parcel=parcel, piece=piece, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent))
 
     def put_bytes(self, parcel: int, piece: int, views: Sequence[memoryview], sent: Callable[[], None]) -> None:
         """``views`` must stay as they are until ``sent`` is called."""
-        digest = xxhash.xxh3_64()
-        for view in views:
-            digest.update(view)
-        self._put([RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), digest.intdigest()), *views], sent)
+        self._put((_in_stream(parcel, piece, views), sent))
 
     def nudge(self) -> None:
         """Give a sign of life if there is nothing else to send."""
         if self.idle:
-            self._put([RECORD.pack(ALIVE, 0, IN_STREAM, 0, 0)], lambda: None)
+            self._put((_record(ALIVE, 0, IN_STREAM), lambda: None))
 
     def close(self) -> None:
         """Nothing more comes."""
         self._closed = True
         self.wake()
 
-    def _put(self, views: Sequence[memoryview | bytes], sent: Callable[[], None]) -> None:
+    def _put(self, entry: tuple[Views, Callable[[], None]] | _Slot) -> None:
         with self._lock:
-            self._queue.append((Views([memoryview(v) for v in views]), sent))
+            self._queue.append(entry)
         self.wake()
 
     def send(self, sock: socket.socket) -> bool:
-        """Send what fits of what is there; whether all there will ever be is sent."""
+        """Send what fits of what is there, once the receiver has :meth:`answered`; whether all there will ever be is sent."""
         closed = self._closed  # before the queue: what another thread puts in and then closes is not lost
         while self._queue:
-            views, sent = self._queue[0]
+            entry = self._queue[0]
+            if isinstance(entry, _Slot):
+                entry = self._queue[0] = self._spelled(entry)
+            views, sent = entry
             if not views.send(sock):
                 return False
             with self._lock:
@@ -87,14 +115,35 @@ class Feed:
             sent()
         return closed
 
+    def _spelled(self, entry: _Slot) -> tuple[Views, Callable[[], None]]:
+        if self._opened:
+            return _record(entry.parcel, entry.piece, entry.slot, entry.turn, entry.digest), lambda: None
+        return _in_stream(entry.parcel, entry.piece, entry.packed()), entry.sent
+
+
+def _record(parcel: int, piece: int, slot: int, turn: int = 0, digest: int = 0) -> Views:
+    return Views([memoryview(RECORD.pack(parcel, piece, slot, turn, digest))])
+
+
+def _in_stream(parcel: int, piece: int, views: Sequence[memoryview]) -> Views:
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(view)
+    return Views([memoryview(RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), digest.intdigest())), *views])
+
 
 class Taker(Protocol):
     """What a rank does with the pieces of one sender."""
 
-    def ring(self, pid: int, file: int, shape: tuple[int, int, int]) -> None: ...
+    def open(self, announcement: bytes) -> bool:
+        """Open the sender's ring; whether that could be done."""
 
-    def slot(self, parcel: int, piece: int, slot: int) -> bool:
-        """Copy what is wanted out of a slot; whether this was the last piece of the last parcel."""
+    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
+        """Copy what is wanted out of a slot; whether this was the last piece of the last parcel.
+
+        Raises:
+            CorruptError: the slot has other bytes.
+        """
 
     def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
         """Memory for the bytes of a piece that come next."""
@@ -116,6 +165,10 @@ class Inlet:
         self._room: Sequence[memoryview] | None = None
         self._done = False
 
+    def open(self, announcement: bytes) -> bool:
+        """See ``streams.Incoming``."""
+        return self._taker.open(announcement)
+
     def receive(self, sock: socket.socket) -> bool:
         """Take what is there; whether all pieces of all parcels have come.
 
@@ -131,11 +184,9 @@ class Inlet:
         return self._done
 
     def _began(self) -> None:
-        parcel, piece, slot, length, last = RECORD.unpack(self._record)
-        if parcel == RING:
-            self._taker.ring(piece, slot, (length >> 16, last, length & 0xFFFF))
-        elif parcel != ALIVE and slot != IN_STREAM:
-            self._done = self._taker.slot(parcel, piece, slot)
+        parcel, piece, slot, length, digest = RECORD.unpack(self._record)
+        if parcel != ALIVE and slot != IN_STREAM:
+            self._done = self._taker.slot(parcel, piece, slot, length, digest)
         elif parcel != ALIVE:
             self._room = self._taker.room(parcel, piece, length)
             self._views = Views(self._room)

@@ -6,6 +6,9 @@
                                 machine's cores, at most 4
 ``CKPT_DIRECT``        auto     ``on``, ``off``: files are written past the page cache where the file
                                 system can, or never; ``auto``: large files, where trying shows that it pays
+``CKPT_SOCKET_IFNAME``          network interfaces that ranks send each other bytes over, written as for
+                                ``NCCL_SOCKET_IFNAME``; by default those of ``GLOO_SOCKET_IFNAME``, or
+                                ``NCCL_SOCKET_IFNAME``, or all
 ``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
@@ -49,6 +52,12 @@ def direct() -> Direct:
         if text == known:
             return known
     raise UsageError(f"direct writes are auto, on or off, not {text!r}", where="CKPT_DIRECT")
+
+
+def socket_interfaces() -> list[tuple[str, str]]:
+    """The variables that are set and name network interfaces, and what they say, the most important first."""
+    names = ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [(name, text) for name in names if (text := os.environ.get(name, "").strip())]
 
 
 def spans() -> bool:

@@ -1,35 +1,239 @@
-"""The key-value store of a job (``torch.distributed.Store``), and a part of it for one group of ranks."""
+"""The key-value store of a job (``torch.distributed.Store``), on a connection whose calls all have a deadline; a part of it for each group.
+
+A store's call blocks for as long as the network says nothing, which may be for ever. So one thread of each connection makes the calls, in
+order, and whoever asked waits for it no longer than the deadline. Invariant: a connection on which a call did not come back is not used any
+more; all later calls fail at once. Its thread is a daemon, so it does not keep the process from ending, however long its call takes.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+from weakref import finalize
+
+from . import settings
+from .errors import DeadlineError
+
+R = TypeVar("R")
+
+IDLE, BETWEEN, LOST = 60, 20, 900
+"""Seconds after which, and between which, the kernel asks whether the other end of a connection is there: between two saves nothing else is
+sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection, which ends a
+thread that nobody waits for any more."""
 
 
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used."""
+class Store:
+    """A part of a job's store. A call waits until ``timeout`` seconds after the last answer of the store, or after ``within`` was called if
+    that was later; never less than a quarter of ``timeout``.
 
-    def set(self, key: str, value: bytes, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
+    Raises:
+        DeadlineError: the process that serves the store is gone; or the store has not answered in time, or had not in an earlier call.
+    """
+
+    def __init__(self, connection: Connection, prefix: str = "", timeout: float | None = None) -> None:
+        self._connection = connection
+        self._prefix = prefix
+        self._timeout = settings.timeout(timeout)
+        self._began = time.monotonic()
+
+    def part(self, name: str) -> Store:
+        """A part of this part, on the same connection."""
+        return Store(self._connection, f"{self._prefix}{name}/", self._timeout)
+
+    def within(self, timeout: float) -> Store:
+        """The same part for calls that have this timeout."""
+        return Store(self._connection, self._prefix, timeout)
+
+    @property
+    def host(self) -> str | None:
+        """The machine that serves it, as the job calls it."""
+        return self._connection.host
+
+    @property
+    def silent(self) -> bool:
+        """Whether the connection is given up, since a call did not come back."""
+        return self._connection.silent_since is not None
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(lambda store: store.set(self._prefix + key, value), answered=False)  # it is sent, and nothing comes back
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda store: bytes(store.get(self._prefix + key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda store: int(store.add(self._prefix + key, amount)))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(lambda store: bool(store.check([self._prefix + key for key in keys])))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(lambda store: bool(store.delete_key(self._prefix + key)))
+
+    def _ask(self, call: Callable[[Any], R], *, answered: bool = True) -> R:
+        return self._connection.ask(call, self._began, self._timeout, answered=answered)
+
+
+class Connection:
+    """A connection to a store and the thread that makes its calls. ``connect`` is run in that thread."""
+
+    def __init__(self, connect: Callable[[], Any], host: str | None = None, port: int | None = None) -> None:
+        self.host, self.port = host, port
+        self.silent_since: float | None = None
+        self._answered = time.monotonic()
+        self._waiting: set[SimpleQueue[Any]] = set()
+        self._requests: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._requests, connect), name="ckpt-store", daemon=True).start()
+        finalize(self, self._requests.put, None).atexit = False  # programs may save when they end
+
+    def ask(self, call: Callable[[Any], R], began: float, timeout: float, *, answered: bool) -> R:
+        """``answered``: whether the store has answered once ``call`` comes back."""
+        reply: SimpleQueue[Any] = SimpleQueue()
+        self._waiting.add(reply)  # before looking: who gives up wakes all that wait
+        try:
+            if self.silent_since is None:
+                self._requests.put((reply, call))
+                result, error = self._await(reply, began, timeout)
+                if error is None:
+                    if answered:
+                        self._answered = time.monotonic()
+                    return result  # type: ignore[no-any-return]
+                if not isinstance(error, _SilentError):
+                    raise self._gone(error) if isinstance(error, RuntimeError) else error
+        finally:
+            self._waiting.discard(reply)
+        raise self._unreachable()
+
+    def _await(self, reply: SimpleQueue[Any], began: float, timeout: float) -> Any:
+        asked = time.monotonic()
+        while (left := max(max(self._answered, began) + timeout, asked + timeout / 4) - time.monotonic()) > 0:
+            with suppress(Empty):
+                return reply.get(timeout=left)
+        self.silent_since = max(self._answered, began)
+        for other in list(self._waiting):
+            other.put((None, _SilentError()))
+        return reply.get()
+
+    # ---- errors
+
+    def _unreachable(self) -> DeadlineError:
+        assert self.silent_since is not None
+        where = f" at {self.host}:{self.port}" if self.host is not None else ""
+        return DeadlineError(
+            f"the job's store{where} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
+            hint="look at the network of this host, and whether the host of the store is up; then start the job again; "
+            "`ckpt ls` shows what is committed",
+        )
+
+    def _gone(self, why: RuntimeError) -> DeadlineError:
+        where = f", at {self.host}:{self.port}" if self.host is not None else ""
+        error = DeadlineError(
+            f"the job's store is gone, so the process that serves it (rank 0 or the launcher{where}) probably died",
+            hint="look at the log of rank 0; `ckpt ls` shows what is committed",
+        )
+        error.__cause__ = why
+        return error
+
+
+class _SilentError(Exception):
+    """What those get that wait for a connection when it is given up."""
+
+
+def _serve(requests: SimpleQueue[Any], connect: Callable[[], Any]) -> None:
+    """The thread. It refers to no :class:`Connection`, so that one that is not used any more goes away, and the thread with it."""
+    store: Any = None
+    failed: BaseException | None = None
+    try:
+        store = connect()
+    except BaseException as err:  # noqa: BLE001  every call raises it
+        failed = err
+    del connect
+    while (request := requests.get()) is not None:
+        reply, call = request
+        try:
+            if failed is not None:
+                raise failed
+            answer = call(store), None
+        except BaseException as err:  # noqa: BLE001  who asked raises it
+            answer = None, err
+        reply.put(answer)
+        del request, reply, call, answer
+
+
+# ---------------------------------------------------------------------------------------------------- a part for a group
+
+_connected = threading.Event()
+"""That the connection which was made last is there, or failed. A group's number of its life counts up in the order in which groups are made."""
+_connected.set()
 
 
 def part_of(base: Any, name: str, rank: int) -> Store:
     """A part of the job's store for a group of this name, on a connection of its own: whoever waits for a key in the job's store does not
-    hold up a save in the background.
+    hold up a save in the background. Does not wait until the connection is there.
 
     The name is the same on all ranks; several groups may have the same ranks. A store may outlive its group (torchrun's does), and the
     next group may have the same name: it must not read what the last one left. So each life of a name has its own part.
     """
-    from torch.distributed.distributed_c10d import PrefixStore
+    global _connected
+    before, _connected = _connected, threading.Event()
+    host, port = _served_at(base)
 
-    life = base.add(f"ckpt/{name}/life/{rank}", 1)
-    return cast(Store, PrefixStore(f"ckpt/{name}/{life}", _cloned(base)))
+    def connect(mine: threading.Event = _connected) -> Any:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        before.wait()
+        try:
+            life = base.add(f"ckpt/{name}/life/{rank}", 1)
+            return PrefixStore(f"ckpt/{name}/{life}", _cloned(base, port))
+        finally:
+            mine.set()
+
+    return Store(Connection(connect, host, port))
 
 
-def _cloned(store: Any) -> Any:
+def _served_at(store: Any) -> tuple[str | None, int | None]:
+    """Host and port of the process that serves a store; stores are wrapped in others that add a prefix, and a store of files has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (host, port) if isinstance(host, str) and isinstance(port, int) else (None, None)
+
+
+def _cloned(store: Any, port: int | None) -> Any:
+    before = _descriptors()
     try:
-        return store.clone()
+        own = store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
         return store
+    for descriptor in _descriptors() - before:
+        with suppress(OSError):  # another thread's file, which is closed again or no socket
+            _keep_alive(descriptor, port)
+    return own
+
+
+def _descriptors() -> set[int]:
+    try:
+        return {int(name) for name in os.listdir("/proc/self/fd")}
+    except OSError:  # not Linux
+        return set()
+
+
+def _keep_alive(descriptor: int, port: int | None) -> None:
+    """If this is a connection to ``port``: have the kernel find out that its other end is gone."""
+    own = os.dup(descriptor)
+    try:
+        sock = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with sock:
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)

@@ -15,13 +15,41 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-HELLO = struct.Struct("!4s16sIIQ")
-"""Magic, the receiver's secret, number of the exchange, the sender's rank, and how much it has."""
-MAGIC = b"ckp1"
-READY, ARRIVED, REFUSED = b"r", b"a", b"x"
+from .ring import ANNOUNCEMENT_BYTES
 
+HELLO = struct.Struct(f"!4s16sIIQ{ANNOUNCEMENT_BYTES}s")
+"""Magic, the receiver's secret, number of the exchange, the sender's rank, how much it has, and where its shared memory is."""
+MAGIC = b"ckp2"
+READY, OPENED, ARRIVED, REFUSED = b"r", b"o", b"a", b"x"
+"""Ready; ready, and the sender's shared memory is open; all has arrived; not expected."""
+
+_NO_MEMORY = bytes(ANNOUNCEMENT_BYTES)
 _MOST_VIEWS = 64
 """Views that one system call gets; the kernel takes at most 1024."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What the sender of a stream says first: number of the exchange, its rank, how much it has, and where its shared memory is, if it has
+    some."""
+
+    number: int
+    rank: int
+    size: int
+    announcement: bytes
+
+    def pack(self, secret: bytes) -> bytes:
+        return HELLO.pack(MAGIC, secret, self.number, self.rank, self.size, self.announcement or _NO_MEMORY)
+
+    @classmethod
+    def unpack(cls, data: bytes, secret: bytes) -> Hello:
+        """Raises:
+        ConnectionError: it is from somebody who does not know the secret.
+        """
+        magic, given, number, rank, size, announcement = HELLO.unpack(data)
+        if magic != MAGIC or not hmac.compare_digest(given, secret):
+            raise ConnectionError("somebody else")
+        return cls(number=number, rank=rank, size=size, announcement=b"" if announcement == _NO_MEMORY else announcement)
 
 
 class Refused(Exception):
@@ -33,6 +61,11 @@ class Outgoing(Protocol):
 
     size: int
     unit: str
+    announcement: bytes
+    """Where there is memory that the other rank may open; empty if there is none."""
+
+    def answered(self, *, opened: bool) -> None:
+        """The other rank is ready, and has ``opened`` that memory or not. Before anything is sent."""
 
     @property
     def idle(self) -> bool:
@@ -48,6 +81,9 @@ class Incoming(Protocol):
     size: int
     unit: str
 
+    def open(self, announcement: bytes) -> bool:
+        """Open memory of the other rank; whether that could be done."""
+
     def receive(self, sock: socket.socket) -> bool:
         """Take what is there; whether all has come.
 
@@ -61,10 +97,18 @@ class Views:
 
     idle = False
     unit = "bytes"
+    announcement = b""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._left = deque(v.cast("B") for v in views if v.nbytes)
         self.size = self.nbytes = sum(len(v) for v in self._left)
+
+    def answered(self, *, opened: bool) -> None:
+        """See :class:`Outgoing`."""
+
+    def open(self, announcement: bytes) -> bool:
+        """See :class:`Incoming`."""
+        return False
 
     def send(self, sock: socket.socket) -> bool:
         """Send what fits; whether all is sent."""
@@ -99,6 +143,23 @@ class Views:
                 break
             count -= len(self._left.popleft())
         return not self.nbytes
+
+
+def prepare(sock: socket.socket, timeout: float) -> None:
+    """A connection that neither waits with small messages nor waits for a silent machine for much longer than ``timeout`` seconds: the
+    kernel asks whether the other end is still there, and gives up what is not acknowledged."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = min(timeout, 86400.0)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, int(seconds / 4))),
+        ("TCP_KEEPINTVL", max(1, int(seconds / 8))),
+        ("TCP_KEEPCNT", 6),
+        ("TCP_USER_TIMEOUT", max(1, int(seconds * 1000))),
+    ):
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
@@ -144,22 +205,23 @@ class Sending:
             error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, "connect")
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.sock.send(self.hello)  # the first bytes of a stream always fit
             self.greeted = True
         elif not self.ready:
-            self.ready = self._heard(READY)
+            if (answer := self._answer()) in (READY, OPENED):
+                self.views.answered(opened=answer == OPENED)
+                self.ready = True
         elif not self.sent and not self.views.idle:
             self.sent = self.views.send(self.sock)
         else:
-            return self._heard(ARRIVED)
+            return self._answer() == ARRIVED
         return False
 
-    def _heard(self, word: bytes) -> bool:
+    def _answer(self) -> bytes:
         answer = receive_exactly(self.sock, 1)
         if answer == REFUSED:
             raise Refused
-        return answer == word
+        return answer
 
 
 @dataclass(eq=False)
@@ -168,21 +230,17 @@ class Greeting:
 
     sock: socket.socket
     secret: bytes
-    _said: bytes = b""
+    began: float
+    _received: bytes = b""
 
-    def step(self) -> tuple[int, int, int] | None:
-        """Number of the exchange, rank and how many bytes, once they are said.
+    def step(self) -> Hello | None:
+        """What the other end says first, once all of that has come.
 
         Raises:
             ConnectionError: the other end is gone, or no rank of this group.
         """
-        self._said = receive_exactly(self.sock, HELLO.size, self._said)
-        if len(self._said) < HELLO.size:
-            return None
-        magic, secret, number, rank, size = HELLO.unpack(self._said)
-        if magic != MAGIC or not hmac.compare_digest(secret, self.secret):
-            raise ConnectionError("somebody else")
-        return number, rank, size
+        self._received = receive_exactly(self.sock, HELLO.size, self._received)
+        return Hello.unpack(self._received, self.secret) if len(self._received) == HELLO.size else None
 
 
 @dataclass(eq=False)

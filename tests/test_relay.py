@@ -20,7 +20,7 @@ class Hurried(deque[Any]):
         found = len(self) > 0
         if not found and self.late:
             self.late = False
-            self.feed.put_slot(3, 4, 5)
+            self.feed.put_slot(3, 4, slot=5, turn=6, digest=7, packed=list, sent=lambda: None)
             self.feed.close()
         return found
 
@@ -28,8 +28,9 @@ class Hurried(deque[Any]):
 def test_a_last_piece_before_the_end_is_sent() -> None:
     feed = Feed(1)
     feed._queue = Hurried(feed)
+    feed.answered(opened=True)
     here, there = socket.socketpair()
     with here, there:
         assert not feed.send(here)
         assert feed.send(here)
-        assert RECORD.unpack(there.recv(4096)) == (3, 4, 5, 0, 0)
+        assert RECORD.unpack(there.recv(4096)) == (3, 4, 5, 6, 7)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from ckpt import ring
 from ckpt.errors import DeadlineError
-from ckpt.ring import Borrowed, BrokenRingError, Ring, machine
+from ckpt.ring import Announcement, Borrowed, BrokenRingError, Ring, machine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 def test_a_slot_comes_back_when_all_have_copied() -> None:
     ring = Ring(2, 4096, 3, shared=True, timeout=5)
     try:
-        other = Borrowed(os.getpid(), ring.file, ring.shape)
+        other = Borrowed(ring.announcement())
         first = ring.take(lambda: None)
         ring.data(first)[:5] = list(b"hello")
         ring.lend(first, (7, 8, 9), [0, 2])
@@ -71,3 +72,22 @@ def test_processes_of_other_confinement_are_apart(monkeypatch: pytest.MonkeyPatc
 def test_processes_that_cannot_be_inspected_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert machine() != machine()
+
+
+def test_memory_of_another_ring_is_refused() -> None:
+    """Of the same shape, at the place where the announced one should be; and what is no ring at all."""
+    ours, other = (Ring(2, 4096, 3, shared=True, timeout=5) for _ in range(2))
+    smaller = Ring(1, 4096, 3, shared=True, timeout=5)
+    there, back = os.pipe()
+    try:
+        for file, why in ((other.file, "another process"), (smaller.file, "another size"), (there, "no shared memory of ours")):
+            with pytest.raises(OSError, match=why):
+                Borrowed(replace(ours.announcement(), file=file))
+        with pytest.raises(FileNotFoundError):
+            Borrowed(replace(ours.announcement(), file=9999))
+        assert Announcement.unpack(ours.announcement().pack()) == ours.announcement()
+    finally:
+        for kept in (ours, other, smaller):
+            kept.close()
+        os.close(there)
+        os.close(back)

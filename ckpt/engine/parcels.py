@@ -1,12 +1,12 @@
 """Parcels on their way: a rank reads and checks them piece by piece, and the others take what they want of each out of slots of its ring.
 
-Ranks of one machine copy straight from the slot; to others goes what they want, packed. A thread that reads waits until a slot is free, so
-memory is bounded by the ring; it waits only while it has none itself, and a rank that takes waits for nobody, so slots always get free.
+Ranks of one machine copy straight from the slot; to others, and to those that cannot open the ring, goes what they want, packed. A thread
+that reads waits until a slot is free, so memory is bounded by the ring; it waits only while it has none itself, and a rank that takes waits
+for nobody, so slots always get free.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from ckpt.catalog import Catalog, Extent
 from ckpt.geometry import Box
@@ -29,7 +30,7 @@ from ckpt.workers import Pending, run_tasks
 from .exact import SLICE
 from .fetch import Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
-from .taking import Taker, pack, place, straight
+from .taking import Taker, is_checked, pack, packed_copy, place, straight
 
 
 class Carrier:
@@ -121,7 +122,7 @@ class Carrier:
         near = self._near.intersection(self._feeds)
         self._ring = Ring(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
-            self._feeds[rank].put_ring(os.getpid(), self._ring.file, self._ring.shape)
+            self._feeds[rank].announcement = self._ring.announcement().pack()
 
     def _run(self, tasks: list[Callable[[], None]], count: int, *, inference: bool) -> None:
         try:
@@ -255,12 +256,14 @@ class Carrier:
         try:
             data = self._ring.data(slot)[: cut.nbytes]
             fill(data)
-            near = [rank for rank in ranks if rank in self._near]
-            self._ring.lend(slot, parcel.ranks, [parcel.ranks.index(rank) for rank in near])
+            places = {rank: parcel.ranks.index(rank) for rank in ranks if rank in self._near}
+            turn = self._ring.lend(slot, parcel.ranks, places.values())
+            digest = xxhash.xxh3_64_intdigest(data.data) if any(is_checked(cut, cut.wanted(rank)) for rank in places) else 0
             for rank in ranks:
                 which = self._numbers[rank][id(parcel)]
-                if rank in self._near:
-                    self._feeds[rank].put_slot(which, number, slot)
+                if rank in places:
+                    packed, sent = partial(packed_copy, data, cut, rank), partial(self._ring.returned, slot, places[rank])
+                    self._feeds[rank].put_slot(which, number, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent)
                 else:
                     self._ring.hold(slot)
                     self._feeds[rank].put_bytes(which, number, [data.data], partial(self._ring.release, slot))

@@ -5,19 +5,32 @@ A rank that takes pieces waits for nobody, so whoever reads for it always gets i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ckpt.adapters.memory import writable_bytes
 from ckpt.errors import ConsistencyError
 from ckpt.geometry import Box
-from ckpt.ring import Borrowed
+from ckpt.relay import damaged
+from ckpt.ring import Announcement, Borrowed
 
 from .copying import Stored, copy_box
 from .fetch import Fetch
 from .sharing import Cut, Item, Parcel
+
+log = logging.getLogger("ckpt")
+_noticed: set[str] = set()
+
+
+def _notice(text: str) -> None:
+    """Once in a process: it is the same in every load."""
+    if text not in _noticed:
+        _noticed.add(text)
+        log.warning(text)
 
 
 class Taker:
@@ -36,22 +49,28 @@ class Taker:
         self._scratch = np.empty(0, dtype=np.uint8)
         self._direct = False
 
-    def ring(self, pid: int, file: int, shape: tuple[int, int, int]) -> None:
+    def open(self, announcement: bytes) -> bool:
         """See ``relay.Taker``."""
         try:
-            self._ring = Borrowed(pid, file, shape)
-        except OSError as err:
-            raise ConsistencyError(
-                f"the memory in which rank {self._reader} of this machine hands over what it read cannot be opened: {err}",
-                hint="exchange=False reads without it",
-            ) from err
+            self._ring = Borrowed(Announcement.unpack(announcement))
+        except (OSError, ValueError) as err:  # another machine or container than it looked like, or the kernel forbids it
+            _notice(
+                f"the shared memory of rank {self._reader} cannot be used ({err}): what it reads for this rank comes over the connection"
+            )
+            return False
+        return True
 
-    def slot(self, parcel: int, piece: int, slot: int) -> bool:
+    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
         """See ``relay.Taker``."""
         cut, wanted = self._expected(parcel, piece)
-        assert self._ring is not None
+        if self._ring is None:
+            raise self._strange("a slot of memory that it has not opened")
+        data = self._ring.data(slot)[: cut.nbytes]
         with self._fetch.span("copy", cut.nbytes):
-            place(self._ring.data(slot)[: cut.nbytes], cut, wanted)
+            place(data, cut, wanted)
+        wrong = self._ring.turn(slot) != turn or (is_checked(cut, wanted) and xxhash.xxh3_64_intdigest(data.data) != digest)
+        if wrong:  # looked at after the copy, so that what changed meanwhile is found too
+            raise damaged(self._reader)
         self._ring.done(slot, self.parcels[parcel].ranks.index(self._rank))
         return self._over(parcel, piece)
 
@@ -104,6 +123,12 @@ class Taker:
         return not self._left
 
 
+def is_checked(cut: Cut, wanted: Sequence[tuple[Item, Box]]) -> bool:
+    """Whether who takes this out of a slot compares the digest, which is of the whole piece: not for a small part of it. Many ranks that
+    want a part each would hash more than they copy."""
+    return 2 * sum(box.numel * item.itemsize for item, box in wanted) >= cut.nbytes
+
+
 def place(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box]]) -> None:
     """Copy boxes of a piece to where this rank has them."""
     for item, box in wanted:
@@ -125,6 +150,14 @@ def pack(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box
         np.copyto(_typed(out[at:stop].reshape(*box.shape, size), size), _typed(part, size))
         at = stop
     return at
+
+
+def packed_copy(data: npt.NDArray[np.uint8], cut: Cut, rank: int) -> list[memoryview]:
+    """What ``rank`` wants of a piece, in memory of its own."""
+    wanted = cut.wanted(rank)
+    out = np.empty(sum(box.numel * item.itemsize for item, box in wanted), dtype=np.uint8)
+    pack(data, cut, wanted, out)
+    return [out.data]
 
 
 def straight(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | None:

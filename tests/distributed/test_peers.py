@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ckpt.exchange
 from ckpt.errors import CkptError
 from ckpt.group import Group, current_group
+from ckpt.listener import Listener
 from ckpt.peers import Peers, peers_of
 from ckpt.streams import Views
 from tests.distributed.ranks import Lost, Ranks
@@ -285,7 +286,7 @@ def strangers() -> tuple[bool, str]:
     group = current_group()
     peers, me = peers_of(group, timeout=10.0), dist.get_rank()
     assert peers._port.listener is not None
-    port = peers._port.listener.getsockname()[1]
+    _, port = peers._port.listener.addresses[0]
     silent = socket.create_connection(("127.0.0.1", port))
     loud = socket.create_connection(("127.0.0.1", port))
     loud.sendall(b"GET / HTTP/1.1\r\n" + bytes(200))
@@ -309,16 +310,14 @@ def test_strangers_are_turned_away(ranks: Ranks) -> None:
 
 def wrong_addresses() -> bool:
     """The first addresses of every rank lead nowhere, or to another rank."""
-    ckpt.peers.own_addresses = lambda store: ["127.0.0.2", "::1", "127.0.0.1"]  # type: ignore[attr-defined]
-    listen = ckpt.peers.listen  # type: ignore[attr-defined]
-    listeners = []
+    other = socket.create_server(("127.0.0.1", 0))  # which never says anything
 
-    def only_one() -> Any:
-        listeners.append(listen())
-        listeners[-1].close()
-        return socket.create_server(("127.0.0.1", 0))
+    class Misled(Listener):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.addresses = [("127.0.0.2", 1), ("::1", 1), other.getsockname(), *self.addresses]
 
-    ckpt.peers.listen = only_one  # type: ignore[attr-defined]
+    ckpt.peers.Listener = Misled  # type: ignore[attr-defined,misc]
     group = current_group()
     return everything(peers_of(group, timeout=20.0), group.ranks, 1)
 

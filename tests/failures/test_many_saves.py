@@ -37,7 +37,7 @@ def used(root: str) -> Used:
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:  # not the resident size, which counts pages of libraries too
         memory = next(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) * 1024
     files = list(Path(root).rglob("*"))
-    store: Any = current_group().store
+    store: Any = current_group().served
     return Used(
         memory=memory,
         objects=len(gc.get_objects()),

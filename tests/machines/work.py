@@ -1,0 +1,114 @@
+"""What the ranks of a job on the bed do: saves and loads of a state with one of each kind of tensor, and phases to stop at."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ckpt
+from ckpt import Flat, GlobalShape, Layout, Replicate, Shard
+
+PHASES = ("begin", "write", "written", "commit", "committed", "match", "read", "exchange")
+"""Of a save: before its begin, before the data are written, when they are; on the leader before index and record are written, and after.
+Of a load: before states are matched, and before data are read. Of both: when ranks begin to exchange bytes."""
+
+ROWS, FLAT = (24, 1024), (173, 129)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """``do``: save, save_async or load. ``version``: of the numbers that are saved, or that must be loaded."""
+
+    do: str
+    url: str
+    version: int
+    timeout: float = 20.0
+    exchange: bool = False
+
+
+def run(tasks: list[Task]) -> list[str]:
+    """Do all; gives a text for each that says what came out."""
+    return [_do(task) for task in tasks]
+
+
+def _do(task: Task) -> str:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    state = _state(task.version if task.do != "load" else None, rank, world)
+    rules = [("rows", Shard(0, "dp")), ("flat", Flat("dp"), GlobalShape(FLAT)), ("*", Replicate())]
+    layout = Layout({"dp": world}, rules)
+    if task.do == "save":
+        ckpt.save(task.url, state, layout=layout, timeout=task.timeout)
+    elif task.do == "save_async":
+        ckpt.save_async(task.url, state, layout=layout, timeout=task.timeout).result()
+    else:
+        options: dict[str, Any] = {"exchange": True} if task.exchange else {}
+        ckpt.load(task.url, state, layout=layout, timeout=task.timeout, **options)
+        wanted = _state(task.version, rank, world)
+        wrong = [name for name in ("rows", "flat", "same") if not torch.equal(state[name], wanted[name])]
+        if wrong or state["version"] != task.version:
+            raise AssertionError(f"loaded wrong: {wrong}, version {state['version']}")
+    return f"{task.do} {task.version}"
+
+
+def _state(version: int | None, rank: int, world: int) -> dict[str, Any]:
+    """This rank's part of the numbers of a version, whatever the number of ranks; None: of zeros."""
+
+    def numbers(seed: int, *shape: int) -> torch.Tensor:
+        if version is None:
+            return torch.zeros(shape)
+        return torch.from_numpy(np.random.default_rng([version, seed]).standard_normal(shape, dtype=np.float32))
+
+    rows = ROWS[0] // world
+    total = FLAT[0] * FLAT[1]
+    each = -(-total // world)
+    return {
+        "rows": numbers(1, *ROWS)[rank * rows : (rank + 1) * rows].clone(),
+        "flat": numbers(2, *FLAT).flatten()[rank * each : min((rank + 1) * each, total)].clone(),
+        "same": numbers(3, 256, 256),
+        "version": version,
+    }
+
+
+def stop_at(phase: str, folder: Path, rank: int) -> None:
+    """Have this process wait when it comes to ``phase`` for the first time, until the job is told to go on."""
+    import ckpt.engine.leader as leader
+    import ckpt.engine.load as load
+    import ckpt.engine.save as save
+    import ckpt.exchange as exchange
+
+    def wait() -> None:
+        there = folder / f"{rank}.there"
+        if not there.exists():
+            there.touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+
+    places: dict[str, tuple[Any, str, bool]] = {
+        "begin": (save.Save, "begin", False),
+        "write": (save.Save, "write", False),
+        "written": (save.Save, "write", True),
+        "commit": (leader, "write_index", False),
+        "committed": (leader, "write_index", True),
+        "match": (load._Load, "match", False),
+        "read": (load._Load, "read", False),
+        "exchange": (exchange.Exchange, "start", True),
+    }
+    owner, name, after = places[phase]
+    inner: Callable[..., Any] = getattr(owner, name)
+
+    def with_stop(*args: Any, **options: Any) -> Any:
+        if not after:
+            wait()
+        result = inner(*args, **options)
+        if after:
+            wait()
+        return result
+
+    setattr(owner, name, with_stop)

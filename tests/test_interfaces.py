@@ -1,0 +1,117 @@
+"""Interfaces and addresses of this machine: all of them, what a setting chooses, and where other ranks are told to connect."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from ckpt import addresses
+from ckpt.addresses import from_here, own_addresses
+from ckpt.errors import CkptError, UsageError
+from ckpt.interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
+
+KNOWN = [
+    InterfaceAddress(interface=name, host=host)
+    for name, host in [
+        ("lo", "127.0.0.1"),
+        ("lo", "::1"),
+        ("eth0", "10.0.0.1"),
+        ("eth0", "fd00::1"),
+        ("eth01", "10.1.0.1"),
+        ("ib0", "10.2.0.1"),
+        ("docker0", "172.17.0.1"),
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("eth", ["eth0", "eth0", "eth01"]),
+        ("=eth0", ["eth0", "eth0"]),
+        ("ib,eth01", ["ib0", "eth01"]),
+        ("=ib0, eth0", ["ib0", "eth0", "eth0"]),
+        ("^docker,lo", ["eth0", "eth0", "eth01", "ib0"]),
+        ("^=eth0,lo", ["eth01", "ib0", "docker0"]),
+    ],
+)
+def test_choices_are_written_as_for_nccl(text: str, names: list[str]) -> None:
+    assert [a.interface for a in choose("NCCL_SOCKET_IFNAME", text, KNOWN)] == names
+
+
+def test_gloo_has_whole_names() -> None:
+    assert [a.interface for a in choose("GLOO_SOCKET_IFNAME", "eth0,ib0", KNOWN)] == ["eth0", "eth0", "ib0"]
+
+
+@pytest.mark.parametrize("text", ["wlan", "=eth", "^eth,ib,lo,docker", ",", "="])
+def test_a_choice_of_nothing_names_what_there_is(text: str) -> None:
+    with pytest.raises(UsageError, match=r"names no network interface.*eth0 \(10.0.0.1 fd00::1\), eth01 \(10.1.0.1\)") as caught:
+        choose("CKPT_SOCKET_IFNAME", text, KNOWN)
+    assert caught.value.where == "CKPT_SOCKET_IFNAME"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_system_names_its_interfaces() -> None:
+    known = interface_addresses()
+    assert InterfaceAddress(interface="lo", host="127.0.0.1") in known
+    assert {a.interface for a in known} <= {name for _, name in socket.if_nameindex()}
+    assert not [a for a in known if a.host.startswith("fe80:")]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """One with the interfaces of KNOWN, on which the store is reached by ib0 and most other places by eth0."""
+    for name in ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: list(KNOWN))
+    monkeypatch.setattr(addresses, "_way_to", {"store": "10.2.0.1", "here": "127.0.0.1", "192.0.2.1": "10.0.0.1"}.get)
+    return monkeypatch
+
+
+def test_the_way_to_the_store_is_first(machine: pytest.MonkeyPatch) -> None:
+    rest = ["fd00::1", "10.1.0.1"]
+    assert own_addresses("store") == ["10.2.0.1", "10.0.0.1", *rest, "172.17.0.1", "127.0.0.1"]
+    assert own_addresses("here") == own_addresses(None) == ["10.0.0.1", *rest, "10.2.0.1", "172.17.0.1", "127.0.0.1"]
+
+
+def test_settings_have_an_order(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text, expected in [
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", ["10.2.0.1", "10.0.0.1", "fd00::1", "10.1.0.1"]),
+        ("GLOO_SOCKET_IFNAME", "eth0", ["10.0.0.1", "fd00::1"]),
+        ("CKPT_SOCKET_IFNAME", "=eth01", ["10.1.0.1"]),
+        ("CKPT_SOCKET_IFNAME", "", ["10.0.0.1", "fd00::1"]),
+        ("GLOO_SOCKET_IFNAME", "lo", ["127.0.0.1"]),
+    ]:
+        machine.setenv(name, text)
+        assert own_addresses("store") == expected
+    machine.setenv("GLOO_SOCKET_IFNAME", "gone0")
+    assert own_addresses("store")[0] == "10.2.0.1" and "172.17.0.1" not in own_addresses("store")  # NCCL's counts
+    assert "GLOO_SOCKET_IFNAME is not followed: 'gone0' names no network interface" in caplog.text
+    machine.setenv("CKPT_SOCKET_IFNAME", "gone1")
+    with pytest.raises(UsageError, match="gone1"):
+        own_addresses("store")
+
+
+def test_loopback_is_for_ranks_of_this_machine() -> None:
+    both = [("10.0.0.1", 1), ("127.0.0.1", 2)]
+    assert from_here(both, same_network=True) == both[::-1]
+    assert from_here(both, same_network=False) == both[:1]
+    assert from_here(both[1:], same_network=False) == both[1:]
+
+
+def test_a_machine_without_a_network(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(addresses, "interface_addresses", lambda: KNOWN[:2])
+    machine.setattr(addresses, "_way_to", lambda host: None)
+    assert [is_loopback(host) for host in own_addresses(None)] == [True]
+
+
+def test_listening_with_too_many_files_says_so(machine: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    machine.setattr(socket, "create_server", full)
+    with pytest.raises(CkptError, match="Too many open files") as caught:
+        addresses.listen(None)
+    assert "ulimit -n" in str(caught.value)
