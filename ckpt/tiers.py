@@ -189,8 +189,10 @@ def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
         by_number = {s.number: s for s in steps}
         for number in retention(keep, infos(steps), datetime.now(timezone.utc)).removed:
             if by_number[number].id != busy:
-                remove_step(root, by_number[number])
-                log.info("step %d is removed from %s", number, root)
+                step = by_number[number]
+                remove_step(root, step)
+                if step.link is None:
+                    log.info("step %d is removed from %s", number, root)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 
