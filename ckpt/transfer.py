@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
-from ckpt.formats.native.clearing import check_no_link, check_there
+from ckpt.formats.native.clearing import check_no_link, check_there, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import INDEX_NAMES, SPANS, index_path
+from ckpt.formats.native.paths import CLEARING, INDEX_NAMES, SPANS, index_path
 from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
@@ -181,7 +181,7 @@ class Transfer:
         """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
-        there = {path: size for path, size in self.there().items() if path in sizes}
+        there = {path: size for path, size in self._begin().items() if path in sizes}
         whole = {path for path, size in there.items() if size == self.sizes[path]}
         damaged = self._damaged(whole, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
@@ -190,6 +190,13 @@ class Transfer:
         self._copy_index(missing, meter)
         self._copy_data(missing, threads, meter)
         return missing
+
+    def _begin(self) -> dict[str, int]:
+        """What is ``there``, as the one that copies now."""
+        listed = {e.path: e.size for e in self.target.list()}
+        if index_path(self.record.id, CLEARING) in listed:
+            resume(self.target, self.record.id)
+        return {path: size for path, size in listed.items() if path in self.sizes}
 
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.protocol import Backend
@@ -53,6 +54,8 @@ class Conversion:
         check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
+        if self.name is None:
+            check_no_link(self.backend)
         self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
@@ -82,6 +85,8 @@ class Conversion:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
             self.record, self._new = self._begun(Begun(id=id, digest=self.digest, files=files)), True
+        elif self.name is None:
+            resume(self.backend, id)
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
 

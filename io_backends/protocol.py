@@ -295,9 +295,9 @@ class Backend(Protocol):
         return None
 
     def now(self) -> float | None:
-        """The present time in seconds since 1970 by the clock that ``modified`` and ``unfinished`` tell times of; None if it cannot be known.
+        """The present time in seconds since 1970, by the clock of the times that ``modified`` and ``unfinished`` tell.
 
-        Never an error: a storage that is only read, or does not answer, says None.
+        None if it cannot be known, and never an error: so says a storage that is only read, or does not answer.
         """
         return None
 

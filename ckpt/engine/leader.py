@@ -247,16 +247,13 @@ class Leader:
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
-            self._delete(sorted(replaced))
+            for path in sorted(replaced):
+                self.backend.delete(path)
             for save, paths in stale.items():
-                clear(self.backend, save, "", partial(committed_id, self.backend), partial(self._delete, paths))
+                clear(self.backend, save, "", paths, partial(committed_id, self.backend))
             self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
-
-    def _delete(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            self.backend.delete(path)
 
     def _forget_uploads(self, id: str) -> None:
         uploads = []
@@ -284,4 +281,3 @@ def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) ->
         if len(by_digest) > 1:
             problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
     return problems
-

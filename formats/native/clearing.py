@@ -1,18 +1,19 @@
 """Clearing away a save that was never committed, while it may be committed after all; and the links that nothing reaches through.
 
-Looking and removing are two steps, and so are looking and committing. Whoever clears a save away leaves a mark first and looks at the commit
-record then; whoever commits publishes the record first and looks for files and marks then. So one of the two sees the other: a save is
-cleared only if it is not committed, and a commit that may have lost files is taken back and raises.
+Looking and removing are two steps, and so are looking and committing. Whoever clears a save away leaves a mark first and looks at the
+commit record then; whoever commits publishes the record first and looks for files and marks then. So one of the two sees the other: a
+save is cleared only if it is not committed, and a commit that may have lost files is taken back and raises.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CkptError, ConflictError, NoSpaceError, StorageError
+from ckpt.errors import CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError
+from ckpt.spread import spread
 
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
@@ -101,18 +102,44 @@ def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
         log.error("%s lacks files, and its commit record could not be taken back: %s", backend.url, err)
 
 
-def clear(backend: Backend, id: str, within: str, committed: Callable[[], str | None], remove: Callable[[], None]) -> bool:
-    """Let ``remove`` take away the files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed``. Whether
-    it was cleared away.
+def resume(backend: Backend, id: str) -> None:
+    """Take away the mark that a clearing of save ``id`` left when it was killed: a copy or a conversion of this id goes on now. A clearing
+    that still goes on stops at its next file."""
+    backend.delete(index_path(id, CLEARING))
+
+
+def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None], threads: int = 1) -> bool:
+    """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
 
     Raises:
         StorageError: the storage failed. What is left is still debris.
     """
     mark = f"{within}{index_path(id, CLEARING)}"
-    with suppress(ConflictError, NoSpaceError):  # somebody else's mark does as well; on a full disk no record can be published either
+    marked = True
+    try:
         backend.publish(mark, b"", replaces=None)
-    cleared = committed() != id
-    if cleared:
-        remove()
+    except ConflictError:
+        pass  # somebody else's does as well
+    except NoSpaceError:
+        marked = False  # nobody can publish a record either
+    went = committed() != id
+
+    def remove(path: str) -> bool:
+        if marked and not _is_there(backend, mark):
+            return False
+        backend.delete(path)
+        return True
+
+    if went:
+        jobs = [partial(remove, path) for path in paths if path != mark]
+        went = all(list(spread(jobs, threads, "ckpt-clear")) if threads > 1 else [job() for job in jobs])
     backend.delete(mark)
-    return cleared
+    return went
+
+
+def _is_there(backend: Backend, path: str) -> bool:
+    try:
+        backend.size(path)
+    except NotFoundError:
+        return False
+    return True

@@ -161,15 +161,11 @@ def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = No
             saves.setdefault(save, []).append(entry.path)
     for save, paths in saves.items():
         if save == last:
-            _delete(backend, paths)
+            for path in paths:
+                backend.delete(path)
         else:
-            clear(backend, save, within, partial(committed_id, backend, within), partial(_delete, backend, paths))
+            clear(backend, save, within, paths, partial(committed_id, backend, within))
     return True
-
-
-def _delete(backend: Backend, paths: Sequence[str]) -> None:
-    for path in paths:
-        backend.delete(path)
 
 
 def committed_id(backend: Backend, within: str = "") -> str | None:
@@ -224,9 +220,7 @@ def _put(backend: Backend, path: str, data: bytes) -> None:
             backend.publish(path, data, replaces=there)
 
 
-def _publish(
-    backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str], *, id: str, sizes: Mapping[str, int]
-) -> None:
+def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str], *, id: str, sizes: Mapping[str, int]) -> None:
     try:
         backend.publish(COMMIT_PATH, data, replaces=previous)
     except BaseException as err:
