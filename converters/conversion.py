@@ -10,7 +10,7 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
-from ckpt.formats.native.commit import CommitRecord, new_id
+from ckpt.formats.native.commit import CommitRecord, new_id, said_by
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
@@ -18,7 +18,7 @@ from ckpt.settings import threads as default_threads
 
 from .choosing import Chosen
 from .parallel import Parallel
-from .record import Record, begin, check_source, digest_of, find
+from .record import Record, begin, check_source, digest_of, ended, find
 from .repairing import Mending
 from .target import Layout, OutFile, Planned, Target, apart
 
@@ -61,6 +61,7 @@ class Conversion:
         self.record: Record | None = None
         self.part = (0, 1)
         self._new = False
+        self._ended = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -70,6 +71,9 @@ class Conversion:
     def look(self) -> Planned:
         """The plan of this conversion, or of the one that was begun; nothing is written."""
         self.record = find(self.backend, self.name, self.digest)
+        over = self._end()
+        if over is not None:
+            return over
         if self.record is None:
             self._check_empty()
         return self._plan("0" * 16 if self.record is None else self.record.id)
@@ -78,7 +82,12 @@ class Conversion:
         """The plan, said at the destination."""
         self.part = part
         self.record = find(self.backend, self.name, self.digest)
-        id = new_id() if self.record is None else self.record.id
+        over = self._end()
+        if over is not None:
+            if not part[0] and self.record is not None:
+                self.record.remove()
+            return over
+        id = new_id(after=self._previous, random=int(self.digest, 16)) if self.record is None else self.record.id
         planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
             if part[0] and len(planned.files) <= part[0]:
@@ -89,6 +98,22 @@ class Conversion:
             resume(self.backend, id)
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
+
+    def _end(self) -> Planned | None:
+        """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
+        if self.record is not None or self.overwrite:
+            return None
+        id = ended(self.backend, self.name, self.digest)
+        if id is None and self._previous is not None and self.format.replaces:
+            committed = CommitRecord.from_bytes(self._previous, self.url).id
+            id = committed if said_by(committed, int(self.digest, 16)) else None
+        if id is None:
+            return None
+        planned = self._plan(id)
+        if any(_size(self.backend, f.path) != f.size for f in planned.files):
+            return None
+        self.record, self._ended = Record(self.backend, self.name, id, self.digest), True
+        return planned
 
     def _begun(self, begun: Begun) -> Record:
         try:
@@ -133,6 +158,8 @@ class Conversion:
 
     def missing(self, planned: Planned) -> list[int]:
         """Files of this process that are not there yet."""
+        if self._ended:
+            return []
         mine = range(self.part[0], len(planned.files), self.part[1])
         if self.record is None:
             return [] if self.part[0] else list(mine)
@@ -195,8 +222,8 @@ class Conversion:
 
         Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
         """
-        if self.record is None:
-            return False
+        if self.record is None or self._ended:
+            return self._ended
         if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
             return find(self.backend, self.name, self.digest) is None  # then another process has finished it
         self._check_source(planned, self.record)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError
-from ckpt.spread import spread
 
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
@@ -131,8 +130,8 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
         return True
 
     if went:
-        jobs = [partial(remove, path) for path in paths if path != mark]
-        went = all(list(spread(jobs, threads, "ckpt-clear")) if threads > 1 else [job() for job in jobs])
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-clear") as pool:
+            went = all(list(pool.map(remove, (path for path in paths if path != mark))))
     backend.delete(mark)
     return went
 
