@@ -220,7 +220,18 @@ def _remove_conversion(backend: Backend, left: Left) -> None:
             within = left.place.path("")
             clear(backend, left.id, within, [e.path for e in stage], partial(committed, left.place.directory), _THREADS)
         else:
-            _delete(backend, stage)
+            entries = stage if left.ended or number + 1 == len(left.stages) else _while_there(backend, left.place.record, stage)
+            _delete(backend, entries)
+
+
+def _while_there(backend: Backend, record: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """These, as long as the record of the conversion is there: it goes when the conversion has ended after all."""
+    for entry in entries:
+        try:
+            backend.size(record)
+        except NotFoundError:
+            return
+        yield entry
 
 
 def _delete(backend: Backend, entries: Iterable[Entry]) -> None:

@@ -10,8 +10,8 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
-from ckpt.formats.native.commit import CommitRecord, new_id, said_by
-from ckpt.formats.native.writer import read_record
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
+from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
@@ -224,11 +224,30 @@ class Conversion:
         """
         if self.record is None or self._ended:
             return self._ended
-        if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
-            return find(self.backend, self.name, self.digest) is None  # then another process has finished it
+        if not self._whole(planned, self.record):
+            return self._is_over(planned, self.record, alone=self.part[1] == 1)
+        if not self.record.claim() and not (again and self.part[0] == 0):
+            return self._is_over(planned, self.record)
         self._check_source(planned, self.record)
         planned.finish(self.backend)
         self.record.remove()
+        return self._is_over(planned, self.record)
+
+    def _is_over(self, planned: Planned, record: Record, *, alone: bool = False) -> bool:
+        """Whether this process or another has finished it. ``alone``: there is no other.
+
+        Raises:
+            ConflictError: somebody has removed what is needed.
+        """
+        over = find(self.backend, self.name, self.digest) is None
+        if not over and not alone:
+            return False
+        lost = [f.path for f in planned.files if _size(self.backend, f.path) != f.size]
+        if self.format.replaces and not lost and over and committed_id(self.backend) != record.id:
+            lost = [COMMIT_PATH]
+        if lost or not over:
+            told = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
+            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return True
 
     def _whole(self, planned: Planned, record: Record) -> bool:
