@@ -65,7 +65,7 @@ def write_index(
                 _put(backend, record.index[name].path, data)
             else:
                 _write(backend, record.index[name].path, data, made)
-        sizes = {f.path: f.size for f in (*contents.files, *record.index.values())}
+        sizes = {f.path: f.size for f in contents.files} | {f.path: f.size for f in record.index.values()}
         check_there(backend, id, sizes)
     except BaseException:
         _remove(backend, made)
