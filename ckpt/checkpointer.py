@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -235,8 +236,9 @@ class Checkpointer:
         saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
         self._tiers.check(self.group, self.timeout)
         failed = self._ended()
-        options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, **self._options)
         _check_step(n)
+        earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
+        options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, **self._options)
         self._before = self._last_step, self._last_at
         self._last_step, self._last_at = n, time.monotonic() - self._began
         durable: Future[Any] | None = None

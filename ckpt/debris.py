@@ -2,18 +2,22 @@
 
 A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
 of a save, a copy or a conversion that goes on. One case needs no time: beside a committed checkpoint, a save that began before it can
-never commit any more. Touched is what the storage says of the files; where it keeps no times, the begin of the save, which its id tells.
+never commit any more. Touched is what the storage says of the files, and so is the present time; where it keeps no times, the begin of the
+save counts, which its id tells by the clock of the machine that saved.
+
+Invariant: nothing goes that is beyond a symbolic link. The root may be one, if it is that of a run.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.protocol import Backend, Entry, Unfinished
@@ -69,7 +73,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
 
     Args:
         grace: seconds that nobody touched what goes. 0: nobody saves or copies there now.
-        now: seconds since 1970.
+        now: seconds since 1970, as the storage says: ``Backend.now``.
 
     Raises:
         StorageError: the storage cannot be listed.
@@ -99,7 +103,16 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
     found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
     for name, held in directories.items():
         found += _saves(backend, name, held, age)
-    return found + uploads
+    return _on_this_side(backend, found + uploads)
+
+
+def _on_this_side(backend: Backend, found: list[Debris]) -> list[Debris]:
+    """What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run."""
+    target = backend.link()
+    if target is None or all(d.directory or d.what in ("temporary", "upload") for d in found):
+        return found
+    reason = f"the root is a symbolic link to {target}, beyond which nothing is removed: name {target} itself"
+    return [replace(d, goes=False, reason=reason) if not d.directory else d for d in found]
 
 
 def _conversion(left: Left) -> Debris:
@@ -146,9 +159,7 @@ def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace:
     """Whether files were left alone for the grace, and how to say it. The first young file decides."""
     if grace == 0:
         return True, "with a grace of 0 nobody saves there now"
-    touched = began(id) if id is not None else None
-    if touched is not None and now - touched < grace:
-        return False, f"it began {_ago(now - touched)} ago and may go on"
+    touched: float | None = None
     for entry in entries:
         try:
             modified = backend.modified(entry.path)
@@ -157,6 +168,10 @@ def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace:
         if modified is not None and now - modified < grace:
             return False, f"it was touched {_ago(now - modified)} ago and may go on"
         touched = max((t for t in (touched, modified) if t is not None), default=None)
+    if touched is None:
+        touched = began(id) if id is not None else None
+        if touched is not None and now - touched < grace:
+            return False, f"it began {_ago(now - touched)} ago and may go on"
     if touched is None:
         return False, "nobody can say how old it is: only a grace of 0 removes it"
     return True, f"nobody touched it for {_ago(now - touched)}"
@@ -178,7 +193,7 @@ def _ago(seconds: float) -> str:
 
 
 def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
-    """Remove what ``goes``. What was committed since ``find_debris`` looked stays.
+    """Remove what ``goes``. What was committed since ``find_debris`` looked stays, and so does what is being committed (``clearing``).
 
     Raises:
         StorageError: the storage failed. What is left is still debris.
@@ -186,12 +201,37 @@ def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
     going = [d for d in debris if d.goes]
     for upload in (d.upload for d in going if d.upload is not None):
         backend.forget(upload)
-    rest = [d for d in going if d.left is None]
-    _delete(backend, (e for d in rest if d.what != "save" or _committed(backend, d.directory) != d.id for e in d.entries))
+    _delete(backend, (e for d in going if d.what == "temporary" for e in d.entries))
+    for d in (d for d in going if d.what == "save"):
+        assert d.id is not None
+        within = f"{d.directory}/" if d.directory else ""
+        clear(backend, d.id, within, [e.path for e in d.entries], partial(_committed, backend, d.directory), _THREADS)
     for left in (d.left for d in going if d.left is not None):
-        if is_still(backend, left, partial(_committed, backend)):
-            for stage in left.stages:
-                _delete(backend, stage)
+        _remove_conversion(backend, left)
+
+
+def _remove_conversion(backend: Backend, left: Left) -> None:
+    committed = partial(_committed, backend)
+    for number, stage in enumerate(left.stages):
+        # It may go on, or have ended, since the stage before; of one that has ended the record went in the first stage.
+        if not is_still(backend, left, committed) and not (left.ended and number):
+            return
+        if left.id is not None and any(id_of(_split(e.path)[1]) == left.id for e in stage):
+            within = left.place.path("")
+            clear(backend, left.id, within, [e.path for e in stage], partial(committed, left.place.directory), _THREADS)
+        else:
+            entries = stage if left.ended or number + 1 == len(left.stages) else _while_there(backend, left.place.record, stage)
+            _delete(backend, entries)
+
+
+def _while_there(backend: Backend, record: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """These, as long as the record of the conversion is there: it goes when the conversion has ended after all."""
+    for entry in entries:
+        try:
+            backend.size(record)
+        except NotFoundError:
+            return
+        yield entry
 
 
 def _delete(backend: Backend, entries: Iterable[Entry]) -> None:

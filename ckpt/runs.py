@@ -6,20 +6,21 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index_file
-from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
 from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_debris
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import absolute_url, join_url, open_backend
+from ckpt.io_backends.registry import absolute_url, is_file_system, join_url, open_backend
 
 from .errors import CorruptError, FormatError, NotFoundError
 from .policies import StepInfo
@@ -57,6 +58,10 @@ class Step:
     """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
     sources: tuple[str, ...] = ()
     """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths."""
+    link: str | None = None
+    """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
+    also: tuple[str, ...] = ()
+    """Names of links beside it that lead to it. They are not listed by themselves."""
 
 
 def step_number(name: str) -> int | None:
@@ -68,7 +73,9 @@ def step_number(name: str) -> int | None:
 def list_steps(root_url: str) -> list[Step]:
     """The checkpoint at ``root_url`` itself, else those in the directories right below it; the highest step last, unnumbered ones first.
 
-    Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list.
+    Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list. A symbolic link
+    is listed as a directory, with what it leads to in ``link``; but of a checkpoint of the run with several names only one is, that of the
+    directory itself, or of links to elsewhere the one with the highest step. The others are in its ``also``.
 
     Raises:
         StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
@@ -81,7 +88,24 @@ def list_steps(root_url: str) -> list[Step]:
     with ThreadPoolExecutor(_LISTING_THREADS) as pool:
         found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
         steps = [step for step in found if step is not None]
-    return sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+    return _once(sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url)))
+
+
+def _once(steps: list[Step]) -> list[Step]:
+    """Each checkpoint under one name. Those of equal id have equal bytes, so a link with the id of another one is a second name of it."""
+    named: dict[str, Step] = {}
+    for s in steps:
+        if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
+            named[s.id] = s
+    found = []
+    for s in steps:
+        first = named.get(s.id, s) if s.id is not None else s
+        if first is s:
+            others = [o for o in steps if o is not s and o.link is not None and o.id == s.id and s.id is not None]
+            found.append(replace(s, also=tuple(o.url.rstrip("/").rpartition("/")[2] for o in others)) if others else s)
+        elif s.link is None:
+            found.append(s)
+    return found
 
 
 def runs_below(url: str) -> list[str]:
@@ -105,18 +129,46 @@ def none_here(url: str) -> NotFoundError:
 
 
 def remove_step(root_url: str, step: Step) -> None:
-    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it.
+    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
 
     Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays.
 
     Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    if step.url == root_url:
+        removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
+    else:
+        removed = _remove_named(open_backend(root_url), step.url.rstrip("/").rpartition("/")[2], step)
+    if not removed:
+        log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
+
+
+def remove_at(url: str) -> None:
+    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
+
+    Raises:
         StorageError: the storage refuses.
     """
-    if not remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags):
-        log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
-        return
-    if step.url != root_url:  # there is nothing to delete any more, but the root's backend removes directories below it that are empty
-        open_backend(root_url).delete(f"{step.url.rstrip('/').rpartition('/')[2]}/{COMMIT_PATH}")
+    here = open_backend(url)
+    parent, _, name = here.url.rstrip("/").rpartition("/")
+    if here.link() is None and (not parent or parent.endswith("/")):
+        remove_checkpoint(here)  # a root without a parent: no link can be there
+    else:
+        _remove_named(open_backend(parent or "/"), name, None)
+
+
+def _remove_named(root: Backend, name: str, step: Step | None) -> bool:
+    """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
+    target = root.link(name)
+    if target is not None:
+        root.delete(name)
+        log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
+        return True
+    if not remove_checkpoint(root, f"{name}/", id=step.id if step else None, tags=step.tags if step else ()):
+        return False
+    root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
+    return True
 
 
 def infos(steps: Sequence[Step]) -> list[StepInfo]:
@@ -128,12 +180,12 @@ def infos(steps: Sequence[Step]) -> list[StepInfo]:
     for s in steps:
         if s.number is None:
             continue
-        users = [v for v in steps if v is not s and any(_lies_in(source, s.url) for source in v.sources)]
+        users = [v for v in steps if v is not s and _points_into(v, s)]
         nameless = {f"used by {v.url.rstrip('/').rpartition('/')[2]}" for v in users if v.number is None}
         found.append(
             StepInfo(
                 step=s.number,
-                created=datetime.fromisoformat(s.created.replace("Z", "+00:00")) if s.created else _LONG_AGO,
+                created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
                 metrics=dict(s.metrics),
                 tags=frozenset(s.tags) | nameless,
                 referred_by=tuple(v.number for v in users if v.number is not None),
@@ -143,14 +195,24 @@ def infos(steps: Sequence[Step]) -> list[StepInfo]:
     return found
 
 
-def _lies_in(source: str, url: str) -> bool:
-    place = absolute_url(url).rstrip("/")
-    return source.rstrip("/") == place or source.startswith(f"{place}/")
+def _points_into(user: Step, step: Step) -> bool:
+    """Whether a virtual checkpoint points into files of ``step``, under whatever name."""
+    if not user.sources:
+        return False
+    root = step.url.rstrip("/").rpartition("/")[0]
+    places = [_place(url) for url in (step.url, *(join_url(root, name) for name in step.also))]
+    return any(source == place or source.startswith(f"{place}/") for source in map(_place, user.sources) for place in places)
+
+
+def _place(url: str) -> str:
+    """Where a URL leads, links on the way resolved."""
+    return os.path.realpath(url) if is_file_system(url) and "://" not in url else absolute_url(url).rstrip("/")
 
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
     number = step_number(url.rstrip("/").rpartition("/")[2])
+    link = backend.link(prefix.rstrip("/"))
     try:
         record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
         sources = _sources(record, url)
@@ -158,9 +220,9 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         if not has_debris(backend, prefix):
             return None
         reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
-        return Step(number=number, url=url, committed=False, reason=reason)
+        return Step(number=number, url=url, committed=False, reason=reason, link=link)
     except (CorruptError, FormatError) as err:
-        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
+        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
     return Step(
         number=number,
         url=url,
@@ -172,6 +234,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         tags=record.tags,
         id=record.id,
         sources=sources,
+        link=link,
     )
 
 

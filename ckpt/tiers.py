@@ -1,7 +1,8 @@
 """Where the checkpoints of a run are: at its root, and before that on a local disk, if there is such a tier. No torch.
 
-Invariants: a checkpoint has the same id in both tiers, and of two checkpoints of one step that with the higher id was saved later. Nothing
-notes what is published: the commit records at the root say so.
+Invariants: a checkpoint has the same id in both tiers, and of two checkpoints of one step that with the higher id was saved later: a save
+takes an id above those that were seen at the root, whatever the clock of this machine says. Nothing notes what is published: the commit
+records at the root say so.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timezone
 from typing import Any
 
+from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 
-from .errors import CkptError, NotFoundError, RankFailedError, StorageError, UsageError
+from .errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
 from .group import Group, Row
 from .plan.tables import ranks_text
 from .policies import All, KeepPolicy, Latest, retention
@@ -52,6 +56,12 @@ class Tiers:
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
         self._published: set[str] = set()
+        self._passed: set[str] = set()
+        """Ids of local checkpoints of which was said that the root has a later one of their step."""
+        self._last_seen: str | None = None
+        """The highest id that was seen at the root."""
+        self._answers = True
+        """Whether the root answered when it was asked last."""
         self._shared = local is None
         if local is not None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
@@ -64,10 +74,55 @@ class Tiers:
 
     # ---- what is there
 
+    def earlier(self, n: int) -> str | None:
+        """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most: a
+        root that does not answer is not asked again before it has answered somebody else."""
+        if self._answers:
+            found: Future[str | None] = Future()
+            threading.Thread(target=self._look, args=(n, found), name="ckpt-look", daemon=True).start()
+            try:
+                self._see(found.result(LOOK))
+            except (StorageError, FutureTimeoutError) as err:
+                self._answers = False
+                log.warning(
+                    "whether step %d is at %s cannot be seen, so this save counts as later than what was seen there before: %s",
+                    *(n, self.root, str(err) or f"no answer within {LOOK:g} s"),
+                )
+        return self._last_seen
+
+    def _look(self, n: int, found: Future[str | None]) -> None:
+        try:
+            found.set_result(committed_id(open_backend(join_url(self.root, f"step-{n:08d}"))))
+        except (CorruptError, FormatError):
+            found.set_result(None)  # what publishes it says so
+        except BaseException as err:  # noqa: BLE001  whoever waits raises it
+            found.set_exception(err)
+
+    def _see(self, *ids: str | None) -> None:
+        self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
+
+    def _at_root(self) -> list[Step]:
+        found = _below(self.root)
+        self._answers = True
+        self._see(*(s.id for s in found))
+        return found
+
+    def _say_passed(self, near: Iterable[Step], far: Iterable[Step]) -> None:
+        """Warn of local checkpoints that give way to others at the root, once of each."""
+        later = {s.number: s for s in far if s.committed}
+        for s in near:
+            other = later.get(s.number)
+            if s.committed and s.id is not None and other is not None and str(other.id) > s.id and s.id not in self._passed:
+                self._passed.add(s.id)
+                log.warning(
+                    "%s (save %s of %s) is passed over: by its id %s (save %s of %s) was saved later",
+                    *(s.url, s.id, s.created, other.url, other.id, other.created),
+                )
+
     def steps(self) -> list[Step]:
         """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
         found: dict[int | None, Step] = {}
-        for step in reversed(self._ordered([*self._near(), *_below(self.root)])):
+        for step in reversed(self._ordered([*self._near(), *self._at_root()])):
             found[step.number] = step
         return list(found.values())
 
@@ -87,7 +142,9 @@ class Tiers:
             UsageError: a tier is itself a checkpoint.
         """
         near = self._near()
-        found = [*near, *self._far(near, step)]
+        far = self._far(near, step)
+        self._say_passed(near, far)
+        found = [*near, *far]
         whole = self._ordered(found)
         for s in found:
             if not s.committed and (s.damaged or s.number not in {w.number for w in whole}):
@@ -99,7 +156,7 @@ class Tiers:
 
     def _far(self, near: list[Step], step: int | None) -> list[Step]:
         try:
-            return _below(self.root)
+            return self._at_root()
         except StorageError as err:
             mine = [s.number for s in near if s.committed]
             if step is not None and step in mine:
@@ -120,7 +177,9 @@ class Tiers:
         near = self.unconfirmed()
         if not near:
             return []
-        far = {s.number: s for s in _numbered(list_steps(self.root)) if s.committed}
+        there = self._at_root()
+        self._say_passed(near, there)
+        far = {s.number: s for s in there if s.committed}
         self._published |= {s.id for s in far.values() if s.id is not None}
         near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
         united = {**far, **{s.number: s for s in near}}
@@ -189,8 +248,10 @@ def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
         by_number = {s.number: s for s in steps}
         for number in retention(keep, infos(steps), datetime.now(timezone.utc)).removed:
             if by_number[number].id != busy:
-                remove_step(root, by_number[number])
-                log.info("step %d is removed from %s", number, root)
+                step = by_number[number]
+                remove_step(root, step)
+                if step.link is None:
+                    log.info("step %d is removed from %s", number, root)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 

@@ -6,21 +6,25 @@ have been read and found to be what the digests say, and the record only when al
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
+from ckpt.formats.native.clearing import check_no_link, check_there, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import INDEX_NAMES, SPANS, index_path
+from ckpt.formats.native.paths import CLEARING, INDEX_NAMES, SPANS, index_path
 from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.runs import step_number
 from ckpt.spread import spread
 from ckpt.transfer_files import FileCheck, FileCopy, Job
+
+log = logging.getLogger("ckpt")
 
 THREADS = 8
 """How many read and write at once, unless the caller says. Each holds at most ``transfer_files.BUFFER`` bytes."""
@@ -59,7 +63,8 @@ def copy_checkpoint(
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
         FormatError: it is of another format, whose files nobody says.
         CorruptError: it is damaged, or the same checkpoint at ``target`` is. Nothing is committed.
-        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``. It stays as it is.
+        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or ``target`` is a symbolic link. What is there
+            stays as it is.
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
@@ -132,6 +137,7 @@ class Transfer:
 
     def _check_target(self, replace: bool) -> bool:  # noqa: FBT001
         """Whether this very checkpoint is committed at the target."""
+        check_no_link(self.target)
         data = read_record(self.target)
         if data is None:
             steps = [n for n in self.target.children() if n.endswith("/") and step_number(n) is not None]
@@ -175,7 +181,7 @@ class Transfer:
         """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
-        there = {path: size for path, size in self.there().items() if path in sizes}
+        there = {path: size for path, size in self._begin().items() if path in sizes}
         whole = {path for path, size in there.items() if size == self.sizes[path]}
         damaged = self._damaged(whole, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
@@ -184,6 +190,13 @@ class Transfer:
         self._copy_index(missing, meter)
         self._copy_data(missing, threads, meter)
         return missing
+
+    def _begin(self) -> dict[str, int]:
+        """What is ``there``, as the one that copies now."""
+        listed = {e.path: e.size for e in self.target.list()}
+        if index_path(self.record.id, CLEARING) in listed:
+            resume(self.target, self.record.id)
+        return {path: size for path, size in listed.items() if path in self.sizes}
 
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""
@@ -236,23 +249,23 @@ class Transfer:
 
     def commit(self) -> None:
         """Publish the record, if all files are there, and remove the files of the checkpoint that it replaces."""
-        lost = self.sizes.keys() - self.whole()
-        if lost:
-            raise StorageError(
-                f"{len(lost)} of {len(self.sizes)} files are not there, or not whole, after they were copied; the first is {min(lost)}",
-                where=self.target.url,
-                hint="somebody removes files there, or the storage lost them: copy again",
-            )
         if self.committed_before:
+            check_there(self.target, self.record.id, self.sizes)
             return
         try:
-            commit_copy(self.target, self.record_bytes, self.replaced)
+            commit_copy(self.target, self.record_bytes, self.sizes, self.replaced)
         except ConflictError:
             self._withdraw()
             raise
         if self.replaced is not None:
-            for path in previous_files(self.target, self.replaced):
+            self._remove_replaced(self.replaced)
+
+    def _remove_replaced(self, record: bytes) -> None:
+        try:
+            for path in previous_files(self.target, record):
                 self.target.delete(path)
+        except CkptError as err:  # what was copied is committed
+            log.warning("files of the checkpoint that was replaced stay behind in %s as debris: %s", self.target.url, err)
 
     def _withdraw(self) -> None:
         """Another checkpoint was committed meanwhile: take away what it does not use."""

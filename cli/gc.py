@@ -56,7 +56,10 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
         raise UsageError(f"{grace!r} is no time", where="--grace", hint="90min, 36h, 1d12h, or 0")
     output = Output(json=as_json, quiet=quiet)
     backend = open_backend(root)
-    debris = find_debris(backend, grace=patience, now=time.time())
+    now = backend.now()
+    if now is None:  # a storage that is only read, say: nothing can be removed there
+        now = time.time()
+    debris = find_debris(backend, grace=patience, now=now)
     steps = list_steps(root)
     if not steps and not debris:
         foreign = list_foreign(root, ())
@@ -64,7 +67,7 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
             hint = "they are yours to remove; `ckpt ls` lists them"
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
-    verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), infos(steps), datetime.now(timezone.utc))
+    verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), infos(steps), datetime.fromtimestamp(now, timezone.utc))
     by_number = {s.number: s for s in steps}
     going = [by_number[n] for n in verdicts.removed]
     _tell(output, root, _step_rows(steps, verdicts, going, debris), debris, removed=yes)
@@ -81,24 +84,42 @@ Row = tuple["Step", str, tuple[str, ...]]
 def _step_rows(steps: list[Step], verdicts: Verdicts, going: list[Step], debris: list[Debris]) -> list[Row]:
     why = {v.step: v.reasons for v in verdicts}
     gone = {s.url for s in going}
-    return [
-        _unfinished_row(step, debris)
-        if not step.committed and not step.damaged
-        else (step, "removed" if step.url in gone else "kept", ("it has no step number",) if step.number is None else why[step.number])
-        for step in steps
-    ]
+    rows = []
+    for step in steps:
+        if not step.committed and not step.damaged:
+            rows.append(_unfinished_row(step, debris))
+            continue
+        reasons = ("it has no step number",) if step.number is None else why[step.number]
+        outcome = "removed" if step.url in gone else "kept"
+        rows.append((step, outcome, (*reasons, *_links(step, removed=step.url in gone))))
+    return rows
+
+
+def _links(step: Step, *, removed: bool) -> list[str]:
+    """What links have to do with it."""
+    found = []
+    if step.link is not None:
+        found.append(f"it is a link: only the link goes, {step.link} stays" if removed else f"it is a link to {step.link}")
+    if step.also:
+        names = ", ".join(step.also)
+        found.append(f"links that will lead nowhere: {names}" if removed else f"links to it: {names}")
+    return found
 
 
 def _unfinished_row(step: Step, debris: list[Debris]) -> Row:
     name = step.url.rstrip("/").rpartition("/")[2]
     saves = [d for d in debris if d.what in ("save", "conversion") and d.directory in ("", name)]
     goes = bool(saves) and all(d.goes for d in saves)
-    return step, "removed" if goes else "kept", tuple(dict.fromkeys(d.reason for d in saves)) or ("not committed",)
+    reasons = [*dict.fromkeys(d.reason for d in saves), *_links(step, removed=False)]
+    return step, "removed" if goes else "kept", tuple(reasons) or ("not committed",)
 
 
 def _tell(output: Output, root: str, rows: list[Row], debris: list[Debris], *, removed: bool) -> None:
     if output.json:
-        found = [{"url": s.url, "step": s.number, "outcome": outcome, "reasons": list(reasons)} for s, outcome, reasons in rows]
+        found = [
+            {"url": s.url, "step": s.number, "outcome": outcome, "reasons": list(reasons), "link": s.link, "also": s.also}
+            for s, outcome, reasons in rows
+        ]
         output.document({"root": root, "acted": removed, "steps": found, "debris": [_fields(root, d) for d in debris]})
         return
     committed = [row for row in rows if row[0].committed or row[0].damaged]

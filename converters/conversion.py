@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
 from ckpt.formats.foreign import ForeignCatalog
-from ckpt.formats.native.commit import CommitRecord, new_id
-from ckpt.formats.native.writer import read_record
+from ckpt.formats.native.clearing import check_no_link, resume
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
+from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
 
 from .choosing import Chosen
 from .parallel import Parallel
-from .record import Record, begin, check_source, digest_of, find
+from .record import Record, begin, check_source, digest_of, ended, find
 from .repairing import Mending
 from .target import Layout, OutFile, Planned, Target, apart
 
@@ -53,11 +54,14 @@ class Conversion:
         check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
+        if self.name is None:
+            check_no_link(self.backend)
         self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
         self._new = False
+        self._ended = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -67,6 +71,9 @@ class Conversion:
     def look(self) -> Planned:
         """The plan of this conversion, or of the one that was begun; nothing is written."""
         self.record = find(self.backend, self.name, self.digest)
+        over = self._end()
+        if over is not None:
+            return over
         if self.record is None:
             self._check_empty()
         return self._plan("0" * 16 if self.record is None else self.record.id)
@@ -75,15 +82,38 @@ class Conversion:
         """The plan, said at the destination."""
         self.part = part
         self.record = find(self.backend, self.name, self.digest)
-        id = new_id() if self.record is None else self.record.id
+        over = self._end()
+        if over is not None:
+            if not part[0] and self.record is not None:
+                self.record.remove()
+            return over
+        id = new_id(after=self._previous, random=int(self.digest, 16)) if self.record is None else self.record.id
         planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
             self.record, self._new = self._begun(Begun(id=id, digest=self.digest, files=files)), True
+        elif self.name is None:
+            resume(self.backend, id)
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
+
+    def _end(self) -> Planned | None:
+        """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
+        if self.record is not None or self.overwrite:
+            return None
+        id = ended(self.backend, self.name, self.digest)
+        if id is None and self._previous is not None and self.format.replaces:
+            committed = CommitRecord.from_bytes(self._previous, self.url).id
+            id = committed if said_by(committed, int(self.digest, 16)) else None
+        if id is None:
+            return None
+        planned = self._plan(id)
+        if any(_size(self.backend, f.path) != f.size for f in planned.files):
+            return None
+        self.record, self._ended = Record(self.backend, self.name, id, self.digest), True
+        return planned
 
     def _begun(self, begun: Begun) -> Record:
         try:
@@ -128,6 +158,8 @@ class Conversion:
 
     def missing(self, planned: Planned) -> list[int]:
         """Files of this process that are not there yet."""
+        if self._ended:
+            return []
         mine = range(self.part[0], len(planned.files), self.part[1])
         if self.record is None:
             return [] if self.part[0] else list(mine)
@@ -190,13 +222,32 @@ class Conversion:
 
         Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
         """
-        if self.record is None:
-            return False
-        if not self._whole(planned, self.record) or not (self.record.claim() or (again and self.part[0] == 0)):
-            return find(self.backend, self.name, self.digest) is None  # then another process has finished it
+        if self.record is None or self._ended:
+            return self._ended
+        if not self._whole(planned, self.record):
+            return self._is_over(planned, self.record, alone=self.part[1] == 1)
+        if not self.record.claim() and not (again and self.part[0] == 0):
+            return self._is_over(planned, self.record)
         self._check_source(planned, self.record)
         planned.finish(self.backend)
         self.record.remove()
+        return self._is_over(planned, self.record)
+
+    def _is_over(self, planned: Planned, record: Record, *, alone: bool = False) -> bool:
+        """Whether this process or another has finished it. ``alone``: there is no other.
+
+        Raises:
+            ConflictError: somebody has removed what is needed.
+        """
+        over = find(self.backend, self.name, self.digest) is None
+        if not over and not alone:
+            return False
+        lost = [f.path for f in planned.files if _size(self.backend, f.path) != f.size]
+        if self.format.replaces and not lost and over and committed_id(self.backend) != record.id:
+            lost = [COMMIT_PATH]
+        if lost or not over:
+            told = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
+            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return True
 
     def _whole(self, planned: Planned, record: Record) -> bool:

@@ -103,7 +103,7 @@ def convert_checkpoint(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
-        ConflictError: something is at ``url``: a checkpoint, or another conversion.
+        ConflictError: something is at ``url``: a checkpoint, another conversion, or a symbolic link in the place of the directory.
         NamesError: a glob fits nothing, or views do not fit.
         UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.

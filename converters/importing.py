@@ -5,6 +5,7 @@ Invariant: what is committed tiles every tensor exactly, and every range lies in
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import zlib
@@ -18,7 +19,8 @@ import xxhash
 from ckpt import tree
 from ckpt.catalog import Catalog, Contents, Extent, TensorEntry
 from ckpt.engine.verify import verify
-from ckpt.errors import ConflictError, CorruptError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, UsageError
+from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
@@ -33,6 +35,8 @@ from .pointing import Pointed
 from .pruning import pruned
 from .renaming import Renamed, lost, renamed_state, selected, value_paths
 from .unchanged import Watch
+
+log = logging.getLogger("ckpt")
 
 _BUFFER = 16 << 20
 
@@ -83,7 +87,7 @@ def import_checkpoint(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
-        ConflictError: there is a checkpoint at ``url``.
+        ConflictError: there is a checkpoint at ``url``, or ``url`` is a symbolic link.
         CoverageError: a tensor would have elements that no file has.
         NamesError: a glob fits nothing, or ``views`` do not fit the names.
         UsageError: ``views`` do not fit, take a part of a chunk that is coded, or make one parameter of several whose steps or options
@@ -91,6 +95,7 @@ def import_checkpoint(
     """
     began = time.monotonic()
     backend = open_backend(url)
+    check_no_link(backend)
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
@@ -113,7 +118,10 @@ def import_checkpoint(
     id = new_id(previous)
     write_index(backend, contents, id=id, world_size=catalog.world_size, previous=previous, features=(VIRTUAL,))
     for path in replaced:
-        backend.delete(path)
+        try:
+            backend.delete(path)
+        except CkptError as err:  # the checkpoint is committed
+            log.warning("a file of the checkpoint that was replaced stays behind as debris: %s", err)
     return ImportReport(
         url=url,
         id=id,

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import Exporting, record_path
+from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.registry import find_format
 from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.protocol import Backend, Writer
@@ -45,8 +46,11 @@ class Destination:
         """Remove what exports that were killed left here, and check that nothing else is in the way.
 
         Raises:
-            ConflictError: something is, or a conversion was begun here and did not finish. Then all is as it was.
+            ConflictError: something is, a conversion was begun here and did not finish, or the directory is a symbolic link. Then all is as
+            it was.
         """
+        if self.name is None:
+            check_no_link(self.backend)
         begun, replaces = self._begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
         if self.replace and self.name is None:

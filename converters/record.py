@@ -104,7 +104,7 @@ class Record:
     def claim(self) -> bool:
         """Whether it is for this process to finish: of all that ask, the first one."""
         try:
-            self.backend.publish(self._marks + CLAIM, b"{}\n", replaces=None)
+            self.backend.publish(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", replaces=None)
         except ConflictError:
             return False
         return True
@@ -114,6 +114,20 @@ class Record:
         self.backend.delete(self.path)
         for path in sorted(self.marks()):
             self.backend.delete(path)
+
+
+def ended(backend: Backend, name: str | None, digest: str) -> str | None:
+    """The id of the conversion of this digest, if it took its record away and was killed before its marks, the claim the last of them."""
+    starts = marks_prefix(name, "").removesuffix("/")
+    for folder in backend.children():
+        if folder.startswith(starts) and folder.endswith("/"):
+            try:
+                said = json.loads(backend.read(folder + CLAIM))
+            except (NotFoundError, ValueError):  # another one's, or of an older version
+                continue
+            if isinstance(said, dict) and said.get("digest") == digest:
+                return folder.removeprefix(starts).removesuffix("/")
+    return None
 
 
 def find(backend: Backend, name: str | None, digest: str) -> Record | None:

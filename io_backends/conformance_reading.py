@@ -155,6 +155,19 @@ class ReadingRows:
             with pytest.raises(NotFoundError):
                 backend.modified(path)
 
+    def test_now(self, backend: Backend) -> None:
+        """It is the clock of ``modified``, and to ask changes nothing."""
+        put(backend, "d/a", BYTES)
+        before, told, written = everything(backend), backend.now(), backend.modified("d/a")
+        assert everything(backend) == before
+        if told is None:
+            pytest.skip("the storage does not say what time it is")
+        assert written is None or -2 < told - written < 120
+
+    def test_nothing_is_a_link_unless_it_is_one(self, backend: Backend) -> None:
+        put(backend, "d/a", BYTES)
+        assert [backend.link(path) for path in ("", "d", "d/a", "no")] == [None] * 4
+
     def test_parallel_reads(self, backend: Backend) -> None:
         put(backend, "a", BYTES)
         parts = together(*[partial(backend.read, "a", i * 128, 128) for i in range(8)])

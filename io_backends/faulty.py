@@ -205,6 +205,12 @@ class FaultyBackend(Backend):
     def prepare(self) -> None:
         self.process.operate("prepare", self._inner.prepare)
 
+    def link(self, path: str = "") -> str | None:
+        return self._inner.link(path)
+
+    def now(self) -> float | None:
+        return self.process.operate("now", self._inner.now)
+
     def modified(self, path: str) -> float | None:
         return self.process.operate(f"modified {path}", lambda: self._inner.modified(path))
 

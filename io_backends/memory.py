@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -139,6 +140,10 @@ class MemoryBackend(Backend):
         key = self._key(path)
         with self._store.lock:
             self._store.objects.pop(key, None)
+
+    def now(self) -> float:
+        """See ``Backend.now``."""
+        return time.time()
 
     def prepare(self) -> None:
         """Does nothing: memory is always ready."""

@@ -19,7 +19,9 @@ from ckpt.settings import direct
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
 from .posix_files import (
+    clock,
     create_file,
+    delete_below,
     make_directories,
     prune_empty,
     read_all,
@@ -168,7 +170,19 @@ class PosixBackend(Backend):
         """See ``Backend.delete``."""
         file = self._file(path)
         with storage_errors(file, "delete"):
-            remove_file(file, self._root)
+            delete_below(self._root, path)
+
+    def link(self, path: str = "") -> str | None:
+        """See ``Backend.link``: the absolute path, with all links resolved."""
+        file = self._file(path) if path else self._root
+        return os.path.realpath(file) if os.path.islink(file) else None
+
+    def now(self) -> float | None:
+        """See ``Backend.now``: the time that the file system gives a new file, which has no name where it can do without."""
+        try:
+            return clock(self._root)
+        except OSError:
+            return None  # it is only read, or not there
 
     def prepare(self) -> None:
         """See ``Backend.prepare``. Writes a small file and removes it: only that tells whether the file system takes one."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,6 +20,9 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_PLACE = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_NAMELESS = getattr(os, "O_TMPFILE", 0)
+_NO_NAMELESS = {errno.EISDIR, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOENT}
 _KEEP_DIRECTORY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_ACCESS}
 _HINTS = {
     errno.ENOENT: "the file system lets nobody make files or directories here, or somebody removes them: choose another URL",
@@ -173,6 +178,81 @@ def remove_file(file: str, root: str) -> None:
     with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         os.unlink(file)
     prune_empty(os.path.dirname(file), root)
+
+
+def delete_below(root: str, path: str) -> None:
+    """Unlink ``path`` below ``root`` if it is there, then the directories that this leaves empty. No link is followed but ``root`` itself,
+    whatever anybody puts in its way meanwhile.
+
+    Raises:
+        StorageError: a link is on the way.
+    """
+    *parents, name = path.split("/")
+    opened: list[int] = []
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            opened.append(os.open(root, _PLACE))
+            for depth, part in enumerate(parents):
+                opened.append(_open_inside(opened[-1], part, os.path.join(root, *parents[: depth + 1])))
+            _unlink(name, opened[-1])
+        for depth in reversed(range(1, len(opened))):
+            if not _remove_empty(parents[depth - 1], opened[depth - 1]):
+                break
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _open_inside(directory: int, name: str, where: str) -> int:
+    """A descriptor of the directory ``name``, which is no link."""
+    try:
+        return os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=directory)
+    except OSError as err:
+        if err.errno not in (errno.ELOOP, errno.ENOTDIR) or not stat.S_ISLNK(os.lstat(name, dir_fd=directory).st_mode):
+            raise
+        raise StorageError(
+            f"nothing is removed beyond a symbolic link, and this is one to {os.path.realpath(where)}",
+            where=where,
+            hint="remove the link itself, or what is behind it by its own path",
+        ) from None
+
+
+def _unlink(name: str, directory: int) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        os.unlink(name, dir_fd=directory)
+
+
+def _remove_empty(name: str, directory: int) -> bool:
+    """Remove an empty directory; whether to go on with the one above: another process may have removed this one."""
+    try:
+        os.rmdir(name, dir_fd=directory)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as err:
+        if err.errno in _KEEP_DIRECTORY:
+            return False
+        raise
+    return True
+
+
+def clock(directory: str) -> float:
+    """The present time as the file system of a directory tells it, in seconds since 1970: that of a file made there for a moment."""
+    try:
+        fd = os.open(directory, _NAMELESS | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError as err:
+        if err.errno not in _NO_NAMELESS:
+            raise
+        name = os.path.join(directory, f".prepare-{secrets.token_hex(8)}.tmp")
+        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            os.unlink(name)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
 
 
 def prune_empty(directory: str, root: str) -> None:

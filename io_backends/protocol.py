@@ -265,6 +265,8 @@ class Backend(Protocol):
         ``path`` is an object                         it is gone, and so are parents without any object or directory in them
         ``path`` is absent                            nothing happens, apart from the same removal of empty parents
         ``path`` is a directory                       nothing happens: only objects are deleted
+        ``path`` is a symbolic link                   the link goes; what it leads to stays
+        a part of ``path`` before the last is a link  StorageError that names it; nothing goes: what is beyond belongs to others
         the last object below the root                the root itself stays
         ============================================  ==========================================================================
         """
@@ -284,6 +286,20 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def link(self, path: str = "") -> str | None:
+        """Where ``path`` (by default the root) leads if it is a symbolic link, as a URL; None if it is none, also where there are no links.
+
+        Links are read through. What removes or replaces asks first: nothing is removed or replaced beyond a link.
+        """
+        return None
+
+    def now(self) -> float | None:
+        """The present time in seconds since 1970, by the clock of the times that ``modified`` and ``unfinished`` tell.
+
+        None if it cannot be known, and never an error: so says a storage that is only read, or does not answer.
+        """
+        return None
 
     def modified(self, path: str) -> float | None:
         """When the object was last written, in seconds since 1970 by the storage's clock; None if the storage keeps no such times.

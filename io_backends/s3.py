@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
@@ -89,6 +90,16 @@ class S3Backend(Backend):
         key = self._key(path)
         answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
         return float(answer["LastModified"].timestamp())
+
+    def now(self) -> float | None:
+        """See ``Backend.now``: what the store dates an answer with, to the second."""
+        try:
+            answer = self._client.attempt(
+                "ask for the time", self.url, lambda boto, _: boto.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+            )
+            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+        except (CkptError, KeyError, TypeError, ValueError):
+            return None  # it refuses, or does not date its answers
 
     def stamp(self, path: str) -> str:
         """See ``stamp_of``: the ETag, and the version in buckets that keep versions. Times are whole seconds here: too coarse."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError, StorageError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
+from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
-from ckpt.formats.native.writer import Kept, new_id, previous_files, read_record, write_index
+from ckpt.formats.native.writer import Kept, committed_id, new_id, previous_files, read_record, write_index
 from ckpt.group import Call, Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import ownership
@@ -48,16 +50,25 @@ class Values(NamedTuple):
 
 
 class Leader:
-    """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's."""
+    """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's. ``earlier`` gives the id of a save
+    elsewhere that this one comes after, if there is one."""
 
     def __init__(
-        self, call: Call, backend: Backend, known: list[Tables], *, merge: bool, metrics: Mapping[str, float] | None = None
+        self,
+        call: Call,
+        backend: Backend,
+        known: list[Tables],
+        *,
+        merge: bool,
+        metrics: Mapping[str, float] | None = None,
+        earlier: Callable[[], str | None] | None = None,
     ) -> None:
         self.call = call
         self.backend = backend
         self.known = known
         self.merge = merge
         self.metrics = metrics
+        self.earlier = earlier
         self.previous: bytes | None = None
         self.tables: Tables | None = None
         self._begun: dict[int, Row] = {}
@@ -84,12 +95,14 @@ class Leader:
         """Make ready to save these tensors; the id of the save.
 
         Raises:
+            ConflictError: the URL is a symbolic link.
             StorageError: nothing can be written here.
         """
+        check_no_link(self.backend)
         self.backend.prepare()
         self.previous = read_record(self.backend)
         self.tables = tables
-        return new_id(after=self.previous)
+        return new_id(after=self.previous, later_than=self.earlier() if self.earlier is not None else None)
 
     def give(self, state: tree.Node) -> None:
         """Values that no rank left in the store."""
@@ -150,7 +163,6 @@ class Leader:
         self.compare_replicas(rows)
         positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
-        check_files(self.backend, files, id)
         entries, kept = self.entries(files, coded=any("coded" in row for row in rows.values()))
         if kept.values != self._said():
             kept.values, kept.state = self._said(), None
@@ -229,10 +241,16 @@ class Leader:
         but it could not commit either: the commit record is no longer the one that it would replace.
         """
         try:
-            paths = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
-            paths |= {e.path for e in self.backend.list() if (id_of(e.path) or id) < id}
-            for path in sorted(paths):
+            replaced = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
+            stale: dict[str, list[str]] = {}
+            for path in sorted(e.path for e in self.backend.list()):
+                save = id_of(path)
+                if save is not None and save < id and path not in replaced:
+                    stale.setdefault(save, []).append(path)
+            for path in sorted(replaced):
                 self.backend.delete(path)
+            for save, paths in stale.items():
+                clear(self.backend, save, "", paths, partial(committed_id, self.backend))
             self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
@@ -263,16 +281,3 @@ def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) ->
         if len(by_digest) > 1:
             problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
     return problems
-
-
-def check_files(backend: Backend, files: Sequence[DataFile], id: str) -> None:
-    """Every file that the ranks wrote is where the leader sees it, whole."""
-    there = {e.path: e.size for e in backend.list(f"data/{id}-")}
-    lost = [f for f in files if there.get(f.path) != f.size]
-    if lost:
-        raise StorageError(
-            f"{len(lost)} of {len(files)} data files are not there, or not whole, as the leading rank sees it; the first is {lost[0].path} "
-            f"of rank {lost[0].rank}: {there.get(lost[0].path, 'no')} of {lost[0].size} bytes",
-            where=backend.url,
-            hint="the URL must be on storage that all ranks share",
-        )

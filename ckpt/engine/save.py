@@ -69,6 +69,8 @@ class SaveOptions:
     spans: bool = True
     staging: int | None = None
     metrics: Mapping[str, float] | None = None
+    earlier: Callable[[], str | None] | None = None
+    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
 
 
 @dataclass(eq=False)
@@ -157,7 +159,14 @@ class Save:
         self.merge = Merge(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
         checked = self.options.check_replicas and group.size > 1
         self.replicas = Replicas(self.plan, self.source, self.rank) if checked else None
-        self.leader = Leader(self.call, self.backend, self.memory.tables, merge=self.options.merge, metrics=self.options.metrics)
+        self.leader = Leader(
+            self.call,
+            self.backend,
+            self.memory.tables,
+            merge=self.options.merge,
+            metrics=self.options.metrics,
+            earlier=self.options.earlier,
+        )
 
     def stage(self) -> Capture:
         """Make room for a copy of this rank's share: the state may change before it is written.

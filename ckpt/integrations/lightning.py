@@ -22,9 +22,8 @@ from ckpt.engine.background import SaveHandle, start_save
 from ckpt.engine.save import SaveOptions, save_state
 from ckpt.errors import UsageError
 from ckpt.formats.native.codecs import CODECS
-from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.group import Group
-from ckpt.io_backends.registry import open_backend
+from ckpt.runs import remove_at
 
 from .needs import needed
 from .reading import read_state
@@ -88,10 +87,11 @@ class CkptIO(CheckpointIO):
         return moved
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint; of a link, such as those of ``save_last="link"``, the link alone."""
         self.wait()
-        remove_checkpoint(open_backend(os.fspath(path)))
-        for folder, _, _ in os.walk(path, topdown=False):  # a path that is still there is not used again by Lightning
-            with suppress(OSError):
+        remove_at(os.fspath(path))
+        for folder, _, _ in () if os.path.islink(path) else os.walk(path, topdown=False):
+            with suppress(OSError):  # a path that is still there is not used again by Lightning
                 os.rmdir(folder)
 
     def wait(self) -> None:

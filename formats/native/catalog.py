@@ -200,10 +200,10 @@ def _boxes(grid: Grid, numbers: IntArray) -> tuple[IntArray, IntArray]:
 # ------------------------------------------------------------------------------------------------------------- opening
 
 
-def read_record(backend: Backend) -> bytes | None:
-    """The bytes of the commit record, or None if there is none."""
+def read_record(backend: Backend, within: str = "") -> bytes | None:
+    """The bytes of the commit record, here or in the directory ``within`` (empty, or ending in a slash); None if there is none."""
     try:
-        return backend.read(COMMIT_PATH)
+        return backend.read(within + COMMIT_PATH)
     except NotFoundError:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -30,7 +31,9 @@ FEATURES = frozenset({CODED, VIRTUAL})
 """Extensions that this reader knows."""
 
 _ZEROS = b"0" * 32
+_RANDOM = 36**7
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_TIME = re.compile(r"(?P<to_seconds>\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?(?P<zone>Z|[+-]\d\d:\d\d)?")
 _DAMAGED = "restore the file from a copy; the tensors can be rebuilt from the data files"
 
 
@@ -101,17 +104,32 @@ class CommitRecord:
         return _record(members, where)
 
 
-def new_id(after: bytes | None = None) -> str:
+def new_id(after: bytes | None = None, *, later_than: str | None = None, random: int | None = None) -> str:
     """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36.
 
     ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is
-    behind. A record that cannot be read is replaced all the same.
+    behind. A record that cannot be read is replaced all the same. The id also sorts after the id ``later_than``, if that was given by
+    ``new_id``. ``random`` takes the place of the random digits, where they say what is saved.
     """
-    moment = time.time_ns() // 1_000_000
+    moments = [time.time_ns() // 1_000_000]
     if after is not None:
         with suppress(CorruptError, FormatError):
-            moment = max(moment, int(CommitRecord.from_bytes(after, COMMIT_PATH).id[:9], 36) + 1)
-    return _base36(moment, 9) + _base36(secrets.randbelow(36**7), 7)
+            moments.append(_moment(CommitRecord.from_bytes(after, COMMIT_PATH).id) + 1)
+    if later_than is not None:
+        moments.append(_moment(later_than) + 1)
+    return _base36(max(moments), 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
+
+
+def said_by(id: str, random: int) -> bool:
+    """Whether an id has what ``random`` makes of its last digits."""
+    return id[9:] == _base36(random % _RANDOM, 7)
+
+
+def _moment(id: str) -> int:
+    try:
+        return min(int(id[:9], 36), 36**9 - 2)
+    except ValueError:
+        return 0
 
 
 def began(id: str) -> float | None:
@@ -125,6 +143,18 @@ def began(id: str) -> float | None:
 def now() -> str:
     """The present UTC time as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def moment_of(created: str) -> datetime | None:
+    """The time that a record's ``created`` says; None if it says none. Without a zone it is UTC."""
+    fields = _TIME.fullmatch(created)
+    if fields is None:
+        return None
+    fraction, zone = fields["fraction"] or "", fields["zone"] or "Z"
+    try:
+        return datetime.fromisoformat(f"{fields['to_seconds']}.{fraction[:6]:0<6}{zone.replace('Z', '+00:00')}").astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        return None
 
 
 def writer_name() -> str:
@@ -206,7 +236,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         _damaged(f"its index lacks {', '.join(missing)}", where)
     return CommitRecord(
         id=_member(members, "id", str, where),
-        created=_member(members, "created", str, where),
+        created=_created(members, where),
         writer=_member(members, "writer", str, where),
         world_size=_member(members, "world_size", int, where),
         features=tuple(members["features"]),
@@ -215,6 +245,13 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         metrics=_metrics(members.get("metrics", {}), where),
         tags=_tags(members.get("tags", []), where),
     )
+
+
+def _created(members: dict[str, Any], where: str) -> str:
+    text: str = _member(members, "created", str, where)
+    if moment_of(text) is None:
+        _damaged(f"its created is {text[:40]!r}, not a time", where)
+    return text
 
 
 def _metrics(found: object, where: str) -> dict[str, float]:

@@ -20,6 +20,14 @@ VIRTUAL_NAMES = (SOURCES, EXTENTS)
 SPANS = "spans.json"
 """Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 
+CLEARING = "clearing"
+"""Lies beside the index while somebody clears away a save that was not committed (``clearing``)."""
+_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, SPANS, CLEARING)
+
+_OF_A_SAVE = re.compile(
+    rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"
+)
+
 DIGEST_DIGITS = 32
 _HEX = frozenset("0123456789abcdef")
 
@@ -40,15 +48,16 @@ def data_prefix(id: str) -> str:
 
 
 def id_of(path: str) -> str | None:
-    """The save that a path belongs to, or None if it is not a path of this format."""
-    found = re.fullmatch(r"(?:index-|data/)([0-9a-z]{16})(?:/[^/]+|-\d{5,}(?:-\d+)?\.safetensors)", path)
-    return found.group(1) if found else None
+    """The save that a path belongs to, or None if it is not a path of this format: a file of another name is somebody else's."""
+    found = _OF_A_SAVE.fullmatch(path)
+    return (found[1] or found[2]) if found else None
 
 
 def has_debris(backend: Backend, prefix: str = "") -> bool:
     """Whether files of a save lie below ``prefix`` (empty, or ending in a slash), which has no commit record: it did not finish."""
     names = backend.children(prefix.rstrip("/"))
-    if any(id_of(f"{name}x") for name in names if name.startswith("index-") and name.endswith("/")):
+    indexes = [name for name in names if name.endswith("/") and id_of(f"{name}{STATE}")]
+    if any(id_of(f"{index}{name}") for index in indexes for name in backend.children(f"{prefix}{index}")):
         return True
     return "data/" in names and any(id_of(f"data/{name}") for name in backend.children(f"{prefix}data"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -13,6 +14,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError
 
 from .catalog import read_index_file, read_record
+from .clearing import check_no_link, check_there, clear, confirm
 from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
 from .index import Kept, decode_files, encode_index
 from .paths import FILES, SPANS, data_prefix, id_of, index_path
@@ -41,15 +43,18 @@ def write_index(
     ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
     ``shared``: others may do the same at the same time. Index files then appear whole, are taken as they are, and are never removed.
+    The record is published if all files are there, and stays if they are still there then (``clearing``).
     If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
     the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
     ``committed_id`` has shown that it is not the committed one.
 
     Raises:
-        ConflictError: the commit record is not ``previous``: somebody else saved here. Nothing of theirs is touched.
+        ConflictError: the commit record is not ``previous``: somebody else saved here. Nothing of theirs is touched. Or the root is a
+            symbolic link.
         ConsistencyError, StateError: the contents cannot be an index.
-        StorageError: the storage failed.
+        StorageError: the storage failed, or does not have all data files.
     """
+    check_no_link(backend)
     kept = Kept() if kept is None else kept
     files = encode_index(contents, kept)
     record = _record(files, kept.tensor_bytes, id, world_size, features, metrics or {})
@@ -60,22 +65,27 @@ def write_index(
                 _put(backend, record.index[name].path, data)
             else:
                 _write(backend, record.index[name].path, data, made)
+        sizes = {f.path: f.size for f in contents.files} | {f.path: f.size for f in record.index.values()}
+        check_there(backend, id, sizes)
     except BaseException:
         _remove(backend, made)
         raise
-    _publish(backend, record.to_bytes(), previous, made)
+    _publish(backend, record.to_bytes(), previous, made, id=id, sizes=sizes)
     return record
 
 
-def commit_copy(backend: Backend, record: bytes, previous: bytes | None = None) -> None:
-    """Commit a checkpoint that was copied file by file: the last act of a copy, when all files are there and durable. ``previous`` is the
-    commit record that it replaces; None: none is there.
+def commit_copy(backend: Backend, record: bytes, sizes: Mapping[str, int], previous: bytes | None = None) -> None:
+    """Commit a checkpoint that was copied file by file: the last act of a copy, when all files are there and durable. ``sizes`` are theirs,
+    by path. ``previous`` is the commit record that it replaces; None: none is there.
 
     Raises:
-        ConflictError: another commit record is there by now. It stays.
-        StorageError: the storage failed; it may have the record or not.
+        ConflictError: another commit record is there by now. It stays. Or the root is a symbolic link.
+        StorageError: files are missing, and nothing is committed. Or the storage failed; it may have the record or not.
     """
-    _publish(backend, record, previous, ())
+    check_no_link(backend)
+    id = CommitRecord.from_bytes(record, _where(backend)).id
+    check_there(backend, id, sizes)
+    _publish(backend, record, previous, (), id=id, sizes=sizes)
 
 
 def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str, ...]:
@@ -113,9 +123,10 @@ def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
 
     Raises:
         NotFoundError: there is no commit record.
-        ConflictError: somebody else changed it meanwhile.
+        ConflictError: somebody else changed it meanwhile, or the root is a symbolic link.
         CorruptError, FormatError: it cannot be read.
     """
+    check_no_link(backend)
     data = read_record(backend)
     if data is None:
         raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
@@ -124,42 +135,52 @@ def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
     return record
 
 
-def remove_checkpoint(backend: Backend, *, id: str | None = None, tags: Collection[str] = ()) -> bool:
+def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = None, tags: Collection[str] = ()) -> bool:
     """Remove a checkpoint: first the commit record, so that it does not exist any more, then its files and those of older saves.
 
-    Stopped anywhere, it leaves a whole checkpoint or debris. What is not of this format stays, and what belongs to a save that began later.
-    An absent checkpoint is no error. With ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others
-    now. Whether it was removed.
+    It is in the directory ``within`` (empty, or ending in a slash), which is no link. Stopped anywhere, it leaves a whole checkpoint or
+    debris. What is not of this format stays, and what belongs to a save that began later. An absent checkpoint is no error. With ``id`` and
+    ``tags``, those that it had when somebody decided, nothing is removed if it has others now. Whether it was removed.
+
+    Raises:
+        StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
     """
-    data = read_record(backend)
+    data = read_record(backend, within)
     last = None
     if data is not None:
         with suppress(CorruptError, FormatError):  # then whoever removes it knows
-            record = CommitRecord.from_bytes(data, _where(backend))
+            record = CommitRecord.from_bytes(data, _where(backend, within))
             last = record.id
             if id is not None and (record.id != id or set(record.tags) != set(tags)):
                 return False
-    backend.delete(COMMIT_PATH)
-    for entry in list(backend.list()):
-        save = id_of(entry.path)
+    backend.delete(within + COMMIT_PATH)
+    saves: dict[str, list[str]] = {}
+    for entry in backend.list(within):
+        save = id_of(entry.path.removeprefix(within))
         if save is not None and (last is None or save <= last):
-            backend.delete(entry.path)
+            saves.setdefault(save, []).append(entry.path)
+    for save, paths in saves.items():
+        if save == last:
+            for path in paths:
+                backend.delete(path)
+        else:
+            clear(backend, save, within, paths, partial(committed_id, backend, within))
     return True
 
 
-def committed_id(backend: Backend) -> str | None:
-    """The id of the save that is committed here; None if none is.
+def committed_id(backend: Backend, within: str = "") -> str | None:
+    """The id of the save that is committed here, or in the directory ``within`` (empty, or ending in a slash); None if none is.
 
     Raises:
         CorruptError, FormatError: the record cannot be read.
         StorageError: the storage cannot say.
     """
-    data = read_record(backend)
-    return None if data is None else CommitRecord.from_bytes(data, _where(backend)).id
+    data = read_record(backend, within)
+    return None if data is None else CommitRecord.from_bytes(data, _where(backend, within)).id
 
 
-def _where(backend: Backend) -> str:
-    return f"{backend.url.rstrip('/')}/{COMMIT_PATH}"
+def _where(backend: Backend, within: str = "") -> str:
+    return f"{backend.url.rstrip('/')}/{within}{COMMIT_PATH}"
 
 
 def _record(
@@ -199,14 +220,19 @@ def _put(backend: Backend, path: str, data: bytes) -> None:
             backend.publish(path, data, replaces=there)
 
 
-def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str]) -> None:
+def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str], *, id: str, sizes: Mapping[str, int]) -> None:
     try:
         backend.publish(COMMIT_PATH, data, replaces=previous)
     except BaseException as err:
         holds = _holds(backend, data)
-        if holds and isinstance(err, StorageError) and _published_again(backend, data):
-            return
-        if holds is False:
+        if not (holds and isinstance(err, StorageError) and _published_again(backend, data)):
+            if holds is False:
+                _remove(backend, made)
+            raise
+    try:
+        confirm(backend, id, sizes, previous)
+    except StorageError:
+        if _holds(backend, data) is False:
             _remove(backend, made)
         raise
 

@@ -408,8 +408,39 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
     assert (len(report.files), report.written_files, report.finished) == (6, 3, True)
     assert report.read_bytes == 3 * 16_000
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, held)
+    if to == "native":  # it may have been killed after all was done: the commit record says that it is this very conversion
+        again = convert_checkpoint(url, made, to=to, shard_size=20_000)
+        assert (again.id, again.written_files, again.finished) == (report.id, 0, True)
     with pytest.raises(ConflictError, match="already"):
-        convert_checkpoint(url, made, to=to, shard_size=20_000)
+        convert_checkpoint(url, made, to=to, shard_size=20_001)
+
+
+ENDING = """
+import os, signal, sys
+from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.record import Record
+
+left = int(sys.argv[4])
+def remove(record):
+    for path in [record.path, *sorted(record.marks())][:left]:
+        record.backend.delete(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+Record.remove = remove
+convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(("to", "gone"), [("native", 0), ("native", 1), ("native", 3), ("hf", 0), ("hf", 2), ("torch", 1)])
+def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gone: int) -> None:
+    """Of record, mark and claim so many are gone: the same command says that all is there, and leaves nothing but the checkpoint."""
+    url, made = str(tmp_path / "s"), str(tmp_path / "made.pt")
+    ckpt.save(url, tensors())
+    ended = subprocess.run([sys.executable, "-c", ENDING, url, made, to, str(gone)], check=False, timeout=100)
+    assert ended.returncode == -signal.SIGKILL
+    report = convert_checkpoint(url, made, to=to)
+    assert (report.written_files, report.finished) == (0, True)
+    same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
+    assert not list(tmp_path.glob("**/*convert*"))
 
 
 FINISHING = """
@@ -417,7 +448,7 @@ import os, signal, sys
 import ckpt.formats.native.writer as writer
 from ckpt.converters.converting import convert_checkpoint
 
-writer._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+writer._publish = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
 convert_checkpoint(sys.argv[1], sys.argv[2], to="native")
 """
 

@@ -1,0 +1,144 @@
+"""Clearing away a save that was never committed, while it may be committed after all; and the links that nothing reaches through.
+
+Looking and removing are two steps, and so are looking and committing. Whoever clears a save away leaves a mark first and looks at the
+commit record then; whoever commits publishes the record first and looks for files and marks then. So one of the two sees the other: a
+save is cleared only if it is not committed, and a commit that may have lost files is taken back and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError
+
+from .catalog import read_record
+from .commit import COMMIT_PATH, CommitRecord
+from .paths import CLEARING, data_prefix, index_path
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+log = logging.getLogger("ckpt")
+
+_HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
+
+
+def check_no_link(backend: Backend) -> None:
+    """That the root of ``backend`` is where a checkpoint may be written, replaced or tagged.
+
+    Raises:
+        ConflictError: it is a symbolic link: what is behind it belongs to another name.
+    """
+    target = backend.link()
+    if target is not None:
+        raise ConflictError(
+            f"this is a symbolic link to {target}; nothing is written or replaced through a link",
+            where=backend.url,
+            hint=f"name {target} itself, or remove the link first",
+        )
+
+
+def check_there(backend: Backend, id: str, sizes: Mapping[str, int]) -> None:
+    """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away.
+
+    Raises:
+        StorageError: it has not, or somebody is; or the storage failed.
+    """
+    problem = _problem(backend, id, sizes)
+    if problem is not None:
+        raise problem
+
+
+def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None) -> None:
+    """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
+    again, or nothing is.
+
+    Raises:
+        StorageError: it has not.
+    """
+    try:
+        problem = _problem(backend, id, sizes)
+        record = read_record(backend) if problem is not None else None
+    except StorageError as err:  # no sign that anything is missing
+        log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
+        return
+    if problem is None or (record is not None and CommitRecord.from_bytes(record, backend.url).id != id):
+        return
+    if record is not None:
+        _take_back(backend, record, previous)
+    raise problem
+
+
+def _problem(backend: Backend, id: str, sizes: Mapping[str, int]) -> StorageError | None:
+    starts = (data_prefix(id), index_path(id, ""))
+    prefixes: Sequence[str] = starts if all(path.startswith(starts) for path in sizes) else ("",)
+    there = {e.path: e.size for prefix in prefixes for e in backend.list(prefix)}
+    lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
+    if lost:
+        message = (
+            f"{len(lost)} of {len(sizes)} files are not there, or not whole, as the process that commits sees it; the first is {lost[0]}: "
+            f"{there.get(lost[0], 'no')} of {sizes[lost[0]]} bytes"
+        )
+        return StorageError(message, where=backend.url, hint=_HINT)
+    if index_path(id, CLEARING) in there:
+        hint = "look for a `ckpt gc` that runs there, and try again"
+        return StorageError("somebody is clearing this save away as debris", where=backend.url, hint=hint)
+    return None
+
+
+def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
+    try:
+        if previous is not None:
+            backend.publish(COMMIT_PATH, previous, replaces=record)
+        else:
+            backend.delete(COMMIT_PATH)
+    except ConflictError:
+        return  # another save is committed by now
+    except CkptError as err:
+        log.error("%s lacks files, and its commit record could not be taken back: %s", backend.url, err)
+
+
+def resume(backend: Backend, id: str) -> None:
+    """Take away the mark that a clearing of save ``id`` left when it was killed: a copy or a conversion of this id goes on now. A clearing
+    that still goes on stops at its next file."""
+    backend.delete(index_path(id, CLEARING))
+
+
+def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None], threads: int = 1) -> bool:
+    """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
+
+    Raises:
+        StorageError: the storage failed. What is left is still debris.
+    """
+    mark = f"{within}{index_path(id, CLEARING)}"
+    marked = True
+    try:
+        backend.publish(mark, b"", replaces=None)
+    except ConflictError:
+        pass  # somebody else's does as well
+    except NoSpaceError:
+        marked = False  # nobody can publish a record either
+    went = committed() != id
+
+    def remove(path: str) -> bool:
+        if marked and not _is_there(backend, mark):
+            return False
+        backend.delete(path)
+        return True
+
+    if went:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-clear") as pool:
+            went = all(list(pool.map(remove, (path for path in paths if path != mark))))
+    backend.delete(mark)
+    return went
+
+
+def _is_there(backend: Backend, path: str) -> bool:
+    try:
+        backend.size(path)
+    except NotFoundError:
+        return False
+    return True
