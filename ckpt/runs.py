@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from ckpt.formats.conversion import CONVERTING
-from ckpt.formats.native.catalog import read_index_file
+from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord
 from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_debris
@@ -152,15 +152,16 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
     number = step_number(url.rstrip("/").rpartition("/")[2])
     try:
-        record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
-        sources = _sources(record, url)
-    except NotFoundError:
+        data = read_record(backend, prefix)
+        record = None if data is None else CommitRecord.from_bytes(data, url)
+        sources = () if record is None else _sources(record, url)
+    except (CorruptError, FormatError) as err:
+        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
+    if record is None:
         if not has_debris(backend, prefix):
             return None
         reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
         return Step(number=number, url=url, committed=False, reason=reason)
-    except (CorruptError, FormatError) as err:
-        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message)
     return Step(
         number=number,
         url=url,

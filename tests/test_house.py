@@ -35,7 +35,7 @@ PURE = tuple(
             "tree",
             "plan",
         ),
-        *("settings", "spans", "policies", "workers"),
+        *("settings", "spans", "policies", "workers", "reread"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""

@@ -9,7 +9,7 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from ckpt.catalog import Catalog, Extent
 from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import decode
 from ckpt.geometry import Box
+from ckpt.reread import read_checked
 
+T = TypeVar("T")
 Verify = Literal["full", "partial", "off"]
 """``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
 are checked. ``off``: nothing is checked."""
@@ -48,7 +50,7 @@ class Chunk(NamedTuple):
 
 
 class Fetch:
-    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those of chunks that were as their digests say; ``waits`` how
+    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``waits`` how
     often a thread gave up its core during the first reads, ``PROBE`` bytes."""
 
     def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
@@ -85,8 +87,16 @@ class Fetch:
             self.waits += _waits() - before if before is not None else 0
         self.beat()
 
+    def checked(self, extent: Extent, read: Callable[[], T]) -> T:
+        """What ``read`` gives, which fills and checks ``extent``; called again if the bytes do not fit (``ckpt.reread``).
+
+        Raises:
+            CorruptError: they do not fit again.
+        """
+        return read_checked(self.catalog.backend, extent.path, read, offset=extent.offset, length=extent.length)
+
     def chunk(self, chunk: Chunk, memory: memoryview) -> None:
-        """Read the stored bytes of a whole chunk, piece by piece, and check them.
+        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`checked`.
 
         Raises:
             CorruptError: they are not what the digest says.
@@ -99,6 +109,27 @@ class Fetch:
             check.update(piece)
         check.end()
 
+    def look_again(self, chunk: Chunk, damage: CorruptError) -> None:
+        """Whether a chunk is damaged that was once, but was put into place meanwhile: its bytes are only checked.
+
+        Raises:
+            CorruptError: it is.
+        """
+        before = [damage]
+
+        def read() -> None:
+            if before:
+                raise before.pop()
+            check, extent = Check(self, chunk), chunk.extent
+            memory = self.scratch(self.piece).data
+            for at in range(0, extent.length, self.piece):
+                piece = memory[: min(self.piece, extent.length - at)]
+                self.fill(extent.path, extent.offset + at, piece)
+                check.update(piece)
+            check.end()
+
+        self.checked(chunk.extent, read)
+
     def check(self, chunk: Chunk, data: memoryview) -> None:
         """Compare bytes that were read with the digest of their chunk, if they are all of it.
 
@@ -109,7 +140,7 @@ class Fetch:
         check.update(data)
         check.end()
 
-    def found_right(self, nbytes: int) -> None:
+    def compared(self, nbytes: int) -> None:
         """Count bytes that a digest was compared with."""
         with self._lock:
             self.verified += nbytes
@@ -159,9 +190,9 @@ class Check:
         extent = self._chunk.extent
         if self._digest is None or self._length != extent.length:
             return
+        self._fetch.compared(self._length)
         if (found := self._digest.hexdigest()) != extent.digest:
             raise damaged(self._chunk, f"digest {found}, should be {extent.digest}", self._fetch.catalog.url)
-        self._fetch.found_right(self._length)
 
 
 def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:

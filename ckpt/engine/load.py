@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -140,7 +140,9 @@ class _Load:
         else:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
-            self.call.agree("read", lambda: self.read(names), lambda rows: None)
+            again = self.call.agree("read", lambda: self.read(names), handed_out_wrong)
+            if again:
+                self.call.agree("read again", lambda: self.read_again(again), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -296,6 +298,23 @@ class _Load:
         self.touched = True
         self.reader.run(plan, self.carrier)
         changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
+        self.apply()
+        return {"again": self.carrier.again if self.carrier is not None else []}
+
+    def read_again(self, again: Sequence[tuple[str, int]]) -> Row:
+        """Every rank: what it wants of chunks that other ranks handed out before a digest showed that they had read them wrong."""
+        assert self.binding is not None and self.catalog is not None and self.reader is not None
+        chunks: dict[str, set[int]] = {}
+        for name, number in again:
+            chunks.setdefault(name, set()).add(number)
+        jobs = [job for job in map(Job._make, self.binding.targets.values()) if stored_name(job) in chunks and job.entry.rank is None]
+        if not jobs:
+            return {}
+        left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
+        reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
+        reader.run(replace(reader.plan(jobs, left_out), padding=()))
+        self.reader.fetch.read += reader.fetch.read
+        self.reader.fetch.verified += reader.fetch.verified
         return self.apply()
 
     def divide(self, sharing: Sharing, names: Row) -> Carrier:
@@ -324,6 +343,16 @@ class _Load:
                 hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
             ) from err
         return {}
+
+
+def handed_out_wrong(rows: dict[int, Row]) -> list[tuple[str, int]]:
+    """Leader: the chunks that all ranks read again."""
+    return sorted({(name, number) for row in rows.values() for name, number in row["again"]})
+
+
+def stored_name(job: Job) -> str:
+    """The tensor whose bytes are loaded."""
+    return job.entry.alias or job.entry.name
 
 
 def renamed(binding: Binding, selection: Selection) -> dict[str, str]:

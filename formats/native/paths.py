@@ -20,6 +20,8 @@ VIRTUAL_NAMES = (SOURCES, EXTENTS)
 SPANS = "spans.json"
 """Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 
+INDEX_LIMIT = 256 << 20
+"""Bytes of an index file that are written or read: a million tensors, or some million plain values, take a tenth of it."""
 DIGEST_DIGITS = 32
 _HEX = frozenset("0123456789abcdef")
 
@@ -56,7 +58,12 @@ def has_debris(backend: Backend, prefix: str = "") -> bool:
 def path_problem(path: str) -> str | None:
     """Why a path of an index cannot be followed, or None. A damaged or hostile index must not lead out of the checkpoint."""
     if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
-        return f"path {path!r} is not a plain path below the checkpoint"
+        return f"path {path!r:.200} is not a plain path below the checkpoint"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return f"path {path!r:.200} has a lone surrogate and names no file"
     return None
 
 
