@@ -175,7 +175,6 @@ def _read(fetch: Fetch, exact: Exact, batch: Batch, extents: Sequence[Extent], d
             if digest is None or fetch.verify == "off" or offset == last:
                 continue
             if (found := _digest(data[offset - start : offset - start + length])) != digest:
-                fetch.compared(batch.length)
                 raise damaged(exact.chunk(i), f"digest {found}, should be {digest}", fetch.catalog.url)
             verified, last = verified + length, offset
     fetch.compared(verified)

@@ -64,7 +64,7 @@ class Fetch:
         self.beat = beat
         self._spans = spans
         self._lock = threading.Lock()
-        self._scratch = threading.local()
+        self._local = threading.local()
 
     def whole(self, extent: Extent) -> bool:
         """Whether a chunk has to be read whole although only a part of it is needed."""
@@ -82,6 +82,7 @@ class Fetch:
         before = _waits() if self.read < PROBE else None
         with self.span("read", len(memory)):
             self.catalog.backend.read_into(path, offset, memory)
+        self._local.unchecked = self._unchecked() + len(memory)
         with self._lock:
             self.read += len(memory)
             self.waits += _waits() - before if before is not None else 0
@@ -93,7 +94,16 @@ class Fetch:
         Raises:
             CorruptError: they do not fit again.
         """
-        return read_checked(self.catalog.backend, extent.path, read, offset=extent.offset, length=extent.length)
+
+        def attempt() -> T:
+            before = self._unchecked()
+            try:
+                return read()
+            except CorruptError:
+                self.compared(max(0, self._unchecked() - before))  # nobody uses these bytes
+                raise
+
+        return read_checked(self.catalog.backend, extent.path, attempt, offset=extent.offset, length=extent.length)
 
     def chunk(self, chunk: Chunk, memory: memoryview) -> None:
         """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`checked`.
@@ -116,6 +126,7 @@ class Fetch:
             CorruptError: it is.
         """
         before = [damage]
+        self.compared(chunk.extent.length)
 
         def read() -> None:
             if before:
@@ -142,8 +153,14 @@ class Fetch:
 
     def compared(self, nbytes: int) -> None:
         """Count bytes that a digest was compared with."""
+        self._local.unchecked = self._unchecked() - nbytes
         with self._lock:
             self.verified += nbytes
+
+    def _unchecked(self) -> int:
+        """Bytes that this thread has read and not compared."""
+        count: int = getattr(self._local, "unchecked", 0)
+        return count
 
     def decode(self, chunk: Chunk, blob: memoryview, out: memoryview, itemsize: int) -> None:
         """What a coded chunk was coded from.
@@ -161,12 +178,12 @@ class Fetch:
 
     def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
-        found: npt.NDArray[np.uint8] | None = getattr(self._scratch, use, None)
+        found: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
         if found is None or len(found) < size:
             raw = np.empty(max(size, self.piece) + SPARE, dtype=np.uint8)
             start = -raw.ctypes.data % SPARE
             found = raw[start : start + max(size, self.piece)]
-            setattr(self._scratch, use, found)
+            setattr(self._local, use, found)
         return found
 
 
@@ -190,9 +207,9 @@ class Check:
         extent = self._chunk.extent
         if self._digest is None or self._length != extent.length:
             return
-        self._fetch.compared(self._length)
         if (found := self._digest.hexdigest()) != extent.digest:
             raise damaged(self._chunk, f"digest {found}, should be {extent.digest}", self._fetch.catalog.url)
+        self._fetch.compared(self._length)
 
 
 def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:
