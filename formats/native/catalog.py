@@ -23,6 +23,7 @@ from .header import Header, StoredChunk, parse_header
 from .index import decode_index
 from .keys import chunk_key, coded_key
 from .paths import INDEX_LIMIT, TENSORS, has_debris
+from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:
@@ -273,8 +274,11 @@ def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]
 def _contents(backend: Backend, record: CommitRecord) -> Contents:
     files = {n: read_index_file(backend, record, n) for n in record.index}
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
-    contents = decode_index(files, where)
-    excess = find_excess(contents)
+    try:
+        contents = decode_index(files, where)
+        excess = find_excess(contents)
+    except MemoryError as err:
+        raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is not None:
         raise CorruptError(f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it")
     return contents

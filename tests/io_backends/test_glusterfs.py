@@ -1,5 +1,5 @@
-"""GlusterFS: three replicas on this machine, mounted with FUSE. Large files, direct writes, and checkpoints that are replaced while they are
-read. Opt-in: it needs root, /dev/fuse and `apt-get install glusterfs-server`."""
+"""GlusterFS: three replicas on this machine, mounted with FUSE. Large files, direct writes, and checkpoints that are replaced meanwhile.
+Opt-in: it needs root, /dev/fuse and `apt-get install glusterfs-server`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -323,9 +324,10 @@ def test_a_refusal_that_comes_late_fails_the_file_and_leaves_nothing(
     backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoilt = Spoilt(monkeypatch, late=True)
-    with pytest.raises(StorageError, match="may be lost: Invalid argument") as caught:
+    with pytest.raises(StorageError, match=r"may be lost: Invalid argument.*\n.*save again"):
         write_in_blocks(backend, pages)
-    assert spoilt.refused and "save again" in str(caught.value.hint) and backend.children() == []
+    gc.collect()  # the error's frames have views of the pages
+    assert spoilt.refused and backend.children() == []
     spoilt.refused = False
     write_in_blocks(backend, pages)  # through the page cache
     assert backend.read("a") == DATA and spoilt.direct == []
@@ -335,20 +337,20 @@ def test_a_refusal_that_comes_late_fails_the_file_and_leaves_nothing(
 def test_a_writer_that_cannot_be_closed_is_aborted_all_the_same(
     backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = backend.create("a", SIZE)
-    writer.write(0, [pages])
-    close = os.close
+    close, failed = os.close, []
 
     def broken(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
         close(fd)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name.endswith("root/a"):
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "close", broken)
-        writer._closes = [lambda fd=writer._fd: os.close(fd)]  # type: ignore[assignment, misc]  # finalizers have the real one
-        writer._direct._close = lambda fd=writer._direct._direct: os.close(fd)  # type: ignore[assignment, misc]
-        writer.abort()
-    assert backend.children() == []
+    monkeypatch.setattr(os, "close", broken)
+    writer = backend.create("a", SIZE)
+    writer.write(0, [pages])
+    writer.abort()
+    assert len(failed) == 2 and backend.children() == []
 
 
 @pytest.mark.usefixtures("takes_direct")
@@ -429,7 +431,7 @@ def test_a_late_direct_write_reaches_no_other_file(backend: PosixBackend, tmp_pa
     started, aborted, pwrite = threading.Event(), threading.Event(), os.pwrite
 
     def slow(fd: int, data: memoryview, offset: int) -> int:
-        if len(data) > PAGE:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith("(deleted)"):  # not the probe
             started.set()
             assert aborted.wait(10)
         return pwrite(fd, data, offset)
