@@ -15,6 +15,7 @@ from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError,
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import INDEX_NAMES, SPANS, index_path
+from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
@@ -70,7 +71,8 @@ def copy_checkpoint(
         missing = run.sizes.keys() - run.whole()
     else:
         run.target.prepare()
-        missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
+        with replacement_noticed(run.catalog):
+            missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
         run.commit()
     return CopyReport(
         source=source,

@@ -20,7 +20,18 @@ from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
 from ckpt.catalog import Catalog, identity
-from ckpt.errors import CkptError, ConsistencyError, MismatchError, NamesError, ShapeError
+from ckpt.errors import (
+    CkptError,
+    ConflictError,
+    ConsistencyError,
+    CorruptError,
+    MismatchError,
+    NamesError,
+    NotFoundError,
+    ShapeError,
+    StorageError,
+)
+from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
@@ -87,8 +98,14 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
 
 def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     began = time.perf_counter()
-    load = _Load(group.call("load", url, options.timeout), options)
-    names = load.run(state)
+    for tries_left in reversed(range(_TRIES)):
+        load = _Load(group.call("load", url, options.timeout), options)
+        try:
+            names = load.run(state)
+            break
+        except ConflictError:  # replaced meanwhile; of several ranks, some may have begun to read
+            if load.touched or group.size > 1 or not tries_left:
+                raise
     assert load.binding is not None and load.reader is not None
     seconds = time.perf_counter() - began
     if load.call.is_leader:
@@ -134,15 +151,15 @@ class _Load:
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
-            names = self.call.agree("match", lambda: self.match(state), self.judge)
+            names = self.call.agree("match", lambda: self.noticing(lambda: self.match(state)), self.judge)
             if "replaced" not in names:
                 break
         else:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
-            again = self.call.agree("read", lambda: self.read(names), handed_out_wrong)
+            again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), handed_out_wrong)
             if again:
-                self.call.agree("read again", lambda: self.read_again(again), lambda rows: None)
+                self.call.agree("read again", lambda: self.noticing(lambda: self.read_again(again)), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -151,6 +168,16 @@ class _Load:
 
     def span(self, phase: str) -> AbstractContextManager[object]:
         return nullcontext() if self.options.spans is None else self.options.spans.span(phase)
+
+    def noticing(self, work: Callable[[], Row]) -> Row:
+        """What ``work`` gives; an error that comes of a replacement says so."""
+        try:
+            return work()
+        except (CorruptError, NotFoundError, StorageError) as err:
+            replaced = None if self.catalog is None else replacement(self.catalog)
+            if replaced is None:
+                raise
+            raise replaced from err
 
     def match(self, state: object) -> Row:
         """Every rank: bind, and say what does not fit."""

@@ -22,6 +22,7 @@ from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.codecs import decode
+from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
@@ -96,6 +97,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
             but reported.
+        ConflictError: it was replaced or removed meanwhile.
     """
     began = time.monotonic()
     try:
@@ -108,6 +110,8 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     chunks = list(_chunks(catalog, broken, problems))
     jobs = _by_storage(catalog, chunks)
     done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
+    if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
+        raise replaced
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),

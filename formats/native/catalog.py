@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import xxhash
 
 from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
 from ckpt.geometry import Box, IntArray
 from ckpt.reread import read_checked
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 _REPLACED_TRIES = 3
+_STALE = 1.1
+"""Seconds after which FUSE looks a name up again."""
 _MAX_CODED = 64 << 20
 """Bytes of a coded chunk of more than one element, before coding."""
 
@@ -265,10 +269,21 @@ def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]
         try:
             return record, _contents(backend, record)
         except CkptError as err:
-            fault, before, data = err, data, _present_record(backend)
+            fault, before, data = err, data, _record_after(backend, err, data)
             if data == before:
                 break
     raise fault
+
+
+def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
+    """The record after a fault. If a file is gone, network file systems may know the old one by its name for a second."""
+    backend.evict(COMMIT_PATH)
+    data = _present_record(backend)
+    gone = isinstance(err.__cause__, NotFoundError) or getattr(err, "errno", None) == errno.ESTALE
+    if data == before and gone and isinstance(err, CorruptError | StorageError):
+        time.sleep(_STALE)
+        data = _present_record(backend)
+    return data
 
 
 def _contents(backend: Backend, record: CommitRecord) -> Contents:
