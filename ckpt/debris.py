@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
 from ckpt.formats.native.paths import id_of
@@ -148,11 +149,9 @@ def _saves(backend: Backend, directory: str, held: _Directory, age: partial[tupl
 
 
 def _committed(backend: Backend, directory: str) -> str | None:
+    data = read_record(backend, f"{directory}/".lstrip("/"))
     path = f"{directory}/{COMMIT_PATH}".lstrip("/")
-    try:
-        return CommitRecord.from_bytes(backend.read(path), f"{backend.url}/{path}").id
-    except NotFoundError:
-        return None
+    return None if data is None else CommitRecord.from_bytes(data, f"{backend.url}/{path}").id
 
 
 def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, Begun, mark_name, record_path
+from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.io_backends.protocol import Backend, Entry
 
 Age = Callable[[Iterable[Entry], str | None], tuple[bool, str]]
@@ -136,7 +137,7 @@ def is_still(backend: Backend, left: Left, committed: Committed) -> bool:
     """Whether it is now as it was when it was looked at: no other conversion was begun there, and it has not ended meanwhile."""
     recorded = any(e.path == left.place.record for e in left.entries)
     try:
-        begun = Begun.from_bytes(backend.read(left.place.record))
+        begun = Begun.from_bytes(backend.read_whole(left.place.record, RECORD_LIMIT))
     except NotFoundError:
         return not recorded
     if not recorded or begun is None or begun.id != left.id:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt.formats.conversion import CONVERTING
-from ckpt.formats.native.catalog import read_index_file
+from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
 from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_debris
@@ -214,15 +214,16 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     number = step_number(url.rstrip("/").rpartition("/")[2])
     link = backend.link(prefix.rstrip("/"))
     try:
-        record = CommitRecord.from_bytes(backend.read(prefix + COMMIT_PATH), url)
-        sources = _sources(record, url)
-    except NotFoundError:
+        data = read_record(backend, prefix)
+        record = None if data is None else CommitRecord.from_bytes(data, url)
+        sources = () if record is None else _sources(record, url)
+    except (CorruptError, FormatError) as err:
+        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
+    if record is None:
         if not has_debris(backend, prefix):
             return None
         reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
         return Step(number=number, url=url, committed=False, reason=reason, link=link)
-    except (CorruptError, FormatError) as err:
-        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
     return Step(
         number=number,
         url=url,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .errors import AccessError, CkptError, CorruptError, NotCommittedError, NotFoundError, StorageError
+from .errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
 from .group import Group
 from .tiers import Tiers, raised
 
@@ -13,8 +13,8 @@ log = logging.getLogger("ckpt")
 
 _NOT_THERE = (StorageError, AccessError, NotFoundError, NotCommittedError)
 """What, beside damage, sends ranks to another copy of the same step, if there is one."""
-_GONE = (NotFoundError, NotCommittedError)
-"""What a step gives that was removed after it was listed."""
+_GONE = (NotFoundError, NotCommittedError, ConflictError)
+"""What a step gives that was removed or replaced after it was listed."""
 
 
 def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str], object], step: int | None) -> tuple[int, str] | None:

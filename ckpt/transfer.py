@@ -17,9 +17,11 @@ from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.clearing import check_no_link, check_there, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, INDEX_NAMES, SPANS, index_path
+from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
+from ckpt.reread import read_checked
 from ckpt.runs import step_number
 from ckpt.spread import spread
 from ckpt.transfer_files import FileCheck, FileCopy, Job
@@ -74,7 +76,8 @@ def copy_checkpoint(
         missing = run.sizes.keys() - run.whole()
     else:
         run.target.prepare()
-        missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
+        with replacement_noticed(run.catalog):
+            missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
         run.commit()
     return CopyReport(
         source=source,
@@ -206,8 +209,21 @@ class Transfer:
         damaged = {check.file.path for check in checks if check.damaged}
         for path in self.index.keys() & paths:
             meter.add(self.sizes[path])
-            damaged |= set() if self.target.read(path) == self.index[path] else {path}
+            damaged |= set() if self._same(path) else {path}
         return damaged
+
+    def _same(self, path: str) -> bool:
+        """Whether an index file at the target has the right bytes."""
+
+        def read() -> bool:
+            if self.target.read(path) != self.index[path]:
+                raise CorruptError("it has other bytes", where=f"{self.target.url}/{path}")
+            return True
+
+        try:
+            return read_checked(self.target, path, read)
+        except CorruptError:
+            return False
 
     def _make_room(self, bad: set[str]) -> None:
         """Delete what an interrupted copy left half."""

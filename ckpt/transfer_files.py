@@ -14,8 +14,9 @@ import xxhash
 
 from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.formats.native.header import StoredChunk, parse_header
+from ckpt.formats.native.header import Header, StoredChunk, parse_header
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.reread import read_checked
 
 BUFFER = 16 << 20
 """Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
@@ -24,7 +25,8 @@ Job = Callable[[], int]
 """Gives the bytes that it has done."""
 
 Take = Callable[[int, memoryview], None]
-"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared."""
+"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again
+if it did not fit."""
 
 _buffers = threading.local()
 
@@ -116,15 +118,26 @@ def _checked(backend: Backend, file: DataFile, take: Take) -> list[Job]:
     """Jobs that read all of ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``."""
     where = f"{backend.url.rstrip('/')}/{file.path}"
     if file.size <= BUFFER:
-        return [partial(_whole, backend, file, where, take)]
-    data = backend.read(file.path, 0, file.header)
-    runs = _runs(parse_header(data, file, where).chunks.values())
+        whole = partial(_whole, backend, file, where, take)
+        return [partial(read_checked, backend, file.path, whole, length=file.size)]
+
+    def read_header() -> tuple[bytes, Header]:
+        data = backend.read(file.path, 0, file.header)
+        return data, parse_header(data, file, where)
+
+    data, header = read_checked(backend, file.path, read_header, length=file.header)
+    runs = _runs(header.chunks.values())
 
     def head() -> int:
         take(0, memoryview(data))
         return len(data)
 
     return [head, *(partial(_read_run, backend, file, where, run, take) for run in runs)]
+
+
+def _read_run(backend: Backend, file: DataFile, where: str, run: _Run, take: Take) -> int:
+    read = partial(_run_once, backend, file, where, run, take)
+    return read_checked(backend, file.path, read, offset=run.start, length=run.stop - run.start)
 
 
 def _whole(backend: Backend, file: DataFile, where: str, take: Take) -> int:
@@ -146,7 +159,7 @@ def _runs(chunks: Iterable[StoredChunk]) -> list[_Run]:
     return [_Run(tuple(run)) for run in runs]
 
 
-def _read_run(backend: Backend, file: DataFile, where: str, run: _Run, take: Take) -> int:
+def _run_once(backend: Backend, file: DataFile, where: str, run: _Run, take: Take) -> int:
     if run.stop - run.start > BUFFER:
         return _read_long(backend, file, where, run.chunks[0], take)
     data = _buffer(run.stop - run.start)

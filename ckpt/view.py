@@ -49,6 +49,7 @@ class StoredTensor:
 
         Raises:
             CorruptError: the bytes are damaged.
+            ConflictError: another save has replaced the checkpoint since it was opened: open it again.
             IndexError: the key is out of range, or has more entries than the tensor has dimensions.
             UsageError: it is neither integers nor slices with positive steps.
         """
@@ -217,6 +218,13 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
+    from .formats.native.replaced import replacement_noticed
+
+    with replacement_noticed(catalog):
+        return _read_box(catalog, entry, box)
+
+
+def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
     from .adapters.tensors import Held, LocalTensor, torch_dtype

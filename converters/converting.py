@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckpt.catalog import Catalog
 from ckpt.errors import UsageError
+from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.plan.match import several
 
@@ -120,7 +121,8 @@ def convert_checkpoint(
     planned = conversion.look() if dry_run else conversion.begin(part)
     missing, read = conversion.missing(planned), 0
     if not dry_run:
-        read = conversion.write(planned, missing, memory=memory, threads=threads, verify=verify, progress=progress)
+        with replacement_noticed(catalog):
+            read = conversion.write(planned, missing, memory=memory, threads=threads, verify=verify, progress=progress)
     written = [planned.files[i] for i in missing]
     return ConvertReport(
         source=source,

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -29,6 +30,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.plan.match import several
 from ckpt.plan.views import View
+from ckpt.reread import read_checked
 
 from .choosing import Choice, Views, not_skipped, wanted_views
 from .pointing import Pointed
@@ -224,6 +226,9 @@ def _digested(backend: Backend, contents: Contents, progress: Progress | None) -
 
     def digest(row: tuple[str, int, str, Extent]) -> str:
         _, _, path, extent = row
+        return read_checked(backend, path, partial(digest_once, path, extent), offset=extent.offset, length=extent.length)
+
+    def digest_once(path: str, extent: Extent) -> str:
         state, crc = xxhash.xxh3_64(), 0
         buffer = np.empty(min(_BUFFER, extent.length), dtype=np.uint8).data
         for at in range(0, extent.length, _BUFFER):

@@ -15,6 +15,7 @@ from ckpt.catalog import Catalog
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, is_expert
 from ckpt.formats.megatron.params import gated_layers
+from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
@@ -198,7 +199,7 @@ def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
     """
     for backend in _beside(catalog):
         try:
-            said = json.loads(backend.read(CONFIG))
+            said = json.loads(backend.read_whole(CONFIG, RECORD_LIMIT))
         except NotFoundError:
             continue
         except ValueError as err:

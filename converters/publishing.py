@@ -17,6 +17,7 @@ from typing import Any
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import Exporting, record_path
 from ckpt.formats.native.clearing import check_no_link
+from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import find_format
 from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.protocol import Backend, Writer
@@ -86,7 +87,7 @@ class Destination:
     def _begun(self) -> tuple[Sequence[str], bool]:
         """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
         try:
-            begun = Exporting.from_bytes(self.backend.read(self.record))
+            begun = Exporting.from_bytes(self.backend.read_whole(self.record, RECORD_LIMIT))
         except NotFoundError:
             return (), False
         if begun is None:

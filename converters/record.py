@@ -17,6 +17,7 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.formats.conversion import CLAIM, Begun, mark_name, marks_prefix, record_path
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
@@ -137,7 +138,7 @@ def find(backend: Backend, name: str | None, digest: str) -> Record | None:
         ConflictError: it is another one.
     """
     try:
-        data = backend.read(record_path(name))
+        data = backend.read_whole(record_path(name), RECORD_LIMIT)
     except NotFoundError:
         return None
     begun = Begun.from_bytes(data)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.engine.fetch import Check, Chunk, Fetch
@@ -33,8 +33,18 @@ MANY = 2048
 PAGE = 4096
 _AT_ONCE = 256
 
-Put = Callable[[int, int, memoryview], None]
-"""Gets the number of an item, where in the file its next bytes go, and these bytes."""
+
+class Put(Protocol):
+    """Where the bytes of a file go."""
+
+    def take(self, item: int, start: int, data: memoryview) -> None:
+        """The next bytes of item number ``item``, and where in the file they go."""
+
+    def mark(self, item: int) -> object:
+        """How far the item is, for ``back``."""
+
+    def back(self, item: int, mark: object) -> None:
+        """Forget what came of the item after the mark: it comes again."""
 
 
 class Run(NamedTuple):
@@ -147,7 +157,7 @@ def pour(fetch: Fetch, runs: Sequence[Run], put: Put) -> int:
     """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
 
     Raises:
-        CorruptError: they are not what their digests say. ``put`` had them before.
+        CorruptError: they are not what their digests say. ``put`` may have had them before.
         StorageError: the storage failed.
     """
     memory = memoryview(mmap.mmap(-1, PIECE + PAGE))
@@ -162,6 +172,16 @@ def pour(fetch: Fetch, runs: Sequence[Run], put: Put) -> int:
 
 
 def _pour_one(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
+    mark = put.mark(run.item)
+
+    def read() -> None:
+        put.back(run.item, mark)
+        _pour_once(fetch, run, put, memory)
+
+    fetch.checked(run.chunk.extent, read)
+
+
+def _pour_once(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
     check = Check(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
@@ -169,7 +189,7 @@ def _pour_one(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
         piece = memory[at % PAGE : at % PAGE + end - at]
         fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
         check.update(piece)
-        put(run.item, at, piece)
+        put.take(run.item, at, piece)
         at = end
     check.end()
 
@@ -192,9 +212,14 @@ def _near(runs: Iterable[Run]) -> Iterator[list[Run]]:
 
 
 def _pour_together(fetch: Fetch, runs: Sequence[Run], put: Put, memory: memoryview) -> None:
-    first = runs[0].offset
-    fetch.fill(runs[0].chunk.extent.path, first, memory[: max(run.offset + run.length for run in runs) - first])
-    for run in runs:
-        piece = memory[run.offset - first : run.offset - first + run.length]
-        fetch.check(run.chunk, piece)
-        put(run.item, run.start, piece)
+    path, first, length = runs[0].chunk.extent.path, runs[0].offset, max(run.offset + run.length for run in runs) - runs[0].offset
+    pieces = [memory[run.offset - first : run.offset - first + run.length] for run in runs]
+
+    def read() -> None:
+        fetch.fill(path, first, memory[:length])
+        for run, piece in zip(runs, pieces, strict=True):
+            fetch.check(run.chunk, piece)
+
+    fetch.checked(Extent(path, first, length, None), read)
+    for run, piece in zip(runs, pieces, strict=True):
+        put.take(run.item, run.start, piece)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
 from ckpt.engine.fetch import PROBE, Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.reread import read_checked
 from ckpt.spread import spread
 from ckpt.workers import Pending
 
@@ -38,6 +39,8 @@ class _Digest(Protocol):
 
     def intdigest(self) -> int: ...
 
+    def copy(self) -> _Digest: ...
+
 
 class _Crc:
     def __init__(self) -> None:
@@ -48,6 +51,11 @@ class _Crc:
 
     def intdigest(self) -> int:
         return self._value
+
+    def copy(self) -> _Crc:
+        made = _Crc()
+        made._value = self._value
+        return made
 
 
 _DIGESTS: dict[str, Callable[[], _Digest]] = {"xxh3": xxhash.xxh3_64, "crc32": _Crc}
@@ -129,7 +137,7 @@ class Stream:
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
         jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
-        for count in self._each(partial(pour, self._fetch, job, opened.take) for job in jobs):
+        for count in self._each(partial(pour, self._fetch, job, opened) for job in jobs):
             self.written += count
             told()
         rest = {number: item for number, item in enumerate(items) if number not in runs}
@@ -162,17 +170,25 @@ class Stream:
         self._done(number)
 
     def _compare(self, opened: _Open) -> None:
-        for item, digest in zip(opened.file.items, opened.digests, strict=True):
-            again = _DIGESTS[opened.kind or "xxh3"]()
-            for at in range(item.offset, item.offset + item.length, BLOCK):
-                again.update(memoryview(self.backend.read(opened.file.path, at, min(BLOCK, item.offset + item.length - at))))
-            if again.intdigest() != digest:
-                self.backend.delete(opened.file.path)
-                raise CorruptError(
-                    f"{item.name}{item.box} is not what was written when it is read again",
-                    where=f"{self.backend.url.rstrip('/')}/{opened.file.path}",
-                    hint="the storage or the memory of this machine is faulty: convert elsewhere",
-                )
+        path = opened.file.path
+        try:
+            for item, digest in zip(opened.file.items, opened.digests, strict=True):
+                compare = partial(self._compare_item, opened, item, digest)
+                read_checked(self.backend, path, compare, offset=item.offset, length=item.length)
+        except CorruptError:
+            self.backend.delete(path)
+            raise
+
+    def _compare_item(self, opened: _Open, item: Item, digest: int) -> None:
+        path, again = opened.file.path, _DIGESTS[opened.kind or "xxh3"]()
+        for at in range(item.offset, item.offset + item.length, BLOCK):
+            again.update(memoryview(self.backend.read(path, at, min(BLOCK, item.offset + item.length - at))))
+        if again.intdigest() != digest:
+            raise CorruptError(
+                f"{item.name}{item.box} is not what was written when it is read again",
+                where=f"{self.backend.url.rstrip('/')}/{path}",
+                hint="the storage or the memory of this machine is faulty: convert elsewhere",
+            )
 
 
 class _Open:
@@ -189,6 +205,18 @@ class _Open:
         """Write the next bytes of an item; those of different items from any threads."""
         self._update(item, data)
         self.writer.write(start, [data])
+
+    def mark(self, item: int) -> _Digest | None:
+        """See ``straight.Put``."""
+        digest = self._state.get(item)
+        return None if digest is None else digest.copy()
+
+    def back(self, item: int, mark: object) -> None:
+        """See ``straight.Put``."""
+        if mark is None:
+            self._state.pop(item, None)
+        else:
+            self._state[item] = cast(_Digest, mark).copy()
 
     def put(self, run: Sequence[Segment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""

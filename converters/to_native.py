@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, previous_files, write_index
 from ckpt.geometry import row_major_strides
 from ckpt.io_backends.protocol import Backend
+from ckpt.reread import read_alike
 
 from .choosing import Chosen, Wanted, choose, seams_of
 from .target import Layout, OutFile, Planned, Target, in_groups
@@ -85,7 +87,8 @@ def _placed(grids: Mapping[str, Grid], places: Mapping[str, list[int]]) -> dict[
 
 
 def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], grids: Mapping[str, Grid], layout: Layout) -> None:
-    rows: list[DataFile] = [made.row(backend.read(made.path, 0, made.header)) for made in plans]
+    headers = (read_alike(backend, made.path, partial(backend.read, made.path, 0, made.header)) for made in plans)
+    rows: list[DataFile] = [made.row(header) for made, header in zip(plans, headers, strict=True)]
     tensors = tuple(w.entry(grids[w.alias or name]) for name, w in chosen.tensors.items())
     contents = Contents(tensors=tensors, files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
     if committed_id(backend) == layout.id:

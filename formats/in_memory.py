@@ -48,6 +48,11 @@ class WithFile(ReadOnly):
         out = buffer.cast("B")
         out[:] = self.read(path, offset, len(out))
 
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """See ``Backend.evict``."""
+        if path != self._path:
+            self.inner.evict(path, offset, length)
+
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
         return len(self._data) if path == self._path else self.inner.size(path)

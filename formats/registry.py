@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.errors import FormatError, NotCommittedError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.reread import read_checked
 
 from .conversion import CONVERTING
 from .protocol import Format
@@ -31,6 +33,7 @@ _BUILTIN = (
 
 DATA_SUFFIX = ".distcp"
 _SHOWN = 8
+_EVICTED = 1024
 
 
 def formats() -> Iterator[Format]:
@@ -59,13 +62,32 @@ def open_catalog(url: str, *, sources: Sequence[str] | None = None) -> Catalog:
     """
     from ckpt.io_backends.registry import open_backend
 
-    from .native.catalog import not_committed, open_native, read_record
-    from .native.paths import has_debris
+    from .native.catalog import open_native, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
         return open_native(native, record, sources)
     backend, names = _look(url)
+    return read_checked(_Files(url, backend, names), "", partial(_open_foreign, url, backend, names), faults=(CorruptError, FormatError))
+
+
+class _Files(NamedTuple):
+    """The files of a checkpoint without digests: whichever was read wrong, all are forgotten."""
+
+    url: str
+    backend: Backend
+    names: Sequence[str]
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        for name in self.names[:_EVICTED]:
+            if not name.endswith("/"):
+                self.backend.evict(name)
+
+
+def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
+    from .native.catalog import not_committed
+    from .native.paths import has_debris
+
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     if CONVERTING in names:

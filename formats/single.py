@@ -38,6 +38,10 @@ class SingleFile(Backend):
         """See ``Backend.read_into``."""
         self.parent.read_into(path, offset, buffer)
 
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """See ``Backend.evict``."""
+        self.parent.evict(path, offset, length)
+
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
         return self.parent.size(path)

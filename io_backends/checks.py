@@ -67,6 +67,15 @@ def past_end(where: str, offset: int, length: int, size: int) -> CorruptError:
     )
 
 
+def too_large(where: str, size: int, limit: int) -> CorruptError:
+    """The error for an object of more bytes than any that is whole can have."""
+    return CorruptError(
+        f"the file has {size:,} bytes; at most {limit:,} are read",
+        where=where,
+        hint="it is damaged, or no file of a checkpoint; `ckpt verify` lists everything that is damaged",
+    )
+
+
 def byte_view(data: memoryview | bytes, *, writable: bool = False) -> memoryview:
     """A one-dimensional view of the bytes of ``data``, whatever its shape and item size; no copy.
 

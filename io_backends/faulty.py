@@ -179,6 +179,9 @@ class FaultyBackend(Backend):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         self.process.operate(f"read_into {path}", lambda: self._inner.read_into(path, offset, buffer))
 
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        self._inner.evict(path, offset, length)
+
     def size(self, path: str) -> int:
         return self.process.operate(f"size {path}", lambda: self._inner.size(path))
 

@@ -9,22 +9,26 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from mmap import PAGESIZE
+from typing import TypeVar
 from urllib.parse import unquote
 
-from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.settings import direct
 
-from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
+from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from .posix_files import (
     clock,
     create_file,
+    current,
     delete_below,
     make_directories,
+    open_regular,
     prune_empty,
     read_all,
+    regular_size,
     remove_file,
     storage_errors,
     sync_directories,
@@ -34,6 +38,8 @@ from .posix_publish import publish
 from .posix_shared import PosixSharedObject
 from .posix_writer import PosixWriter
 from .protocol import Backend, Entry, Writer
+
+_T = TypeVar("_T")
 
 
 def _root_of(url: str) -> str:
@@ -63,47 +69,62 @@ class PosixBackend(Backend):
     def _file(self, path: str) -> str:
         return os.path.join(self._root, check_path(path))
 
-    @contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[str, int]]:
+    def _reading(self, path: str, read: Callable[[str, int, int], _T]) -> _T:
+        """What ``read`` makes of the path, descriptor and size of a file that is opened for it."""
         file = self._file(path)
-        with storage_errors(file, "read", reading=True):
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+        def opened() -> _T:
+            fd = open_regular(file)
             try:
-                yield file, fd
+                return read(file, fd, os.fstat(fd).st_size)
             finally:
                 os.close(fd)
+
+        with storage_errors(file, "read", reading=True):
+            return current(opened)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
         check_read(offset, length)
-        with self._opened(path) as (file, fd):
-            size = _regular_size(os.fstat(fd), file)
-            wanted = max(size - offset, 0) if length is None else length
-            if offset + wanted > size:
-                raise past_end(file, offset, wanted, size)
-            data = os.pread(fd, wanted, offset)
-            if len(data) == wanted:
-                return data
-            rest = bytearray(wanted - len(data))  # one call gives at most 2 GiB
-            got = len(data) + read_all(fd, memoryview(rest), offset + len(data))
-            if got < wanted:
-                raise past_end(file, offset, wanted, offset + got)
-            return data + rest
+        return self._reading(path, lambda file, fd, size: _read(file, fd, size, offset, length))
+
+    def read_whole(self, path: str, limit: int) -> bytes:
+        """See ``Backend.read_whole``."""
+
+        def read(file: str, fd: int, size: int) -> bytes:
+            if size > limit:
+                raise too_large(file, size, limit)
+            return _read(file, fd, size, 0, None)
+
+        return self._reading(path, read)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """See ``Backend.read_into``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
-        with self._opened(path) as (file, fd):
-            size = _regular_size(os.fstat(fd), file)
+
+        def read(file: str, fd: int, size: int) -> None:
             if offset + view.nbytes > size or read_all(fd, view, offset) < view.nbytes:
                 raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
+
+        self._reading(path, read)
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """See ``Backend.evict``: pages of the page cache. Those that are not on the device yet, or mapped by somebody, stay."""
+        first = offset // PAGESIZE * PAGESIZE
+        count = 0 if length is None else -(-(offset + length) // PAGESIZE) * PAGESIZE - first  # 0: to the end
+        with suppress(OSError, CkptError):
+            fd = open_regular(self._file(path))
+            try:
+                os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
         file = self._file(path)
         with storage_errors(file, "get the size", reading=True):
-            return _regular_size(os.stat(file), file)
+            return current(lambda: regular_size(os.stat(file), file))
 
     def stamp(self, path: str) -> str:
         """See ``stamp_of``: when the file changed last."""
@@ -116,7 +137,7 @@ class PosixBackend(Backend):
         file = self._file(path)
         with storage_errors(file, "get the time", reading=True):
             status = os.stat(file)
-            _regular_size(status, file)
+            regular_size(status, file)
             return status.st_mtime
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -201,10 +222,18 @@ class PosixBackend(Backend):
                 sync_directories(self._root, self._root, made)
 
 
-def _regular_size(status: os.stat_result, file: str) -> int:
-    if not stat.S_ISREG(status.st_mode):
-        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` shows what is there")
-    return status.st_size
+def _read(file: str, fd: int, size: int, offset: int, length: int | None) -> bytes:
+    wanted = max(size - offset, 0) if length is None else length
+    if offset + wanted > size:
+        raise past_end(file, offset, wanted, size)
+    data = os.pread(fd, wanted, offset)
+    if len(data) == wanted:
+        return data
+    rest = bytearray(wanted - len(data))  # one call gives at most 2 GiB
+    got = len(data) + read_all(fd, memoryview(rest), offset + len(data))
+    if got < wanted:
+        raise past_end(file, offset, wanted, offset + got)
+    return data + rest
 
 
 def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:

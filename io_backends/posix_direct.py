@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt.settings import Direct
@@ -76,9 +77,16 @@ class DirectFile:
         self._fd = fd
         self._size = size
         self._mode = mode
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._trial = threading.Lock()
+        self._running = 0
+        self.refused = False
         self._usable = hasattr(os, "O_DIRECT") and (mode == "on" or (mode == "auto" and size >= LARGE_FILE))
-        self._system = file_system(os.fstat(fd).st_dev)
+        device = os.fstat(fd).st_dev
+        self._system = file_system(device)
+        self._late = os.major(device) == 0
+        """Whether the file system may tell of a refusal only after the write. That of a disk does not; with others (FUSE, NFS) the first
+        run is made durable before the next."""
         self._direct: int | None = None
         self._close: Callable[[], object] | None = None
 
@@ -90,31 +98,58 @@ class DirectFile:
         multiple = self._system.addresses(os.path.dirname(self._file))
         if multiple is None:
             if self._mode == "on":
-                self._system.refuse(self._file, "tried with one page")
+                self._system.refuse(self._file, "tried with a page and larger blocks")
             self._usable = False
             return buffered
         runs = split(offset, views, multiple, large=LARGE)
         return runs if any(run.direct for run in runs) and self._opened() else buffered
 
     def write(self, view: memoryview, offset: int) -> int:
-        """Write a direct run; gives how many bytes were taken: fewer than all if the rest must go through the page cache."""
-        assert self._direct is not None
-        done = 0
+        """Write a direct run; gives how many bytes were taken: fewer than all if the rest must go through the page cache. After a refusal,
+        which ``refused`` tells, nothing may be written to the file before :meth:`retire`."""
+        with self._lock:
+            if self.refused or self._direct is None:
+                return 0
+            self._running += 1
         try:
-            while done < view.nbytes and done % PAGE == 0:
-                taken = os.pwrite(self._direct, view[done:], offset + done)
-                if taken == 0:
-                    break
-                done += taken
+            with self._trial if self._late else nullcontext():
+                return 0 if self.refused else self._write(self._direct, view, offset)
         except OSError as err:
             if err.errno not in _REFUSED:
                 raise
-            self._usable = False
-            self._system.refuse(self._file, f"{view.nbytes - done} bytes at {offset + done}: {err.strerror}")
+            self._usable, self.refused = False, True
+            self._system.refuse(self._file, f"{view.nbytes} bytes at {offset}: {err.strerror}")
+            return 0
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._lock.notify_all()
+
+    def _write(self, direct: int, view: memoryview, offset: int) -> int:
+        done = 0
+        while done < view.nbytes and done % PAGE == 0:
+            taken = os.pwrite(direct, view[done:], offset + done)
+            if taken == 0:
+                break
+            done += taken
+        if self._late:  # the first run, while the others wait
+            os.fdatasync(direct)
+            self._late = False
         return done
 
+    def retire(self) -> OSError | None:
+        """After a refusal: wait for writes that are running, and close the direct way. Gives the error that this tells of, if any: then
+        runs that seemed to be written may be lost."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._running)
+        try:
+            self.close()
+        except OSError as err:
+            return err
+        return None
+
     def close(self) -> None:
-        """Close the direct way. No write may be running."""
+        """Close the direct way. No write may be running. Raises OSError if the file system tells now that an earlier write failed."""
         if self._close is not None:
             self._close()
 

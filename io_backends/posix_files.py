@@ -13,8 +13,9 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import TypeVar
 
-from ckpt.errors import AccessError, CkptError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import AccessError, CkptError, CorruptError, NoSpaceError, NotFoundError, StorageError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -29,9 +30,17 @@ _HINTS = {
     errno.ENOTDIR: "a part of the path is a file, not a directory: choose another URL",
     errno.EFBIG: "the file system or a limit (`ulimit -f`) refuses files of this size",
     errno.ENAMETOOLONG: "the file system refuses names of this length: choose a shorter URL",
+    errno.ESTALE: "the file server does not know the file any more, although it was opened again and again: check the mount",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
 }
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 _TRIES = 16
+_T = TypeVar("_T")
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait
 
 
@@ -67,6 +76,49 @@ def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError
         )
     mapped.errno = code
     return mapped
+
+
+def regular_size(status: os.stat_result, file: str) -> int:
+    """The size of a regular file.
+
+    Raises:
+        NotFoundError: it is a directory.
+        CorruptError: it is a pipe, a socket or a device: no storage puts one where a checkpoint has a file.
+    """
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size
+    if stat.S_ISDIR(status.st_mode):
+        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` shows what is there")
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
+    raise CorruptError(f"cannot read: it is {kind}, not a file", where=file, hint="nothing was read from it; restore the file from a copy")
+
+
+def open_regular(file: str) -> int:
+    """A descriptor to read a regular file. Never waits, as opening a pipe that nobody writes to would. Errors as :func:`regular_size`."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as err:
+        if err.errno == errno.ENXIO:  # what opening a socket gives
+            regular_size(os.stat(file), file)
+        raise
+    try:
+        regular_size(os.fstat(fd), file)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def current(read: Callable[[], _T]) -> _T:
+    """What ``read`` gives, which opens a file by its name. Network file systems answer ESTALE for a file that was replaced after its name
+    was looked up: looking it up again finds the new one."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except OSError as err:
+            if isinstance(err, CkptError) or err.errno != errno.ESTALE or not tries_left:
+                raise
+    raise AssertionError("unreachable")
 
 
 def make_directories(directory: str) -> list[str]:

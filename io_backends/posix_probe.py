@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ _ADDRESSES = (4, 64, 512, PAGE)
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _BLOCK = 1 << 20
 _BLOCKS = 16
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class FileSystem:
         """What addresses of memory must be multiples of to be written directly; None if nothing can be. Tried in ``directory``."""
         with self._lock:
             if not self._addresses:
-                self._addresses.append(_or_no(lambda: _try_page(directory)))
+                self._addresses.append(_or_no(lambda: _try_addresses(directory)))
             return self._addresses[0]
 
     def pays(self, directory: str) -> bool:
@@ -111,21 +113,34 @@ def _nameless_file(directory: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def _try_page(directory: str) -> int | None:
-    with _nameless_file(directory) as (fd, direct), mmap.mmap(-1, 2 * PAGE) as memory:
-        return next((multiple for multiple in _ADDRESSES if _takes(fd, direct, memory, multiple)), None)
+def _try_addresses(directory: str) -> int | None:
+    return next((multiple for multiple in _ADDRESSES if _takes(directory, multiple)), None)
 
 
-def _takes(fd: int, direct: int, memory: mmap.mmap, multiple: int) -> bool:
-    """Whether a page that lies ``multiple`` bytes after the begin of a page of memory is written, and with its bytes."""
-    page = os.urandom(PAGE)
-    memory[multiple : multiple + PAGE] = page
-    with memoryview(memory) as whole, whole[multiple : multiple + PAGE] as part:
-        try:
-            return os.pwrite(direct, part, 0) == PAGE and os.pread(fd, PAGE, 0) == page
-        except OSError as err:
-            log.debug("no direct writes from addresses that are multiples of %d: %s", multiple, err)
-            return False
+def _takes(directory: str, multiple: int) -> bool:
+    """Whether a page and blocks, several at once, are written from memory that begins ``multiple`` bytes after a page; with their bytes.
+
+    A block is longer than a page on purpose: FUSE cuts one that does not begin at a page into parts that a disk may refuse, and some file
+    systems tell of that only when the file is synced or closed. Each try has a file of its own, as one that was refused is spoilt.
+    """
+    try:
+        with _nameless_file(directory) as (fd, direct), mmap.mmap(-1, _BLOCK + PAGE) as memory:
+            memory[multiple : multiple + _BLOCK] = os.urandom(_BLOCK)
+            with memoryview(memory) as whole, whole[multiple : multiple + _BLOCK] as block, whole[multiple : multiple + PAGE] as page:
+                return _write_several(fd, direct, page, block)
+    except OSError as err:
+        log.debug("no direct writes from addresses that are multiples of %d: %s", multiple, err)
+        return False
+
+
+def _write_several(fd: int, direct: int, page: memoryview, block: memoryview) -> bool:
+    os.ftruncate(fd, (_AT_ONCE + 1) * _BLOCK)
+    places = range(_BLOCK, (_AT_ONCE + 1) * _BLOCK, _BLOCK)
+    whole = os.pwrite(direct, page, 0) == PAGE
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-probe") as pool:
+        whole = all([*pool.map(lambda at: os.pwrite(direct, block, at) == _BLOCK, places)]) and whole
+    os.fdatasync(direct)
+    return whole and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
 
 
 def _compare(directory: str) -> bool:

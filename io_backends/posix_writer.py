@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from ckpt.errors import StorageError, UsageError
@@ -25,6 +25,7 @@ from .written import Written
 _PIECE = 1 << 20
 """The page cache takes large writes in pieces of about this many bytes for the least processor time. Each is then sent on its way to the
 device at once."""
+_OTHERS = "look for another job or a clean-up that works on the same directory"
 
 
 class PosixWriter(Writer):
@@ -37,10 +38,13 @@ class PosixWriter(Writer):
         self._fd = fd
         self._made = made
         self._status = os.fstat(fd)
-        self._close_fd = weakref.finalize(self, os.close, fd)  # closes once, also for a Writer that was dropped
+        self._closes = [weakref.finalize(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
         self._written = Written(size)
         self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
         self._turn = threading.Lock()
+        self._reopening = threading.Lock()
+        self._reopened = False
+        self._lost: OSError | None = None
         self._lock = threading.Lock()
         self._busy = 0
         self._state: Literal["open", "failed", "committed", "aborted"] = "open"
@@ -57,6 +61,8 @@ class PosixWriter(Writer):
                     continue
                 view = run.views[0]
                 done = self._direct.write(view, run.offset)
+                if self._direct.refused:
+                    self._reopen()
                 if done < view.nbytes:
                     self._write_buffered([view[done:]], run.offset + done)
         self._written.add(offset, offset + length)
@@ -65,14 +71,46 @@ class PosixWriter(Writer):
         for piece in _pieces(views):
             length = sum(view.nbytes for view in piece)
             with self._turn:  # file systems let one in at a time anyway, and burn the processor of those that wait
-                write_all(self._fd, piece, offset)
+                fd = self._fd
+                write_all(fd, piece, offset)
             if length >= _PIECE:
-                start_writeback(self._fd, offset, length)
+                start_writeback(fd, offset, length)
             offset += length
 
+    def _reopen(self) -> None:
+        """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems
+        keep it for what comes next through the same descriptors: so these are not written to any more.
+
+        Raises:
+            StorageError: runs that were written directly may be lost.
+        """
+        with self._reopening:
+            if not self._reopened:
+                self._reopened = True
+                failed = self._direct.retire()
+                fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+                self._closes.append(weakref.finalize(self, os.close, fd))
+                if not os.path.samestat(os.fstat(fd), self._status):
+                    raise StorageError("the file was removed while it was written", where=self._file, hint=_OTHERS)
+                with self._turn:
+                    self._fd = fd  # the other one stays open until the end: somebody may be using it
+                try:
+                    os.fsync(fd)
+                except OSError as err:
+                    failed = err
+                self._lost = failed
+            if self._lost is not None:
+                raise StorageError(
+                    f"the file system refused a direct write after it had taken others, which may be lost: {self._lost.strerror}",
+                    where=self._file,
+                    hint="save again: this process writes through the page cache from now on; CKPT_DIRECT=off does so from the start",
+                )
+
     def _close(self) -> None:
-        self._direct.close()
-        self._close_fd()
+        """Close everything. What fails is no news: either all is durable, or the file is removed."""
+        for close in (self._direct.close, *self._closes):
+            with suppress(OSError):
+                close()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -100,6 +138,7 @@ class PosixWriter(Writer):
             self._written.check(self._file)
             self._state = "failed"  # until it did not: after an fsync that failed the pages count as clean, and a second one succeeds
             with storage_errors(self._file, "make the file durable"):
+                self._direct.close()  # tells of direct writes that failed late
                 os.fsync(self._fd)
                 self._check_linked()
                 sync_directories(os.path.dirname(self._file), self._root, self._made)
@@ -112,7 +151,7 @@ class PosixWriter(Writer):
             raise StorageError(
                 f"the file was removed or cut while it was written: {status.st_nlink} names, {status.st_size} of {self._size} bytes",
                 where=self._file,
-                hint="look for another job or a clean-up that works on the same directory",
+                hint=_OTHERS,
             )
 
     def abort(self) -> None:

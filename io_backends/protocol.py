@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from .checks import check_prefix
+from .checks import check_prefix, too_large
 
 if TYPE_CHECKING:
     from .shared import SharedObject
@@ -175,6 +175,27 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def read_whole(self, path: str, limit: int) -> bytes:
+        """All bytes of a small object: no memory is taken for one that has more than ``limit``.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        it has at most ``limit`` bytes                these bytes
+        it has more                                   CorruptError with path, size and limit; its bytes are not read
+        ``path`` is absent or a directory             NotFoundError
+        ============================================  ==========================================================================
+        """
+        size = self.size(path)
+        if size > limit:
+            raise too_large(f"{self.url.rstrip('/')}/{path}", size, limit)
+        return self.read(path)
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """Let caches of this machine forget ``length`` bytes of the object from ``offset`` on, or all from there, so that the next read
+        comes from the storage. Only a hint: never fails, and where nothing is cached it does nothing."""
+        return None  # noqa: RET501  a body, so that backends without caches need none
 
     def size(self, path: str) -> int:
         """Size of the object in bytes.

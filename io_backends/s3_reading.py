@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from ckpt.errors import CorruptError, StorageError
 from ckpt.workers import run_tasks
 
-from .checks import past_end
+from .checks import past_end, too_large
 from .s3_client import S3Client
 from .s3_errors import FAILURES, Tries, TruncatedError, status_of, tag_of
 
@@ -64,9 +64,9 @@ def described(key: Key) -> tuple[int, str, str]:
     return key.client.attempt("get the size", key.where, request)
 
 
-def read_tagged(key: Key, offset: int = 0) -> tuple[bytes, str]:
-    """The bytes from ``offset`` to the end, and the ETag of the object that they are of."""
-    reading = _Rest(key, offset)
+def read_tagged(key: Key, offset: int = 0, limit: int | None = None) -> tuple[bytes, str]:
+    """The bytes from ``offset`` to the end, and the ETag of the object that they are of. More than ``limit`` are an error."""
+    reading = _Rest(key, offset, limit)
     try:
         key.client.attempt("read", key.where, reading.request)
     except CorruptError:
@@ -137,9 +137,10 @@ class _Rest:
     """The bytes from ``offset`` to an end that the first answer tells. Of a long object only the first ranges are taken; a body that breaks
     off is left as it is: what is missing is read as ranges."""
 
-    def __init__(self, key: Key, offset: int) -> None:
+    def __init__(self, key: Key, offset: int, limit: int | None) -> None:
         self.key = key
         self.offset = offset
+        self.limit = limit
         self.etag = ""
         self.memory = bytearray()
         self.done = 0
@@ -147,7 +148,10 @@ class _Rest:
     def request(self, boto: Any, tries: Tries) -> None:
         answer = get(boto, self.key, f"bytes={self.offset}-" if self.offset else None, "", self.offset, self.offset)
         with _Body(answer) as body:
-            self.memory = bytearray(int(answer["ContentLength"]))
+            size = int(answer["ContentLength"])
+            if self.limit is not None and size > self.limit:
+                raise too_large(self.key.where, size, self.limit)
+            self.memory = bytearray(size)
             self.etag = tag_of(answer)
             reading = _Range(self.key, self.offset, memoryview(self.memory)[: 2 * RANGE])
             with suppress(*FAILURES):

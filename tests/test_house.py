@@ -36,7 +36,7 @@ PURE = tuple(
             "tree",
             "plan",
         ),
-        *("settings", "spans", "policies", "workers"),
+        *("settings", "spans", "policies", "workers", "reread"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""

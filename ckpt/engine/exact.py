@@ -157,9 +157,18 @@ def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[Batch]:
 def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
     """Read all, check all, then put each in its place."""
     buffer = fetch.scratch(batch.length)
-    data, start = buffer.data[: batch.length], batch.start
-    fetch.fill(batch.path, start, data)
     extents = [exact.extents[i] for i in batch.numbers]
+    together = Extent(batch.path, batch.start, batch.length, None)
+    fetch.checked(together, partial(_read, fetch, exact, batch, extents, buffer.data[: batch.length]))
+    with fetch.span("copy", batch.length):
+        at = buffer.ctypes.data - batch.start
+        for i, extent in zip(batch.numbers, extents, strict=True):
+            _memmove(exact.addresses[i], at + extent[1], extent[2])
+
+
+def _read(fetch: Fetch, exact: Exact, batch: Batch, extents: Sequence[Extent], data: memoryview) -> None:
+    start = batch.start
+    fetch.fill(batch.path, start, data)
     verified, last = 0, -1
     with fetch.span("verify", batch.length):
         for i, (_, offset, length, digest, _, _) in zip(batch.numbers, extents, strict=True):
@@ -168,17 +177,13 @@ def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
             if (found := _digest(data[offset - start : offset - start + length])) != digest:
                 raise damaged(exact.chunk(i), f"digest {found}, should be {digest}", fetch.catalog.url)
             verified, last = verified + length, offset
-    with fetch.span("copy", batch.length):
-        at = buffer.ctypes.data - start
-        for i, extent in zip(batch.numbers, extents, strict=True):
-            _memmove(exact.addresses[i], at + extent[1], extent[2])
-    fetch.found_right(verified)
+    fetch.compared(verified)
 
 
 def _fill(fetch: Fetch, exact: Exact, i: int) -> None:
     memory = writable_bytes(exact.jobs[i].target.parts[0].memory)
     assert memory is not None
-    fetch.chunk(exact.chunk(i), memory)
+    fetch.checked(exact.extents[i], partial(fetch.chunk, exact.chunk(i), memory))
 
 
 _digest = xxhash.xxh3_64_hexdigest

@@ -9,7 +9,7 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from ckpt.catalog import Catalog, Extent
 from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import decode
 from ckpt.geometry import Box
+from ckpt.reread import read_checked
 
+T = TypeVar("T")
 Verify = Literal["full", "partial", "off"]
 """``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
 are checked. ``off``: nothing is checked."""
@@ -48,7 +50,7 @@ class Chunk(NamedTuple):
 
 
 class Fetch:
-    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those of chunks that were as their digests say; ``waits`` how
+    """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``waits`` how
     often a thread gave up its core during the first reads, ``PROBE`` bytes."""
 
     def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
@@ -62,7 +64,7 @@ class Fetch:
         self.beat = beat
         self._spans = spans
         self._lock = threading.Lock()
-        self._scratch = threading.local()
+        self._local = threading.local()
 
     def whole(self, extent: Extent) -> bool:
         """Whether a chunk has to be read whole although only a part of it is needed."""
@@ -80,13 +82,31 @@ class Fetch:
         before = _waits() if self.read < PROBE else None
         with self.span("read", len(memory)):
             self.catalog.backend.read_into(path, offset, memory)
+        self._local.unchecked = self._unchecked() + len(memory)
         with self._lock:
             self.read += len(memory)
             self.waits += _waits() - before if before is not None else 0
         self.beat()
 
+    def checked(self, extent: Extent, read: Callable[[], T]) -> T:
+        """What ``read`` gives, which fills and checks ``extent``; called again if the bytes do not fit (``ckpt.reread``).
+
+        Raises:
+            CorruptError: they do not fit again.
+        """
+
+        def attempt() -> T:
+            before = self._unchecked()
+            try:
+                return read()
+            except CorruptError:
+                self.compared(max(0, self._unchecked() - before))  # nobody uses these bytes
+                raise
+
+        return read_checked(self.catalog.backend, extent.path, attempt, offset=extent.offset, length=extent.length)
+
     def chunk(self, chunk: Chunk, memory: memoryview) -> None:
-        """Read the stored bytes of a whole chunk, piece by piece, and check them.
+        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`checked`.
 
         Raises:
             CorruptError: they are not what the digest says.
@@ -99,6 +119,28 @@ class Fetch:
             check.update(piece)
         check.end()
 
+    def look_again(self, chunk: Chunk, damage: CorruptError) -> None:
+        """Whether a chunk is damaged that was once, but was put into place meanwhile: its bytes are only checked.
+
+        Raises:
+            CorruptError: it is.
+        """
+        before = [damage]
+        self.compared(chunk.extent.length)
+
+        def read() -> None:
+            if before:
+                raise before.pop()
+            check, extent = Check(self, chunk), chunk.extent
+            memory = self.scratch(self.piece).data
+            for at in range(0, extent.length, self.piece):
+                piece = memory[: min(self.piece, extent.length - at)]
+                self.fill(extent.path, extent.offset + at, piece)
+                check.update(piece)
+            check.end()
+
+        self.checked(chunk.extent, read)
+
     def check(self, chunk: Chunk, data: memoryview) -> None:
         """Compare bytes that were read with the digest of their chunk, if they are all of it.
 
@@ -109,10 +151,16 @@ class Fetch:
         check.update(data)
         check.end()
 
-    def found_right(self, nbytes: int) -> None:
+    def compared(self, nbytes: int) -> None:
         """Count bytes that a digest was compared with."""
+        self._local.unchecked = self._unchecked() - nbytes
         with self._lock:
             self.verified += nbytes
+
+    def _unchecked(self) -> int:
+        """Bytes that this thread has read and not compared."""
+        count: int = getattr(self._local, "unchecked", 0)
+        return count
 
     def decode(self, chunk: Chunk, blob: memoryview, out: memoryview, itemsize: int) -> None:
         """What a coded chunk was coded from.
@@ -130,12 +178,12 @@ class Fetch:
 
     def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
-        found: npt.NDArray[np.uint8] | None = getattr(self._scratch, use, None)
+        found: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
         if found is None or len(found) < size:
             raw = np.empty(max(size, self.piece) + SPARE, dtype=np.uint8)
             start = -raw.ctypes.data % SPARE
             found = raw[start : start + max(size, self.piece)]
-            setattr(self._scratch, use, found)
+            setattr(self._local, use, found)
         return found
 
 
@@ -161,7 +209,7 @@ class Check:
             return
         if (found := self._digest.hexdigest()) != extent.digest:
             raise damaged(self._chunk, f"digest {found}, should be {extent.digest}", self._fetch.catalog.url)
-        self._fetch.found_right(self._length)
+        self._fetch.compared(self._length)
 
 
 def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,18 @@ from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
 from ckpt.catalog import Catalog, identity
-from ckpt.errors import CkptError, ConsistencyError, MismatchError, NamesError, ShapeError
+from ckpt.errors import (
+    CkptError,
+    ConflictError,
+    ConsistencyError,
+    CorruptError,
+    MismatchError,
+    NamesError,
+    NotFoundError,
+    ShapeError,
+    StorageError,
+)
+from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
@@ -89,8 +100,14 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
 
 def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     began = time.perf_counter()
-    load = _Load(group.call("load", url, options.timeout), options)
-    names = load.run(state)
+    for tries_left in reversed(range(_TRIES)):
+        load = _Load(group.call("load", url, options.timeout), options)
+        try:
+            names = load.run(state)
+            break
+        except ConflictError:  # replaced meanwhile; of several ranks, some may have begun to read
+            if load.touched or group.size > 1 or not tries_left:
+                raise
     assert load.binding is not None and load.reader is not None
     seconds = time.perf_counter() - began
     if load.call.is_leader:
@@ -136,13 +153,15 @@ class _Load:
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
-            names = self.call.agree("match", lambda: self.match(state), self.judge)
+            names = self.call.agree("match", lambda: self.noticing(lambda: self.match(state)), self.judge)
             if "replaced" not in names:
                 break
         else:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
-            self.call.agree("read", lambda: self.read(names), lambda rows: None)
+            again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), handed_out_wrong)
+            if again:
+                self.call.agree("read again", lambda: self.noticing(lambda: self.read_again(again)), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -151,6 +170,16 @@ class _Load:
 
     def span(self, phase: str) -> AbstractContextManager[object]:
         return nullcontext() if self.options.spans is None else self.options.spans.span(phase)
+
+    def noticing(self, work: Callable[[], Row]) -> Row:
+        """What ``work`` gives; an error that comes of a replacement says so."""
+        try:
+            return work()
+        except (CorruptError, NotFoundError, StorageError) as err:
+            replaced = None if self.catalog is None else replacement(self.catalog)
+            if replaced is None:
+                raise
+            raise replaced from err
 
     def match(self, state: object) -> Row:
         """Every rank: bind, and say what does not fit."""
@@ -298,6 +327,23 @@ class _Load:
         self.touched = True
         self.reader.run(plan, self.carrier)
         changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
+        self.apply()
+        return {"again": self.carrier.again if self.carrier is not None else []}
+
+    def read_again(self, again: Sequence[tuple[str, int]]) -> Row:
+        """Every rank: what it wants of chunks that other ranks handed out before a digest showed that they had read them wrong."""
+        assert self.binding is not None and self.catalog is not None and self.reader is not None
+        chunks: dict[str, set[int]] = {}
+        for name, number in again:
+            chunks.setdefault(name, set()).add(number)
+        jobs = [job for job in map(Job._make, self.binding.targets.values()) if stored_name(job) in chunks and job.entry.rank is None]
+        if not jobs:
+            return {}
+        left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
+        reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
+        reader.run(replace(reader.plan(jobs, left_out), padding=()))
+        self.reader.fetch.read += reader.fetch.read
+        self.reader.fetch.verified += reader.fetch.verified
         return self.apply()
 
     def divide(self, sharing: Sharing, names: Row) -> Carrier:
@@ -326,6 +372,16 @@ class _Load:
                 hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
             ) from err
         return {}
+
+
+def handed_out_wrong(rows: dict[int, Row]) -> list[tuple[str, int]]:
+    """Leader: the chunks that all ranks read again."""
+    return sorted({(name, number) for row in rows.values() for name, number in row["again"]})
+
+
+def stored_name(job: Job) -> str:
+    """The tensor whose bytes are loaded."""
+    return job.entry.alias or job.entry.name
 
 
 def renamed(binding: Binding, selection: Selection) -> dict[str, str]:

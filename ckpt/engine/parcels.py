@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from ckpt.catalog import Catalog, Extent
+from ckpt.errors import CorruptError
 from ckpt.geometry import Box
 from ckpt.group import Call
 from ckpt.peers import Peers, Turn
@@ -49,6 +50,8 @@ class Carrier:
         self._numbers = {rank: {id(p): i for i, p in enumerate(parcels)} for rank, parcels in sharing.gives.items()}
         self._ring: Ring | None = None
         self.coded = 0
+        self.again: list[tuple[str, int]] = []
+        """Chunks, by stored tensor and number, of which this rank may have handed out wrong pieces."""
         self._left = len(sharing.reads)
         self._lock = threading.Lock()
         self._turn: Turn | None = None
@@ -155,7 +158,7 @@ class Carrier:
             self._read_small(parcel, extents)
         elif extents[0].codec is not None:
             out = self._fetch.scratch(parcel.items[0].nbytes, "decoded")[: parcel.items[0].nbytes]
-            self._decode(parcel.items[0], extents[0], out)
+            self._fetch.checked(extents[0], partial(self._decode, parcel.items[0], extents[0], out))
             for number, cut in enumerate(parcel.cuts()):
                 self._hand_out(parcel, number, cut, partial(np.copyto, src=out[cut.start : cut.start + cut.nbytes]))
         else:
@@ -168,16 +171,30 @@ class Carrier:
                 feed.close()
 
     def _read_large(self, parcel: Parcel, extent: Extent) -> None:
-        item = parcel.items[0]
-        check = Check(self._fetch, Chunk(item.entry.name, item.box, extent))
+        """Pieces of a chunk are handed out before its digest is known. If it does not fit, and that of a second read does, the ranks read
+        the chunk themselves at the end."""
+        item, cuts = parcel.items[0], parcel.cuts()
+        chunk = Chunk(item.entry.name, item.box, extent)
+        if len(cuts) == 1:
+
+            def fill_whole(data: npt.NDArray[np.uint8]) -> None:
+                self._fetch.checked(extent, partial(self._fetch.chunk, chunk, data.data))
+
+            self._hand_out(parcel, 0, cuts[0], fill_whole)
+            return
+        check = Check(self._fetch, chunk)
 
         def fill(data: npt.NDArray[np.uint8], cut: Cut) -> None:
             self._fetch.fill(extent.path, extent.offset + cut.start, data.data)
             check.update(data.data)
 
-        for number, cut in enumerate(parcel.cuts()):
+        for number, cut in enumerate(cuts):
             self._hand_out(parcel, number, cut, partial(fill, cut=cut))
-        check.end()
+        try:
+            check.end()
+        except CorruptError as err:
+            self._fetch.look_again(chunk, err)
+            self.again.append((item.entry.alias or item.entry.name, item.chunk))
 
     def _read_small(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
         """Chunks that lie together in a file are read together."""
@@ -187,19 +204,25 @@ class Carrier:
         def fill(data: npt.NDArray[np.uint8]) -> None:
             for run in _runs(order, extents):
                 start, end = extents[run[0]].offset, max(extents[i].offset + extents[i].length for i in run)
-                found = self._fetch.scratch(end - start)[: end - start]
-                self._fetch.fill(extents[run[0]].path, start, found.data)
-                for i in run:
-                    item, extent = parcel.items[i], extents[i]
-                    stored, into = found[extent.offset - start :][: extent.length], data[item.start : item.start + item.nbytes]
-                    chunk = Chunk(item.entry.name, item.box, extent)
-                    self._fetch.check(chunk, stored.data)
-                    if extent.codec is None:
-                        into[:] = stored
-                    else:
-                        self._fetch.decode(chunk, stored.data, into.data, item.itemsize)
+                together = Extent(extents[run[0]].path, start, end - start, None)
+                self._fetch.checked(together, partial(self._read_run, parcel, extents, run, together, data))
 
         self._hand_out(parcel, 0, cut, fill)
+
+    def _read_run(
+        self, parcel: Parcel, extents: Sequence[Extent], run: Sequence[int], together: Extent, data: npt.NDArray[np.uint8]
+    ) -> None:
+        found = self._fetch.scratch(together.length)[: together.length]
+        self._fetch.fill(together.path, together.offset, found.data)
+        for i in run:
+            item, extent = parcel.items[i], extents[i]
+            stored, into = found[extent.offset - together.offset :][: extent.length], data[item.start : item.start + item.nbytes]
+            chunk = Chunk(item.entry.name, item.box, extent)
+            self._fetch.check(chunk, stored.data)
+            if extent.codec is None:
+                into[:] = stored
+            else:
+                self._fetch.decode(chunk, stored.data, into.data, item.itemsize)
 
     def _decode(self, item: Item, extent: Extent, out: npt.NDArray[np.uint8]) -> None:
         chunk = Chunk(item.entry.name, item.box, extent)

@@ -212,10 +212,12 @@ class Reader:
     def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
         mine = [parts[i] for i in read.parts]
         if read.length <= self.max_read and len(mine) > 1:
-            self._together(read, mine, steps)
+            whole = Extent(read.path, read.offset, read.length, None)
+            self.fetch.checked(whole, partial(self._together, read, mine, steps))
         else:
             for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
-                self._alone(list(group), steps)
+                members = list(group)
+                self.fetch.checked(steps[members[0].copy].extent, partial(self._alone, members, steps))
 
     def _together(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
         """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""

@@ -22,9 +22,11 @@ from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.codecs import decode
+from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.reread import read_checked
 from ckpt.spread import spread
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
@@ -95,6 +97,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
             but reported.
+        ConflictError: it was replaced or removed meanwhile.
     """
     began = time.monotonic()
     try:
@@ -107,6 +110,8 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     chunks = list(_chunks(catalog, broken, problems))
     jobs = _by_storage(catalog, chunks)
     done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
+    if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
+        raise replaced
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
@@ -197,6 +202,14 @@ def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
         yield job
 
 
+class _Wrong(CorruptError):
+    """That a job found something."""
+
+    def __init__(self, result: _Result) -> None:
+        super().__init__("; ".join(map(str, result.problems)))
+        self.result = result
+
+
 class _Reader:
     """Reads jobs and hashes them; one buffer per thread, as long as its longest job so far."""
 
@@ -205,6 +218,21 @@ class _Reader:
         self._local = threading.local()
 
     def check(self, job: list[_Chunk]) -> _Result:
+        """What is wrong with the chunks of a job, looked at again if anything is."""
+        start, end = job[0].extent.offset, job[-1].end
+
+        def read() -> _Result:
+            result = self._look(job)
+            if result.problems:
+                raise _Wrong(result)
+            return result
+
+        try:
+            return read_checked(self._backend, job[0].extent.path, read, offset=start, length=end - start)
+        except _Wrong as err:
+            return err.result
+
+    def _look(self, job: list[_Chunk]) -> _Result:
         start, end = job[0].extent.offset, job[-1].end
         if job[0].extent.codec is not None:
             return self._check_coded(job[0])
@@ -223,7 +251,7 @@ class _Reader:
         """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
         if len(job) == 1:
             return _Result(0, [job[0].problem("read", err.message)])
-        results = [self.check([chunk]) for chunk in job]
+        results = [self._look([chunk]) for chunk in job]
         return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
 
     def _check_long(self, chunk: _Chunk) -> _Result:

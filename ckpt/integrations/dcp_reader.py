@@ -26,6 +26,7 @@ from ckpt.catalog import Catalog, identity
 from ckpt.engine.reader import Job
 from ckpt.engine.reader import Reader as Reading
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
+from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
 from ckpt.view import StoredPerRank, StoredTensor, View
@@ -106,7 +107,8 @@ class Reader(StorageReader):
         reading = Reading(catalog=self._catalog, verify=self.verify, threads=self.threads, beat=lambda: None)
         stored = [item for item in plan.items if item.type is LoadItemType.TENSOR and item.storage_index.fqn in known.tensors]
         targets = [planner.resolve_tensor(item).detach() for item in stored]
-        reading.run(reading.plan([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)]))
+        with replacement_noticed(self._catalog):
+            reading.run(reading.plan([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)]))
         for item, target in zip(stored, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +14,27 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
 from ckpt.geometry import Box, IntArray
+from ckpt.reread import read_checked
 
 from .checks import find_excess
 from .codecs import CODECS
-from .commit import CODED, COMMIT_PATH, VERSION, VIRTUAL, CommitRecord
+from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
 from .header import Header, StoredChunk, parse_header
 from .index import decode_index
 from .keys import chunk_key, coded_key
-from .paths import TENSORS, has_debris
+from .paths import INDEX_LIMIT, TENSORS, has_debris
+from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 _REPLACED_TRIES = 3
+_STALE = 1.1
+"""Seconds after which FUSE looks a name up again."""
 _MAX_CODED = 64 << 20
 """Bytes of a coded chunk of more than one element, before coding."""
 
@@ -158,14 +164,18 @@ class NativeCatalog:
     def _read_header(self, file: DataFile) -> Header:
         where = _join(self.url, file.path)
         lost = "restore this file from a copy, or load another checkpoint"
-        try:
-            size = self._backend.size(file.path)
-            if size != file.size:
-                raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
-            data = self._backend.read(file.path, 0, file.header)
-        except NotFoundError as err:
-            raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
-        return parse_header(data, file, where)
+
+        def read() -> Header:
+            try:
+                size = self._backend.size(file.path)
+                if size != file.size:
+                    raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
+                data = self._backend.read(file.path, 0, file.header)
+            except NotFoundError as err:
+                raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
+            return parse_header(data, file, where)
+
+        return read_checked(self._backend, file.path, read, length=file.header)
 
 
 def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: str) -> None:
@@ -200,12 +210,30 @@ def _boxes(grid: Grid, numbers: IntArray) -> tuple[IntArray, IntArray]:
 # ------------------------------------------------------------------------------------------------------------- opening
 
 
-def read_record(backend: Backend, within: str = "") -> bytes | None:
-    """The bytes of the commit record, here or in the directory ``within`` (empty, or ending in a slash); None if there is none."""
+def read_record(backend: Backend, prefix: str = "") -> bytes | None:
+    """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
+
+    What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
+
+    Raises:
+        CorruptError: it has more bytes than any record, or is no regular file.
+    """
+    path, data = prefix + COMMIT_PATH, None
+
+    def read() -> bytes:
+        nonlocal data
+        data = backend.read_whole(path, RECORD_LIMIT)
+        CommitRecord.from_bytes(data, path)
+        return data
+
     try:
-        return backend.read(within + COMMIT_PATH)
+        return read_checked(backend, path, read)
     except NotFoundError:
         return None
+    except (CorruptError, FormatError):
+        if data is None:
+            raise
+        return data
 
 
 def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
@@ -217,16 +245,21 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     file = record.index[name]
     where = _join(backend.url, file.path)
     hint = "restore this file from a copy, or rebuild the index from the data files"
-    try:
-        data = backend.read(file.path)
-    except NotFoundError as err:
-        raise CorruptError(f"the index file {file.path} is missing", where=where, hint=hint) from err
-    if len(data) != file.size:
-        raise CorruptError(f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}", where=where, hint=hint)
-    digest = xxhash.xxh3_128_hexdigest(data)
-    if digest != file.digest:
-        raise CorruptError(f"the index file {file.path} is damaged: its digest is {digest}, not {file.digest}", where=where, hint=hint)
-    return data
+
+    def read() -> bytes:
+        try:
+            data = backend.read_whole(file.path, INDEX_LIMIT)
+        except NotFoundError as err:
+            raise CorruptError(f"the index file {file.path} is missing", where=where, hint=hint) from err
+        if len(data) != file.size:
+            told = f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}"
+            raise CorruptError(told, where=where, hint=hint)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        if digest != file.digest:
+            raise CorruptError(f"the index file {file.path} is damaged: its digest is {digest}, not {file.digest}", where=where, hint=hint)
+        return data
+
+    return read_checked(backend, file.path, read)
 
 
 def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]:
@@ -237,17 +270,31 @@ def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]
         try:
             return record, _contents(backend, record)
         except CkptError as err:
-            fault, before, data = err, data, _present_record(backend)
+            fault, before, data = err, data, _record_after(backend, err, data)
             if data == before:
                 break
     raise fault
 
 
+def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
+    """The record after a fault. If a file is gone, network file systems may know the old one by its name for a second."""
+    backend.evict(COMMIT_PATH)
+    data = _present_record(backend)
+    gone = isinstance(err.__cause__, NotFoundError) or getattr(err, "errno", None) == errno.ESTALE
+    if data == before and gone and isinstance(err, CorruptError | StorageError):
+        time.sleep(_STALE)
+        data = _present_record(backend)
+    return data
+
+
 def _contents(backend: Backend, record: CommitRecord) -> Contents:
     files = {n: read_index_file(backend, record, n) for n in record.index}
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
-    contents = decode_index(files, where)
-    excess = find_excess(contents)
+    try:
+        contents = decode_index(files, where)
+        excess = find_excess(contents)
+    except MemoryError as err:
+        raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is not None:
         raise CorruptError(f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it")
     return contents

@@ -18,6 +18,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
 from .keys import name_problem
 from .paths import is_digest, path_problem
+from .tables import DIMENSIONS
 
 _MAX_BYTES = (1 << 63) - 1
 
@@ -78,6 +79,8 @@ def _tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry]) -> str |
     problem = name_problem(t.name)
     if problem is not None:
         return problem
+    if len(t.shape) > DIMENSIONS:
+        return f"it has {len(t.shape)} dimensions; at most {DIMENSIONS} can be stored"
     if min(t.shape, default=0) < 0:
         return f"its shape {t.shape} has a negative size"
     if math.prod(max(n, 1) for n in t.shape) * t.dtype.itemsize > _MAX_BYTES:

@@ -30,6 +30,9 @@ VIRTUAL = "extents"
 FEATURES = frozenset({CODED, VIRTUAL})
 """Extensions that this reader knows."""
 
+RECORD_LIMIT = 64 << 20
+"""Bytes of a commit record that are read: millions of times what one takes."""
+
 _ZEROS = b"0" * 32
 _RANDOM = 36**7
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -259,8 +262,8 @@ def _metrics(found: object, where: str) -> dict[str, float]:
         _damaged("its metrics are not an object", where)
     try:
         return {name: float(value) for name, value in found.items()}
-    except (TypeError, ValueError):
-        _damaged("one of its metrics is not a number", where)
+    except (TypeError, ValueError, OverflowError):
+        _damaged("one of its metrics is not a number, or none that fits a float", where)
 
 
 def _tags(found: object, where: str) -> tuple[str, ...]:

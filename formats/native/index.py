@@ -22,9 +22,9 @@ from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from .checks import find_problem
 from .extents import decode_extents, decode_sources, encode_extents
 from .nodes import node_problem
-from .paths import EXTENTS, FILES, GRIDS, INDEX_NAMES, SOURCES, STATE, TENSORS
+from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, SOURCES, STATE, TENSORS
 from .recent import Recent
-from .tables import Ragged, flat, flat_values, from_file, lists, to_file
+from .tables import Ragged, flat, flat_values, from_file, lists, to_file, too_little_memory
 
 _NUMBERS = pa.list_(pa.int64())
 _TENSORS = pa.schema(
@@ -81,7 +81,7 @@ def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, byte
 
     Raises:
         ConsistencyError: the contents contradict themselves; the message names the tensor or file.
-        StateError: the state is not JSON.
+        StateError: the state is not JSON, or a file would be larger than readers take.
     """
     kept = Kept() if kept is None else kept
     problem = find_problem(replace(contents, tensors=()) if kept.tables else contents)
@@ -94,12 +94,17 @@ def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, byte
         kept.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
     if kept.state is None:
         kept.state = _encode_state(contents)
-    return {
+    files = {
         **kept.tables,
         FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
         STATE: kept.state,
         **(encode_extents(contents) if contents.sources else {}),
     }
+    for name, data in files.items():
+        if len(data) > INDEX_LIMIT:
+            what = "keep arrays as tensors, not as plain values" if name == STATE else "save fewer tensors"
+            raise StateError(f"{name} would have {len(data):,} bytes; at most {INDEX_LIMIT:,} can be read again", hint=what)
+    return files
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
@@ -291,6 +296,8 @@ def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, 
         document = json.loads(data.decode(), parse_constant=_refuse_constant)
         ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
         problem = _state_problem(document["state"], ranks)
+    except MemoryError as err:
+        raise too_little_memory(len(data), where) from err
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CorruptError(f"{STATE} is not what the format says: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
     if problem is not None:

@@ -28,6 +28,8 @@ _OF_A_SAVE = re.compile(
     rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"
 )
 
+INDEX_LIMIT = 256 << 20
+"""Bytes of an index file that are written or read: a million tensors, or some million plain values, take a tenth of it."""
 DIGEST_DIGITS = 32
 _HEX = frozenset("0123456789abcdef")
 
@@ -65,7 +67,12 @@ def has_debris(backend: Backend, prefix: str = "") -> bool:
 def path_problem(path: str) -> str | None:
     """Why a path of an index cannot be followed, or None. A damaged or hostile index must not lead out of the checkpoint."""
     if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
-        return f"path {path!r} is not a plain path below the checkpoint"
+        return f"path {path!r:.200} is not a plain path below the checkpoint"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return f"path {path!r:.200} has a lone surrogate and names no file"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.geometry import Box, IntArray, cells, find_fault, merge_cuts
+from ckpt.reread import read_alike
 
 from .codecs import CODECS
 from .commit import CODED
@@ -85,16 +87,20 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
 
 
 def _read(backend: Backend, entry: Entry, where: str) -> tuple[DataFile, Header, _Coded]:
-    start = backend.read(entry.path, 0, min(entry.size, LENGTH_BYTES))
-    length = int.from_bytes(start, "little")
-    if len(start) < LENGTH_BYTES or length > min(HEADER_LIMIT, entry.size - LENGTH_BYTES):
-        raise CorruptError(f"the data file {entry.path} is truncated, or not a data file", where=where, hint=_INCOMPLETE)
-    data = backend.read(entry.path, 0, LENGTH_BYTES + length)
+    data = read_alike(backend, entry.path, partial(_read_header, backend, entry, where))
     rank = entry.path.rpartition("/")[2].removesuffix(".safetensors").split("-")[1]
     if not (rank.isascii() and rank.isdigit()):
         raise CorruptError(f"the name of the data file {entry.path} has no rank", where=where, hint="remove it if it is not of this save")
     file = DataFile(path=entry.path, size=entry.size, header=len(data), digest=xxhash.xxh3_128_hexdigest(data), rank=int(rank))
     return file, parse_header(data, file, where), _coded_tensors(data, where)
+
+
+def _read_header(backend: Backend, entry: Entry, where: str) -> bytes:
+    start = backend.read(entry.path, 0, min(entry.size, LENGTH_BYTES))
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(HEADER_LIMIT, entry.size - LENGTH_BYTES):
+        raise CorruptError(f"the data file {entry.path} is truncated, or not a data file", where=where, hint=_INCOMPLETE)
+    return backend.read(entry.path, 0, LENGTH_BYTES + length)
 
 
 def _coded_tensors(data: bytes, where: str) -> _Coded:

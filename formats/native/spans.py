@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.reread import read_checked
 from ckpt.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
@@ -61,17 +62,17 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
     """
     path = index_path(record.id, SPANS)
     where = f"{backend.url.rstrip('/')}/{path}"
+
+    def read() -> dict[int, SpanTable]:
+        return _decode(backend.read_whole(path, SIZE_LIMIT), record, where)
+
     if id_of(path) is None:
         _damaged(f"a save cannot have the id {record.id!r}", where)
     try:
-        size = backend.size(path)
-        if size > SIZE_LIMIT:
-            _damaged(f"it has {size:,} bytes", where)
-        data = backend.read(path)
+        return read_checked(backend, path, read)
     except NotFoundError as err:
         hint = "they are written just after the commit, and not where they were switched off or the file could not be written"
         raise NotFoundError("no spans were kept with this checkpoint", where=where, hint=hint) from err
-    return _decode(data, record, where)
 
 
 def _thinned(tables: Mapping[int, SpanTable]) -> dict[int, SpanTable]:

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, FormatError
+
+from .unfolding import stream_of
+
+TEXT = 64 << 10
+"""Bytes of one text of an index: a name, a path, a URL."""
+DIMENSIONS = 255
+"""Of one tensor."""
 
 
 def to_file(columns: dict[str, pa.Array], schema: pa.Schema) -> bytes:
@@ -28,18 +35,51 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
     """The columns of ``schema`` of an Arrow IPC file, each in one piece; further columns are ignored.
 
     Raises:
-        CorruptError: not an Arrow file, or a column is missing, of another type, or has a null where or inside of what must not be null.
+        CorruptError: not an Arrow file, or one that takes more memory than any index of its size; or a column is missing, of another type,
+            has a null where or inside of what must not be null, or a text or a shape that is too long.
     """
     try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        table = pa.ipc.open_stream(stream_of(data)).read_all()
         table.validate(full=True)
-        columns = {f.name: _one_piece(table.column(f.name).cast(f.type), f.type) for f in schema}
+        columns = {f.name: _column(table, f) for f in schema}
+    except MemoryError as err:  # pa.ArrowMemoryError is one
+        raise too_little_memory(len(data), where) from err
     except (pa.ArrowException, OSError, KeyError, ValueError) as err:
         raise CorruptError(f"the index file cannot be read as this format's table: {err}", where=where, hint="rebuild the index") from err
     for f in schema:
+        most = TEXT if pa.types.is_string(f.type) else DIMENSIONS if f.name in ("shape", "logical", "strides") else None
+        if most is not None and (longest := _longest(columns[f.name])) > most:
+            told = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
+            raise CorruptError(told, where=where, hint="rebuild the index")
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):
             raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="rebuild the index")
     return columns
+
+
+def too_little_memory(size: int, where: str) -> FormatError:
+    """No CorruptError: nobody is to go on from an older step because this machine is short of memory."""
+    return FormatError(
+        f"an index file of {size:,} bytes takes more memory than there is", where=where, hint="read it on a machine with more memory"
+    )
+
+
+def _column(table: pa.Table, field: pa.Field) -> pa.Array:
+    column = table.column(field.name)
+    if not _plain(column.type):  # casts of others unfold: of dictionaries, views and runs
+        raise ValueError(f"the column {field.name} is {column.type}, not {field.type}")
+    return _one_piece(column.cast(field.type), field.type)
+
+
+def _plain(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _plain(kind.value_type)
+    return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
+
+
+def _longest(column: pa.Array) -> int:
+    """Bytes of the longest text, or entries of the longest list."""
+    offsets = np.frombuffer(column.buffers()[1] or b"", dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+    return int(np.diff(offsets).max(initial=0))
 
 
 def _null_inside(column: pa.Array) -> bool:

@@ -165,6 +165,10 @@ class Sources(ReadOnly):
         backend, source = self._find(path)
         backend.read_into(source.path, offset, buffer)
 
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        backend, source = self._find(path)
+        backend.evict(source.path, offset, length)
+
     def size(self, path: str) -> int:
         return self._find(path)[1].size
 

@@ -77,12 +77,16 @@ class Archive:
         if record.size > limit:
             hint = f"at most {limit:,} are read; keep arrays as tensors, which lie in records of their own"
             raise FormatError(f"the record {name!r} has {record.size:,} bytes", where=self.where, hint=hint)
-        header = self._window.read(record.header, header_length(record))
-        data = self._window.read(data_offset(record, header, self.where), record.size)
-        if record.crc and zlib.crc32(data) != record.crc:
-            told = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
-            raise CorruptError(told, where=self.where, hint="get the file again")
-        return data
+
+        def read() -> bytes:
+            header = self._window.read(record.header, header_length(record))
+            data = self._window.read(data_offset(record, header, self.where), record.size)
+            if record.crc and zlib.crc32(data) != record.crc:
+                told = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
+                raise CorruptError(told, where=self.where, hint="get the file again")
+            return data
+
+        return self._window.checked(read)
 
     def starts(self, storages: Sequence[StoredStorage]) -> list[int]:
         """Where in the file the bytes of these storages begin. Reads their local headers, near ones together; each once.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt.errors import CorruptError
+from ckpt.reread import read_checked
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
+
+T = TypeVar("T")
 
 TAIL = 16 << 10
 """Bytes at the end of an archive that are read first: they hold the directory of some 150 records."""
@@ -38,6 +41,18 @@ class Window:
     def hold(self, parts: Iterable[tuple[int, bytes]]) -> None:
         """Keep bytes at hand: position and bytes of each part."""
         self._held += parts
+
+    def checked(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives, which reads this window and raises CorruptError if its bytes do not fit; called again if it does."""
+
+        def again() -> T:
+            try:
+                return read()
+            except CorruptError:
+                self._held.clear()  # what was read ahead may be what does not fit
+                raise
+
+        return read_checked(self._backend, self.path, again, offset=self.start, length=self.size)
 
     def read(self, offset: int, length: int) -> bytes:
         """These bytes.

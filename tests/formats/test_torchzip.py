@@ -431,7 +431,7 @@ def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt.formats.torchzip.archive.MAX_PICKLE", 50_000)
     with counted() as counts, pytest.raises(FormatError, match=r"record 'data\.pkl' has 100,\d\d\d bytes"):
         open_catalog(url)
-    assert counts.bytes < 30_000
+    assert counts.bytes < 60_000  # it is looked at twice: what cannot be read may have been damaged on its way
 
 
 def test_every_truncation_is_noticed(tmp_path):

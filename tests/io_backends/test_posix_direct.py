@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -220,7 +221,7 @@ def instead_of_direct_writes(monkeypatch: pytest.MonkeyPatch, answer: Callable[[
     pwrite, calls = os.pwrite, []
 
     def watched(fd: int, data: memoryview, offset: int) -> int:
-        if len(data) == PAGE:  # the probe
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("(deleted)"):  # the probe
             return pwrite(fd, data, offset)
         calls.append(offset)
         return answer(len(calls) - 1, data, offset)
@@ -250,6 +251,106 @@ def test_a_refused_write_goes_through_the_cache(
             writer.commit()
         assert backend.read(path) == DATA
     assert [(r.levelname, os.strerror(code) in r.getMessage()) for r in caplog.records if r.levelname != "DEBUG"] == [("WARNING", True)]
+
+
+class Spoilt:
+    """A file system that refuses the third direct write of a file, and from then on every write through descriptors that are open, as some
+    with FUSE do. ``late``: closing the direct descriptor then tells that an earlier write failed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, late: bool) -> None:
+        self.direct: list[int] = []
+        self.refused = False
+        self.count = 0
+        self.late = late
+        self.known: set[int] = set()
+        self.real = os.open, os.pwrite, os.pwritev, os.close
+        for name in ("open", "pwrite", "pwritev", "close"):
+            patch.setattr(os, name, getattr(self, name))
+
+    def open(self, path: Any, flags: int, *args: int) -> int:
+        fd = self.real[0](path, flags, *args)
+        if str(path).endswith("root/a"):
+            self.known.discard(fd)
+            if flags & os.O_DIRECT:
+                self.direct.append(fd)
+            elif not self.refused:
+                self.known.add(fd)
+        return fd
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if fd in self.direct:
+            self.count += 1
+            self.refused = self.refused or self.count > 2
+            self._check()
+        return self.real[1](fd, data, offset)
+
+    def pwritev(self, fd: int, parts: Any, offset: int) -> int:
+        if fd in self.known and self.refused:
+            self._check()
+        return self.real[2](fd, parts, offset)
+
+    def _check(self) -> None:
+        if self.refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def close(self, fd: int) -> None:
+        self.real[3](fd)
+        self.known.discard(fd)
+        if fd in self.direct:
+            self.direct.remove(fd)
+            if self.refused and self.late:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def write_in_blocks(backend: PosixBackend, pages: memoryview) -> None:
+    with backend.create("a", SIZE) as writer, ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda at: writer.write(at, [pages[at : at + MIB]]), range(0, SIZE, MIB)))
+        writer.commit()
+
+
+@pytest.mark.usefixtures("takes_direct")
+def test_after_a_refusal_nothing_goes_through_old_descriptors(
+    backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    spoilt = Spoilt(monkeypatch, late=False)
+    write_in_blocks(backend, pages)
+    assert spoilt.refused and backend.read("a") == DATA
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("takes_direct")
+def test_a_refusal_that_comes_late_fails_the_file_and_leaves_nothing(
+    backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt = Spoilt(monkeypatch, late=True)
+    with pytest.raises(StorageError, match=r"may be lost: Invalid argument.*\n.*save again"):
+        write_in_blocks(backend, pages)
+    gc.collect()  # the error's frames have views of the pages
+    assert spoilt.refused and backend.children() == []
+    spoilt.refused = False
+    write_in_blocks(backend, pages)  # through the page cache
+    assert backend.read("a") == DATA and spoilt.direct == []
+
+
+@pytest.mark.usefixtures("takes_direct")
+def test_a_writer_that_cannot_be_closed_is_aborted_all_the_same(
+    backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, failed = os.close, []
+
+    def broken(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        close(fd)
+        if name.endswith("root/a"):
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", broken)
+    writer = backend.create("a", SIZE)
+    writer.write(0, [pages])
+    writer.abort()
+    assert len(failed) == 2 and backend.children() == []
 
 
 @pytest.mark.usefixtures("takes_direct")
@@ -330,7 +431,7 @@ def test_a_late_direct_write_reaches_no_other_file(backend: PosixBackend, tmp_pa
     started, aborted, pwrite = threading.Event(), threading.Event(), os.pwrite
 
     def slow(fd: int, data: memoryview, offset: int) -> int:
-        if len(data) > PAGE:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith("(deleted)"):  # not the probe
             started.set()
             assert aborted.wait(10)
         return pwrite(fd, data, offset)
