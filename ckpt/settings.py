@@ -10,6 +10,8 @@
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
                                 another job that saves to the same place at once
+``CKPT_S3_CHECKSUM``   auto     checksums that an object store compares with what arrives: ``crc32``, ``sha256``
+                                or ``md5``; ``auto``: the cheapest that it does compare; ``off``: none
 =====================  =======  ==============================================================================
 """
 
@@ -60,6 +62,14 @@ def conditional_put() -> Literal["require", "emulate"]:
     if text not in ("require", "emulate"):
         raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
     return "emulate" if text == "emulate" else "require"
+
+
+def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
+    text = os.environ.get("CKPT_S3_CHECKSUM", "auto")
+    for known in ("auto", "off", "crc32", "sha256", "md5"):
+        if text == known:
+            return known
+    raise UsageError(f"checksums of object stores are auto, off, crc32, sha256 or md5, not {text!r}", where="CKPT_S3_CHECKSUM")
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

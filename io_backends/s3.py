@@ -15,10 +15,12 @@ from ckpt.errors import ConflictError, NotFoundError, UsageError
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
-from .s3_publishing import conditional, delete, probe, publish
+from .s3_probing import conditional, probe
+from .s3_publishing import publish
 from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
+from .s3_requests import delete, forget
 from .s3_shared import S3SharedObject
-from .s3_writer import PART, S3Writer, forget, part_size
+from .s3_writer import PART, S3Writer, part_size
 
 _SCHEME = "s3://"
 _STRETCH = 64 << 20

@@ -59,7 +59,7 @@ def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: 
         writer.write(0, [data[: 6 * MIB].data, data[6 * MIB : 16 * MIB].data])
         writer.write(16 * MIB, [data[16 * MIB :].data])
         writer.commit()
-    sent = {s.request.url.rpartition("partNumber=")[2]: s.request.body for s in seen if s.operation == "UploadPart"}
+    sent = {s.request.url.rpartition("partNumber=")[2]: s.request.body for s in seen if s.is_part}
     begin = data.ctypes.data
     ours = {n for n, body in sent.items() if begin <= np.frombuffer(body, np.uint8).ctypes.data < begin + data.nbytes}
     assert set(sent) == {"1", "2", "3", "4"}
@@ -70,7 +70,7 @@ def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: 
 def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that is faster than the store waits."""
     let_go = threading.Event()
-    seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.operation == "UploadPart" else None)
+    seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.is_part else None)
     backend = S3Backend(s3_url, part=5 * MIB)
     monkeypatch.setattr(s3_client.client_of(), "lanes", threading.BoundedSemaphore(2))
     data = random_bytes(42 * MIB)
@@ -84,7 +84,7 @@ def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None
 
         thread = threading.Thread(target=write)
         thread.start()
-        while sum(s.operation == "UploadPart" for s in seen) < 2:
+        while sum(s.is_part for s in seen) < 2:
             time.sleep(0.01)
         thread.join(1)
         assert len(written) == 14  # two parts are on their way, the third is whole: its last write waits
@@ -113,7 +113,7 @@ def test_a_part_on_its_way_is_replaced_whole_or_not_at_all(s3_url: str, monkeypa
     first: list[int] = []
 
     def slow(seen: Seen) -> None:
-        if seen.operation == "UploadPart" and not first:
+        if seen.is_part and not first:
             first.append(1)
             let_go.wait(60)
 
@@ -266,7 +266,7 @@ def test_what_is_configured_wins(s3_url: str, tmp_path: Path, monkeypatch: pytes
     data = random_bytes(11 * MIB)
     backend = S3Backend(s3_url, part=5 * MIB)
     put(backend, "a", data.data)
-    parts = [s.request.headers for s in seen if s.operation == "UploadPart"]
+    parts = [s.request.headers for s in seen if s.is_part]
     assert len(parts) == 3
     assert all("x-amz-checksum-crc32" in headers for headers in parts)
     assert not any(headers["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD" for headers in parts)
