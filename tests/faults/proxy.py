@@ -56,6 +56,8 @@ class Schedule:
     methods: frozenset[str] | None = None
     paths: str = ""
     """A regular expression that is searched for in the path; other requests are left alone."""
+    most: int | None = None
+    """So many faults, then none."""
     _random: random.Random = field(init=False, repr=False)
     _burst_left: int = field(init=False, default=0, repr=False)
 
@@ -65,8 +67,14 @@ class Schedule:
         assert sum(self.rates.values()) <= 1
         self._random = random.Random(self.seed)
 
-    def draw(self, method: str, path: str) -> str | None:
+    def draw(self, method: str, path: str = "") -> str | None:
         """The fault of the next request, if any. One caller at a time."""
+        kind = None if self.most == 0 else self._drawn(method, path)
+        if kind is not None and self.most is not None:
+            self.most -= 1
+        return kind
+
+    def _drawn(self, method: str, path: str) -> str | None:
         at = self._random.random()
         if (self.methods is not None and method not in self.methods) or not re.search(self.paths, path):
             return None
