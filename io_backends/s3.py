@@ -7,6 +7,7 @@ profile, region and endpoint are those of the environment and of ``~/.aws`` at t
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,15 +99,20 @@ class S3Backend(Backend):
         return f"etag {tag} version {version}" if version else f"etag {tag}"
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given."""
-        return self._listed(self._prefix + check_prefix(prefix))
+        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
 
-    def _listed(self, start: str) -> Iterator[Entry]:
-        for page in self._pages(Prefix=start):
-            for found in page.get("Contents", ()):
-                path = str(found["Key"]).removeprefix(self._prefix)
-                if _is_path(path):
-                    yield Entry(path, int(found["Size"]))
+        Where a store lists directory by directory, as SeaweedFS does, all pages are kept from the first one on whose order is not ours.
+        """
+        pages = (self._entries(page) for page in self._pages(Prefix=self._prefix + check_prefix(prefix)))
+        for page in pages:
+            if page != sorted(page):
+                yield from sorted(itertools.chain(page, *pages))
+                return
+            yield from page
+
+    def _entries(self, page: Any) -> builtins.list[Entry]:
+        paths = ((str(found["Key"]).removeprefix(self._prefix), int(found["Size"])) for found in page.get("Contents", ()))
+        return [Entry(path, size) for path, size in paths if _is_path(path)]
 
     def children(self, prefix: str = "") -> builtins.list[str]:
         """See ``Backend.children``."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from botocore.exceptions import CredentialRetrievalError
 
 from ckpt import settings
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StorageError
 
 from .s3_checksums import Checks
 from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_stale_key, translated
@@ -35,7 +35,7 @@ _RENEW = 30.0
 
 def environment() -> tuple[tuple[str, str], ...]:
     """All that decides what a client is like, as far as it is not in files."""
-    names = ("HOME", "CKPT_TIMEOUT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+    names = ("HOME", "CKPT_TIMEOUT", "CKPT_S3_CHECKSUM", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k in names))
 
 
@@ -83,6 +83,9 @@ class S3Client:
                 if is_stale_key(err) and self._renew(boto):
                     continue
                 tries.again(err)
+            except RecursionError as err:  # botocore asks for the bucket's region, is sent elsewhere again, and so on
+                hint = "set AWS_ENDPOINT_URL to the endpoint that serves this bucket, and AWS_REGION to its region"
+                raise StorageError(f"cannot {what}: the store answers every request with a redirect", where=where, hint=hint) from err
             except HALF_ANSWERS as err:
                 if boto is None:
                     raise translated(err, "set up the client", where) from err

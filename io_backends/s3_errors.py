@@ -53,6 +53,7 @@ _CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled", "AccountProblem", "InvalidIdentityToken"}
 _REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
 _CHANGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
+_WRITES = {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
 _BUNDLE = ("No such file", "NO_CERTIFICATE_OR_CRL_FOUND", "PEM lib")
 _LASTING_TLS = (
     *_BUNDLE,
@@ -103,7 +104,8 @@ def tag_of(answer: Mapping[str, Any]) -> str:
 def is_passing(err: BaseException) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(err, ClientError):
-        return code_of(err) in _PASSING or status_of(err) == 429 or (status_of(err) >= 500 and status_of(err) not in (501, 507))
+        code, status = code_of(err), status_of(err)
+        return code in _PASSING or _lost_directory(err) or status == 429 or (status >= 500 and status not in (501, 507))
     if isinstance(err, CredentialRetrievalError):
         return True  # the service on the machine that hands them out has hiccups
     if isinstance(err, SSLError):
@@ -111,6 +113,11 @@ def is_passing(err: BaseException) -> bool:
     if isinstance(err, BotoCoreError):
         return isinstance(err, ConnectionError | HTTPClientError | IncompleteReadError)
     return True  # sockets and half answers
+
+
+def _lost_directory(err: ClientError) -> bool:
+    """A write answered with "no such key": some stores keep directories, and remove an emptied one from under an object that comes."""
+    return code_of(err) == "NoSuchKey" and err.operation_name in _WRITES
 
 
 def is_misconfigured(err: BaseException) -> bool:
@@ -141,6 +148,8 @@ def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
     if code == "NoSuchUpload":
         hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
         return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)
+    if _lost_directory(err):
+        return StorageError(message, where=where, hint="the store lost what was being written: save again, and report it to its operator")
     if status == 404:
         return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
     if code in _FULL or status == 507:
