@@ -1,6 +1,6 @@
 """Checksums of bytes on their way to an object store, which compares them with what arrives. No requests.
 
-A checksum is made once for all tries, of the memory that the bytes are sent from. The ways, the cheapest for us first:
+A checksum is made of the memory that the bytes are sent from. The ways, the cheapest for us first:
 
 ``crc32``   a header of each request; parts and the whole object keep theirs
 ``sha256``  the body's hash is part of the signature: every store that checks signatures in full checks it

@@ -72,6 +72,8 @@ class S3Client:
             boto = None
             try:
                 boto = self._client()
+                if not tries.failed:
+                    tries.went_on()  # setting up the client took its time
                 answer = request(boto, tries)
                 self._store.note(None)
                 return answer

@@ -228,6 +228,17 @@ def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [s.operation for s in seen].count("ListMultipartUploads") == 3
 
 
+def test_listings_that_are_sorted_by_directory(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SeaweedFS gives them, in pages."""
+    names = ["a", "b/a/x", "b.x", "b0", "c/d", "c-e", "d"]
+    pages = [[("a", 1)], [("b/a/x", 1), ("b.x", 1)], [("b0", 1), ("c/d", 1), ("c-e", 1)], [("d", 1)]]
+    backend = S3Backend(s3_url)
+    root = s3_url.removeprefix("s3://").partition("/")[2]
+    answers = [{"Contents": [{"Key": f"{root}/{name}", "Size": size} for name, size in page]} for page in pages]
+    monkeypatch.setattr(backend, "_pages", lambda **_: iter(answers))
+    assert [e.path for e in backend.list()] == sorted(names)
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://b//a", "s3://b/../a"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(UsageError):
