@@ -81,11 +81,12 @@ def list_steps(root_url: str) -> list[Step]:
         StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
     """
     backend = open_backend(root_url)
-    itself = _step(backend, "", root_url)
+    here = backend.children("")
+    itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
     if itself is not None:
         return [itself]
-    names = [name.rstrip("/") for name in backend.children("") if name.endswith("/")]
-    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+    names = [name.rstrip("/") for name in here if name.endswith("/")]
+    with ThreadPoolExecutor(max(_LISTING_THREADS, backend.grain.calls)) as pool:
         found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
         steps = [step for step in found if step is not None]
     return _once(sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url)))
@@ -106,6 +107,11 @@ def _once(steps: list[Step]) -> list[Step]:
         elif s.link is None:
             found.append(s)
     return found
+
+
+def _is_of_checkpoint(names: Sequence[str]) -> bool:
+    """Whether one of these names is of a checkpoint, or of what is left of a save: else there is nothing to read beside them."""
+    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in names)
 
 
 def runs_below(url: str) -> list[str]:

@@ -15,6 +15,8 @@
                                 another job that saves to the same place at once
 ``CKPT_SOURCES``       all      where the files may lie that virtual checkpoints point into: roots, separated by
                                 ``;``. Empty: no virtual checkpoint is read
+``CKPT_S3_CHECKSUM``   auto     checksums that an object store compares with what arrives: ``crc32``, ``sha256``
+                                or ``md5``; ``auto``: the cheapest that it does compare; ``off``: none
 =====================  =======  ==============================================================================
 """
 
@@ -89,6 +91,14 @@ def sources(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
     if not all(isinstance(root, str) and root for root in roots):
         raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
     return roots
+
+
+def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
+    text = os.environ.get("CKPT_S3_CHECKSUM", "auto")
+    for known in ("auto", "off", "crc32", "sha256", "md5"):
+        if text == known:
+            return known
+    raise UsageError(f"checksums of object stores are auto, off, crc32, sha256 or md5, not {text!r}", where="CKPT_S3_CHECKSUM")
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

@@ -7,6 +7,7 @@ profile, region and endpoint are those of the environment and of ``~/.aws`` at t
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -16,10 +17,12 @@ from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
-from .s3_publishing import conditional, delete, probe, publish
+from .s3_probing import conditional, probe
+from .s3_publishing import publish
 from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
+from .s3_requests import delete, forget
 from .s3_shared import S3SharedObject
-from .s3_writer import PART, S3Writer, forget, part_size
+from .s3_writer import PART, S3Writer, part_size
 
 _SCHEME = "s3://"
 _STRETCH = 64 << 20
@@ -111,15 +114,20 @@ class S3Backend(Backend):
         return f"etag {tag} version {version}" if version else f"etag {tag}"
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given."""
-        return self._listed(self._prefix + check_prefix(prefix))
+        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
 
-    def _listed(self, start: str) -> Iterator[Entry]:
-        for page in self._pages(Prefix=start):
-            for found in page.get("Contents", ()):
-                path = str(found["Key"]).removeprefix(self._prefix)
-                if _is_path(path):
-                    yield Entry(path, int(found["Size"]))
+        Where a store lists directory by directory, as SeaweedFS does, all pages are kept from the first one on whose order is not ours.
+        """
+        pages = (self._entries(page) for page in self._pages(Prefix=self._prefix + check_prefix(prefix)))
+        for page in pages:
+            if page != sorted(page):
+                yield from sorted(itertools.chain(page, *pages))
+                return
+            yield from page
+
+    def _entries(self, page: Any) -> builtins.list[Entry]:
+        paths = ((str(found["Key"]).removeprefix(self._prefix), int(found["Size"])) for found in page.get("Contents", ()))
+        return [Entry(path, size) for path, size in paths if _is_path(path)]
 
     def children(self, prefix: str = "") -> builtins.list[str]:
         """See ``Backend.children``."""

@@ -16,9 +16,11 @@ from urllib.parse import urlsplit
 from botocore.exceptions import CredentialRetrievalError
 
 from ckpt import settings
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StorageError
 
-from .s3_errors import FAILURES, HALF_ANSWERS, Tries, TruncatedError, is_stale_key, translated
+from .s3_checksums import Checks
+from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_stale_key, translated
+from .s3_tries import Acquaintance, Tries
 
 R = TypeVar("R")
 
@@ -33,7 +35,7 @@ _RENEW = 30.0
 
 def environment() -> tuple[tuple[str, str], ...]:
     """All that decides what a client is like, as far as it is not in files."""
-    names = ("HOME", "CKPT_TIMEOUT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+    names = ("HOME", "CKPT_TIMEOUT", "CKPT_S3_CHECKSUM", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k in names))
 
 
@@ -48,6 +50,12 @@ class S3Client:
         """For parts that are sent beside the caller: they are what is kept in memory."""
         self.conditional: dict[str, bool] = {}
         """Buckets, and whether they keep the conditions of a request."""
+        self.checks: dict[str, Checks] = {}
+        """Buckets, and the checksums of whole objects that they compare."""
+        self.part_checks: dict[str, Checks] = {}
+        """The same for parts."""
+        self._store = Acquaintance()
+        self._signs = False
         self._lock = threading.Lock()
         self._renewed = -_RENEW
         self._boto: Any = None
@@ -59,12 +67,16 @@ class S3Client:
         Raises:
             CkptError: what went wrong, in our words.
         """
-        tries = Tries(what, where, self.patience, over)
+        tries = Tries(what, where, self.patience, self._store, over)
         while True:
             boto = None
             try:
                 boto = self._client()
-                return request(boto, tries)
+                if not tries.failed:
+                    tries.went_on()  # setting up the client took its time
+                answer = request(boto, tries)
+                self._store.note(None)
+                return answer
             except CkptError:
                 raise
             except FAILURES as err:
@@ -73,6 +85,9 @@ class S3Client:
                 if is_stale_key(err) and self._renew(boto):
                     continue
                 tries.again(err)
+            except RecursionError as err:  # botocore asks for the bucket's region, is sent elsewhere again, and so on
+                hint = "set AWS_ENDPOINT_URL to the endpoint that serves this bucket, and AWS_REGION to its region"
+                raise StorageError(f"cannot {what}: the store answers every request with a redirect", where=where, hint=hint) from err
             except HALF_ANSWERS as err:
                 if boto is None:
                     raise translated(err, "set up the client", where) from err
@@ -82,10 +97,28 @@ class S3Client:
         """What botocore takes as a body: with checksums of its own it knows no memoryview."""
         return bytes(data) if self._checksums else data
 
+    def secure(self) -> bool:
+        """Whether TLS protects the way."""
+        return str(self._client().meta.endpoint_url).startswith("https:")
+
+    def sign_bodies(self, *, on: bool) -> None:
+        """Whether the hash of a body is part of the signature."""
+        with self._lock:
+            self._signs = on
+            if self._boto is not None:
+                _sign_bodies(self._boto, on=on)
+
+    @property
+    def signs(self) -> bool:
+        """Whether it is."""
+        return bool((self._client().meta.config.s3 or {}).get("payload_signing_enabled"))
+
     def _client(self) -> Any:
         with self._lock:
             if self._boto is None:
                 self._boto = _make(self._stall)
+                if self._signs:
+                    _sign_bodies(self._boto, on=True)
                 self._checksums = self._boto.meta.config.request_checksum_calculation != "when_required"
             return self._boto
 
@@ -129,6 +162,11 @@ def _make(stall: float) -> Any:
     if "addressing_style" in s3 or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return made
     return client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
+
+
+def _sign_bodies(boto: Any, *, on: bool) -> None:
+    """Each request asks its client's configuration."""
+    boto.meta.config.s3 = {**(boto.meta.config.s3 or {}), "payload_signing_enabled": on}
 
 
 def _region(session: Any) -> str:

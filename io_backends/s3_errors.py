@@ -6,30 +6,35 @@ Imports botocore, so it is itself imported only once a store is used.
 from __future__ import annotations
 
 import http.client
-import logging
-import random
-import time
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConfigNotFound,
+    ConfigParseError,
+    ConnectionClosedError,
     ConnectionError,
     CredentialRetrievalError,
+    EndpointConnectionError,
     HTTPClientError,
     IncompleteReadError,
+    InvalidConfigError,
     NoCredentialsError,
     ParamValidationError,
     PartialCredentialsError,
     ProfileNotFound,
+    SSLError,
+    SSOError,
+    TokenRetrievalError,
 )
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
-from ckpt.errors import AccessError, CancelledError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
-
-log = logging.getLogger("ckpt")
+from ckpt.errors import AccessError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
 
 FAILURES = (BotoCoreError, ClientError, HTTPError, http.client.HTTPException, OSError)
 """What a request raises, apart from our own errors, which are OSErrors in part."""
@@ -44,16 +49,29 @@ _PASSING = {
 }
 _STALE_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLargeForQuota", "InsufficientStorage"}
-_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed"}
-
-FIRST, LONGEST = 0.1, 10.0
-"""Seconds of the first and of the longest pause between two tries."""
-SILENT = 5.0
-"""Seconds of trying before the log hears of it."""
+_CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
+_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled", "AccountProblem", "InvalidIdentityToken"}
+_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+_CHANGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
+_WRITES = {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
+_BUNDLE = ("No such file", "NO_CERTIFICATE_OR_CRL_FOUND", "PEM lib")
+_LASTING_TLS = (
+    *_BUNDLE,
+    *("CERTIFICATE_VERIFY_FAILED", "doesn't match", "UNKNOWN_CA", "CERTIFICATE_REQUIRED"),
+    *("HANDSHAKE_FAILURE", "PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL"),
+)
 
 
 class TruncatedError(OSError):
     """The connection ended before the body did."""
+
+
+class ChangedError(OSError):
+    """Other bytes arrived than were sent. ``tag`` is the ETag of what is stored, if anything is."""
+
+    def __init__(self, message: str, tag: str = "") -> None:
+        super().__init__(message)
+        self.tag = tag
 
 
 def code_of(err: BaseException) -> str:
@@ -70,6 +88,11 @@ def is_stale_key(err: BaseException) -> bool:
     return code_of(err) in _STALE_KEY or (code_of(err) == "400" and status_of(err) == 400)
 
 
+def is_changed(err: BaseException) -> bool:
+    """Whether other bytes arrived than were sent, by their checksum."""
+    return isinstance(err, ChangedError) or code_of(err) in _CHANGED
+
+
 def tag_of(answer: Mapping[str, Any]) -> str:
     """The ETag of an answer; TruncatedError if it was cut off."""
     tag = str(answer["ETag"])
@@ -81,77 +104,118 @@ def tag_of(answer: Mapping[str, Any]) -> str:
 def is_passing(err: BaseException) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(err, ClientError):
-        return code_of(err) in _PASSING or status_of(err) == 429 or (status_of(err) >= 500 and status_of(err) not in (501, 507))
+        code, status = code_of(err), status_of(err)
+        return code in _PASSING or _lost_directory(err) or status == 429 or (status >= 500 and status not in (501, 507))
     if isinstance(err, CredentialRetrievalError):
         return True  # the service on the machine that hands them out has hiccups
+    if isinstance(err, SSLError):
+        return not any(words in str(err) for words in _LASTING_TLS)
     if isinstance(err, BotoCoreError):
-        return isinstance(err, ConnectionError | HTTPClientError | IncompleteReadError) and "CERTIFICATE_VERIFY_FAILED" not in str(err)
+        return isinstance(err, ConnectionError | HTTPClientError | IncompleteReadError)
     return True  # sockets and half answers
 
 
-class Tries:
-    """One request's tries: pauses that grow, with chance in them, until it has failed for ``patience`` seconds.
+def _lost_directory(err: ClientError) -> bool:
+    """A write answered with "no such key": some stores keep directories, and remove an emptied one from under an object that comes."""
+    return code_of(err) == "NoSuchKey" and err.operation_name in _WRITES
 
-    ``failed`` counts: a request that was tried before may have had its effect although nobody heard of it.
-    """
 
-    def __init__(self, what: str, where: str, patience: float, over: Callable[[], bool] | None = None) -> None:
-        self.what = what
-        self.where = where
-        self.failed = 0
-        self._patience = patience
-        self._over = over
-        self._began = time.monotonic()
-        self._told = False
+def is_misconfigured(err: BaseException) -> bool:
+    """Whether that is how wrong settings look before the first answer of a store. After it they were right once, and may be so again."""
+    if isinstance(err, CredentialRetrievalError):
+        return "custom-process" in str(err)
+    return isinstance(err, FileNotFoundError | PermissionError) or (isinstance(err, SSLError) and "WRONG_VERSION_NUMBER" in str(err))
 
-    def went_on(self) -> None:
-        """Some bytes came: the patience is new."""
-        self._began = time.monotonic()
 
-    def again(self, err: Exception) -> None:
-        """Pause before the next try; raises what ``err`` is in our words if there is none."""
-        self.failed += 1
-        if self._over is not None and self._over():
-            raise CancelledError(f"cannot {self.what}: it was given up", where=self.where) from err
-        trying = time.monotonic() - self._began
-        if not is_passing(err) or trying >= self._patience:
-            raise translated(err, self.what, self.where, tries=self.failed) from err
-        if trying > SILENT and not self._told:
-            self._told = True
-            log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, _said(err))
-        longest = min(LONGEST, FIRST * 2.0 ** min(self.failed - 1, 16), max(FIRST, self._patience - trying))
-        time.sleep(random.uniform(longest / 2, longest))
+# ---- in our words
 
 
 def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> CkptError:
     """The error of ours for what a request raised."""
-    often = f", {tries} times" if tries > 1 else ""
-    message = f"cannot {what}: {_said(err)}{often}"
+    message = f"cannot {what}: {words_of(err)}{f', {tries} times' if tries > 1 else ''}"
+    if is_changed(err):
+        hint = "something between this process and the store changes bytes: check proxies, network cards and memory"
+        return StorageError(message, where=where, hint=hint)
+    return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where)
+
+
+def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
     code, status = code_of(err), status_of(err)
+    headers: dict[str, str] = err.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     if code == "NoSuchBucket":
         hint = "create the bucket, or check its name and AWS_ENDPOINT_URL; ckpt makes no buckets"
         return NotFoundError(f"the bucket does not exist: {message}", where=where, hint=hint)
     if code == "NoSuchUpload":
         hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
         return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)
+    if _lost_directory(err):
+        return StorageError(message, where=where, hint="the store lost what was being written: save again, and report it to its operator")
     if status == 404:
         return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
     if code in _FULL or status == 507:
         return NoSpaceError(message, where=where, hint="free space in the bucket, or raise its quota")
+    if code in _CLOCK:
+        hint = f"set the clock of this machine; the store's says {headers.get('date', 'another time')}"
+        return AccessError(message, where=where, hint=hint)
+    if code in _REGION or 300 <= status < 400:
+        return StorageError(message, where=where, hint=_elsewhere(headers))
     if status in (401, 403) or code in _REFUSED or is_stale_key(err):
         return AccessError(message, where=where, hint="check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws) and what they allow")
-    if isinstance(err, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
-        return AccessError(message, where=where, hint="set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if status == 412:
         return ConflictError(message, where=where, hint="another save was first; read it again and decide anew")
-    if isinstance(err, ProfileNotFound | ParamValidationError):
+    if status == 405:
+        return StorageError(message, where=where, hint="check that AWS_ENDPOINT_URL is the endpoint of an S3 store")
+    return StorageError(message, where=where, hint="check the store and the network to it, and try again")
+
+
+def _elsewhere(headers: Mapping[str, str]) -> str:
+    """Redirects are not followed: the signature is for one host."""
+    region, location = headers.get("x-amz-bucket-region"), headers.get("location")
+    if region:
+        return f"the bucket is in another region: set AWS_REGION={region}"
+    if location:
+        return f"the store sends us to {location}: set AWS_ENDPOINT_URL to what serves this bucket, AWS_REGION to its region"
+    return "the bucket is served elsewhere: check AWS_REGION and AWS_ENDPOINT_URL"
+
+
+def _of_client(err: Exception, message: str, where: str) -> CkptError:
+    if isinstance(err, SSLError):
+        return _of_tls(err, message, where)
+    if isinstance(err, SSOError | TokenRetrievalError):
+        profile = os.environ.get("AWS_PROFILE")
+        return AccessError(message, where=where, hint=f"log in: aws sso login{f' --profile {profile}' if profile else ''}")
+    if isinstance(err, FileNotFoundError | PermissionError) and err.filename:
+        hint = f"credentials come from {err.filename}: check AWS_WEB_IDENTITY_TOKEN_FILE, and credential_process in ~/.aws/config"
+        return AccessError(message, where=where, hint=hint)
+    if isinstance(err, json.JSONDecodeError) or (isinstance(err, CredentialRetrievalError) and "custom-process" in str(err)):
+        return AccessError(message, where=where, hint="run the credential_process of ~/.aws/config by hand; it has to print credentials")
+    if isinstance(err, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
+        return AccessError(message, where=where, hint="set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if isinstance(err, ProfileNotFound | ParamValidationError | InvalidConfigError | ConfigParseError | ConfigNotFound):
         return UsageError(message, where=where, hint="check the URL, AWS_PROFILE and ~/.aws/config")
+    if isinstance(err, EndpointConnectionError | ConnectionClosedError):
+        hint = "check AWS_ENDPOINT_URL (http or https, host, port), the store and the network to it"
+        return StorageError(message, where=where, hint=hint)
     if isinstance(err, HALF_ANSWERS) or (isinstance(err, BotoCoreError) and not is_passing(err)):
         return StorageError(message, where=where, hint="check AWS_ENDPOINT_URL, AWS_REGION, AWS_CA_BUNDLE and ~/.aws/config")
     return StorageError(message, where=where, hint="check the store and the network to it, and try again")
 
 
-def _said(err: BaseException) -> str:
+def _of_tls(err: SSLError, message: str, where: str) -> CkptError:
+    text = str(err)
+    if any(words in text for words in _BUNDLE):
+        bundle = os.environ.get("AWS_CA_BUNDLE") or "the file that ca_bundle of ~/.aws/config names"
+        return UsageError(f"{message}: the certificates in {bundle} cannot be read", where=where, hint="check AWS_CA_BUNDLE and ca_bundle")
+    if "WRONG_VERSION_NUMBER" in text:
+        return StorageError(message, where=where, hint="the port speaks no TLS: write http:// in AWS_ENDPOINT_URL, or another port")
+    if "doesn't match" in text:
+        hint = "the certificate is of another host: name that host in AWS_ENDPOINT_URL, or give the store its own certificate"
+        return StorageError(message, where=where, hint=hint)
+    return StorageError(message, where=where, hint="name your authority's certificates in AWS_CA_BUNDLE; check AWS_ENDPOINT_URL")
+
+
+def words_of(err: BaseException) -> str:
+    """What the store said; the exception where it was none of its answers."""
     if not isinstance(err, ClientError):
         return f"{type(err).__name__}: {err}"
     error: dict[str, Any] = err.response.get("Error", {})

@@ -17,7 +17,8 @@ from ckpt.workers import run_tasks
 
 from .checks import past_end, too_large
 from .s3_client import S3Client
-from .s3_errors import FAILURES, Tries, TruncatedError, status_of, tag_of
+from .s3_errors import FAILURES, TruncatedError, status_of, tag_of
+from .s3_tries import Tries
 
 RANGE = 8 << 20
 """Bytes of one request, where a longer range is read."""

@@ -10,7 +10,9 @@ from ckpt.errors import NotFoundError, UsageError
 from ckpt.workers import run_tasks
 
 from .checks import byte_views, check_write
+from .s3_checksums import Checks, Part
 from .s3_client import LANES
+from .s3_probing import part_checks_of
 from .s3_reading import Key, head
 from .s3_writer import S3Writer
 from .shared import check_total
@@ -24,13 +26,21 @@ class S3SharedObject(S3Writer):
         self._single = False
         self.part = part
         self._began = token is None
-        self._id = self._started() if token is None else token
-        self._upload = self._id
+        if token is None:
+            self._id = self._started()
+        else:
+            self._id = self._join(token)
+
+    def _join(self, token: str) -> str:
+        """Which checksums the parts have was said when the upload began; if it was CRC-32, all of them need it."""
+        way, self._mark, self._upload = token.split(" ", 2)
+        self._checks = Checks(way="crc32") if way == "crc32" else part_checks_of(self._key)
+        return self._upload
 
     @property
     def token(self) -> str:
         """With it other processes join."""
-        return self._id
+        return f"{self._checks.way} {self._mark} {self._id}"
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         """See ``SharedObject.write``."""
@@ -44,16 +54,16 @@ class S3SharedObject(S3Writer):
             self._written.add(offset, offset + length)
 
     def flush(self) -> dict[str, str]:
-        """See ``SharedObject.flush``: the tags of the parts that this process sent, by number from 0."""
-        return {str(number): tag for number, tag in self._tags.items()}
+        """See ``SharedObject.flush``: the parts that this process sent, by number from 0."""
+        return {str(number): part.text for number, part in self._parts.items()}
 
     def publish(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
         """See ``SharedObject.publish``."""
-        tags = {int(number): tag for receipt in receipts for number, tag in receipt.items()}
-        check_total(sum(self._length(number) for number in tags), self._size, self._key.where)
-        if sum(len(receipt) for receipt in receipts) != len(tags):
+        parts = {int(number): Part.of_text(text) for receipt in receipts for number, text in receipt.items()}
+        check_total(sum(self._length(number) for number in parts), self._size, self._key.where)
+        if sum(len(receipt) for receipt in receipts) != len(parts):
             raise UsageError("two processes sent the same part", where=self._key.where)
-        self._tags = tags
+        self._parts = parts
         if replace:
             self._condition = {}
         else:

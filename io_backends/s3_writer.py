@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,10 +22,13 @@ from ckpt.workers import Pending, run_tasks
 
 from .checks import byte_views, check_write
 from .protocol import Writer
+from .s3_checksums import OFF, Checks, Part, check_whole
 from .s3_client import LANES
-from .s3_errors import Tries, code_of, status_of, tag_of
-from .s3_publishing import delete, put
+from .s3_errors import ChangedError, status_of, tag_of, translated
+from .s3_probing import checks_of, part_checks_of
 from .s3_reading import Key, head
+from .s3_requests import delete, forget, mark_of, marked, new_mark, put
+from .s3_tries import Tries
 from .written import Written
 
 PART = 16 << 20
@@ -78,10 +81,13 @@ class S3Writer(Writer):
         self._busy = 0
         self._state: Literal["open", "failed", "committed", "aborted"] = "open"
         self._upload: str | None = None
+        self._mark = new_mark()
+        self._checks: Checks = OFF
+        """Of parts; known when the upload begins."""
         self._sent: set[int] = set()
         """Parts that were sent, or are on their way."""
-        self._tags: dict[int, str] = {}
-        """ETags of the parts that were sent, by number from 0."""
+        self._parts: dict[int, Part] = {}
+        """The parts that the store has confirmed, by number from 0."""
         self._gathered: dict[int, _Gathered] = {}
         self._sending: list[Pending[None]] = []
         self._unsent: list[BaseException] = []
@@ -182,23 +188,28 @@ class S3Writer(Writer):
 
     def _send(self, number: int, view: memoryview) -> None:
         upload = self._started()
-        what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1}
+        sums = self._checks.of(view)
+        what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1, **sums.names}
 
         def request(boto: Any, _: Tries) -> str:
-            return tag_of(boto.upload_part(**what, Body=self._key.client.body(view)))
+            tag = tag_of(boto.upload_part(**what, Body=self._key.client.body(view)))
+            sums.check(tag)
+            return tag
 
         tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
         with self._lock:
-            self._tags[number] = tag
+            self._parts[number] = Part(tag=tag, crc=sums.crc)
 
     def _started(self) -> str:
         with self._starting:
             if self._upload is None:
+                self._checks = part_checks_of(self._key)
                 self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._aborted)
             return self._upload
 
     def _begin(self, boto: Any, _: Tries) -> str:
-        return str(boto.create_multipart_upload(**self._key.names)["UploadId"])
+        answer = boto.create_multipart_upload(**self._key.names, **marked(self._mark), **self._checks.upload)
+        return str(answer["UploadId"])
 
     def _aborted(self) -> bool:
         return self._state == "aborted"
@@ -260,38 +271,50 @@ class S3Writer(Writer):
         data = self._gathered[0].memory if self._size else bytearray()
         self._perhaps_there = True
         try:
-            put(self._key, memoryview(data) if data else b"", self._condition)
+            put(self._key, memoryview(data) if data else b"", self._condition, checks_of(self._key))
         except ConflictError as err:
             self._perhaps_there = False
             raise self._taken() from err
 
     def _complete(self) -> None:
-        parts = [{"PartNumber": n + 1, "ETag": self._confirmed(n)} for n in range(-(-self._size // self._part))]
-        what = {**self._key.names, "UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+        parts = [self._confirmed(n) for n in range(-(-self._size // self._part))]
+        listed = [part.named(number) for number, part in enumerate(parts, 1)]
+        what = {**self._key.names, "UploadId": self._upload, "MultipartUpload": {"Parts": listed}}
         condition = dict(self._condition)
 
         def request(boto: Any, tries: Tries) -> None:
             try:
-                boto.complete_multipart_upload(**what, **condition)
+                answer = boto.complete_multipart_upload(**what, **condition)
             except ClientError as err:
-                if tries.failed and status_of(err) in (404, 409, 412) and self._is_whole():
-                    return  # an earlier try had its effect
+                if status_of(err) in (404, 409, 412) and self._is_ours(tries):
+                    return  # the same request, sent before, had its effect
                 if status_of(err) in (409, 412) and condition:
                     self._perhaps_there = False
                     raise self._taken() from err
                 if status_of(err) != 501 or not condition:
                     raise
                 condition.clear()  # the store knows conditions of single requests only
-                boto.complete_multipart_upload(**what)
+                answer = boto.complete_multipart_upload(**what)
+            try:
+                check_whole(self._checks, parts, answer)
+            except ChangedError as err:
+                raise translated(err, "complete the upload", self._key.where) from err
 
         self._perhaps_there = True
         self._key.client.attempt("complete the upload", self._key.where, request)
         self._upload = None
 
-    def _confirmed(self, number: int) -> str:
-        if number not in self._tags:
+    def _confirmed(self, number: int) -> Part:
+        if number not in self._parts:
             raise StorageError(f"part {number + 1} never arrived", where=self._key.where, hint="write it again, whole")
-        return self._tags[number]
+        return self._parts[number]
+
+    def _is_ours(self, tries: Tries) -> bool:
+        """Whether this upload made the object that is there; where marks are not kept, the size has to do."""
+        there = mark_of(self._key)
+        if there is None or there[0]:
+            return there is not None and there[0] == self._mark
+        return tries.failed > 0 and self._is_whole()
 
     def _is_whole(self) -> bool:
         try:
@@ -325,17 +348,3 @@ class S3Writer(Writer):
             self._upload = None
         if self._perhaps_there and self._is_whole():
             delete(self._key)  # its name was free when we began, and no answer said that somebody else took it
-
-
-def forget(key: Key, upload: str) -> None:
-    """End an upload and free its parts; one that is gone is no error."""
-
-    def request(boto: Any, _: Tries) -> None:
-        try:
-            boto.abort_multipart_upload(**key.names, UploadId=upload)
-        except ClientError as err:
-            if code_of(err) != "NoSuchUpload":
-                raise
-
-    with suppress(NotFoundError):
-        key.client.attempt("end the upload", key.where, request)

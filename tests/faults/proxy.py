@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import random
+import re
 import socket
 import struct
 import threading
@@ -29,6 +30,8 @@ KINDS = {
     "stall": "nothing happens for a while, then the connection is reset; the server never sees the request",
     "truncate": "the answer's body ends half-way, in good order or by a reset",
     "slow": "the answer's body comes in trickles, but whole",
+    "flip": "one bit of the request's body is another one when it reaches the server",
+    "repeat": "the server gets the request twice, and the client the second answer",
 }
 """Fault → what it does."""
 
@@ -51,6 +54,10 @@ class Schedule:
     trickle: float = 0.002
     """Seconds between two pieces of a slow answer; it has at most 50."""
     methods: frozenset[str] | None = None
+    paths: str = ""
+    """A regular expression that is searched for in the path; other requests are left alone."""
+    most: int | None = None
+    """So many faults, then none."""
     _random: random.Random = field(init=False, repr=False)
     _burst_left: int = field(init=False, default=0, repr=False)
 
@@ -60,10 +67,16 @@ class Schedule:
         assert sum(self.rates.values()) <= 1
         self._random = random.Random(self.seed)
 
-    def draw(self, method: str) -> str | None:
+    def draw(self, method: str, path: str = "") -> str | None:
         """The fault of the next request, if any. One caller at a time."""
+        kind = None if self.most == 0 else self._drawn(method, path)
+        if kind is not None and self.most is not None:
+            self.most -= 1
+        return kind
+
+    def _drawn(self, method: str, path: str) -> str | None:
         at = self._random.random()
-        if self.methods is not None and method not in self.methods:
+        if (self.methods is not None and method not in self.methods) or not re.search(self.paths, path):
             return None
         if self._burst_left:
             self._burst_left -= 1
@@ -100,11 +113,11 @@ class FaultProxy:
         """Where clients connect to: ``http://127.0.0.1:port``."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def draw(self, method: str) -> str | None:
+    def draw(self, method: str, path: str) -> str | None:
         """Count a request and decide its fate."""
         with self._lock:
             self.requests += 1
-            kind = self.schedule.draw(method) if self.schedule is not None else None
+            kind = self.schedule.draw(method, path) if self.schedule is not None else None
             if kind is not None:
                 self.injected[kind] += 1
             return kind
@@ -157,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         proxy = self.server.proxy
-        kind = proxy.draw(self.command)
+        kind = proxy.draw(self.command, self.path)
         schedule = proxy.schedule
         if kind in ("refuse", "stall"):
             if kind == "stall":
@@ -168,6 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("fail", "busy"):
             self._error(kind)
             return
+        if kind == "flip":
+            body = _flipped(body)
+        if kind == "repeat":
+            self._ask(body, cut=False)
         answer = self._ask(body, cut=kind == "cut_request")
         if answer is None or kind in ("lose_answer", "cut_request"):
             self._reset()
@@ -251,6 +268,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _reset(self) -> None:
         self.close_connection = True
         _abandon(self.connection)
+
+
+def _flipped(body: bytes) -> bytes:
+    """The same but for a bit in the middle."""
+    if not body:
+        return body
+    changed = bytearray(body)
+    changed[len(body) // 2] ^= 1 << len(body) % 8
+    return bytes(changed)
 
 
 def _abandon(connection: socket.socket) -> None:

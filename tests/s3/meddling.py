@@ -29,6 +29,11 @@ class Seen:
     def path(self) -> str:
         return str(urlsplit(self.request.url).path)
 
+    @property
+    def is_part(self) -> bool:
+        """A part of an object, not of the trial of what the store can do."""
+        return self.operation == "UploadPart" and "/.prepare-" not in self.path
+
 
 Meddler = Callable[[Seen], Any]
 """Gives an answer in place of the store's, or None to send the request on."""

@@ -59,7 +59,7 @@ def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: 
         writer.write(0, [data[: 6 * MIB].data, data[6 * MIB : 16 * MIB].data])
         writer.write(16 * MIB, [data[16 * MIB :].data])
         writer.commit()
-    sent = {s.request.url.rpartition("partNumber=")[2]: s.request.body for s in seen if s.operation == "UploadPart"}
+    sent = {s.request.url.rpartition("partNumber=")[2]: s.request.body for s in seen if s.is_part}
     begin = data.ctypes.data
     ours = {n for n, body in sent.items() if begin <= np.frombuffer(body, np.uint8).ctypes.data < begin + data.nbytes}
     assert set(sent) == {"1", "2", "3", "4"}
@@ -70,7 +70,7 @@ def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: 
 def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that is faster than the store waits."""
     let_go = threading.Event()
-    seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.operation == "UploadPart" else None)
+    seen = watch(monkeypatch, lambda s: let_go.wait(60) and None if s.is_part else None)
     backend = S3Backend(s3_url, part=5 * MIB)
     monkeypatch.setattr(s3_client.client_of(), "lanes", threading.BoundedSemaphore(2))
     data = random_bytes(42 * MIB)
@@ -84,7 +84,7 @@ def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None
 
         thread = threading.Thread(target=write)
         thread.start()
-        while sum(s.operation == "UploadPart" for s in seen) < 2:
+        while sum(s.is_part for s in seen) < 2:
             time.sleep(0.01)
         thread.join(1)
         assert len(written) == 14  # two parts are on their way, the third is whole: its last write waits
@@ -113,7 +113,7 @@ def test_a_part_on_its_way_is_replaced_whole_or_not_at_all(s3_url: str, monkeypa
     first: list[int] = []
 
     def slow(seen: Seen) -> None:
-        if seen.operation == "UploadPart" and not first:
+        if seen.is_part and not first:
             first.append(1)
             let_go.wait(60)
 
@@ -228,6 +228,17 @@ def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [s.operation for s in seen].count("ListMultipartUploads") == 3
 
 
+def test_listings_that_are_sorted_by_directory(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SeaweedFS gives them, in pages."""
+    names = ["a", "b/a/x", "b.x", "b0", "c/d", "c-e", "d"]
+    pages = [[("a", 1)], [("b/a/x", 1), ("b.x", 1)], [("b0", 1), ("c/d", 1), ("c-e", 1)], [("d", 1)]]
+    backend = S3Backend(s3_url)
+    root = s3_url.removeprefix("s3://").partition("/")[2]
+    answers = [{"Contents": [{"Key": f"{root}/{name}", "Size": size} for name, size in page]} for page in pages]
+    monkeypatch.setattr(backend, "_pages", lambda **_: iter(answers))
+    assert [e.path for e in backend.list()] == sorted(names)
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://b//a", "s3://b/../a"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(UsageError):
@@ -266,7 +277,7 @@ def test_what_is_configured_wins(s3_url: str, tmp_path: Path, monkeypatch: pytes
     data = random_bytes(11 * MIB)
     backend = S3Backend(s3_url, part=5 * MIB)
     put(backend, "a", data.data)
-    parts = [s.request.headers for s in seen if s.operation == "UploadPart"]
+    parts = [s.request.headers for s in seen if s.is_part]
     assert len(parts) == 3
     assert all("x-amz-checksum-crc32" in headers for headers in parts)
     assert not any(headers["X-Amz-Content-SHA256"] == b"UNSIGNED-PAYLOAD" for headers in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -84,6 +85,16 @@ def test_inspecting_many_tensors_takes_five_requests(s3_url: str, monkeypatch: p
     shown = run("inspect", s3_url)
     assert shown.count("layers.") == 4_000
     assert len(seen) <= 5, [f"{s.operation} {s.path}" for s in seen]
+
+
+def test_listing_a_run_takes_one_request_for_each_checkpoint_and_one_more(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(12):
+        ckpt.save(f"{s3_url}/step-{step}", {"n": step})
+    seen = watch(monkeypatch)
+    steps = ckpt.list_steps(s3_url)
+    assert [(s.number, s.committed) for s in steps] == [(n, True) for n in range(12)]
+    assert Counter(s.operation for s in seen) == {"ListObjectsV2": 1, "GetObject": 12}
+    assert [s.number for s in ckpt.list_steps(f"{s3_url}/step-3")] == [3]
 
 
 def test_a_load_reads_small_tensors_together(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

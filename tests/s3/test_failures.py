@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, StorageError
-from ckpt.io_backends import Writer, open_backend, s3_errors
+from ckpt.io_backends import Writer, open_backend, s3_tries
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.s3 import S3Backend
 from tests.s3.meddling import Seen, answer, cutting, lost_answer, lost_request, watch
@@ -183,7 +183,7 @@ def test_answers_that_break_off_anywhere(
     data = bytes(range(251)) * 12
     backend = open_backend(s3_url)
     put(backend, "a", data[:3_000])
-    monkeypatch.setattr(s3_errors, "LONGEST", 0.001)
+    monkeypatch.setattr(s3_tries, "LONGEST", 0.001)
     cuts = list(range(1, 700, 5))
     with cutting(object_store.endpoint, cuts) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -237,7 +237,7 @@ def test_a_part_that_could_not_even_be_sent_is_no_success(s3_url: str, monkeypat
     """Whatever it was: it is raised by the writer, not lost with the thread that met it."""
 
     def no_memory(seen: Seen) -> None:
-        if seen.operation == "UploadPart" and "partNumber=2" in seen.request.url:
+        if seen.is_part and "partNumber=2" in seen.request.url:
             raise MemoryError("no room for the request")
 
     def write() -> None:
