@@ -141,7 +141,8 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     if status in (401, 403) or code in _REFUSED or is_stale_key(err):
         return AccessError(message, where=where, hint="check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws) and what they allow")
     if isinstance(err, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
-        return AccessError(message, where=where, hint="set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        hint = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true"
+        return AccessError(message, where=where, hint=hint)
     if status == 412:
         return ConflictError(message, where=where, hint="another save was first; read it again and decide anew")
     if isinstance(err, ProfileNotFound | ParamValidationError):

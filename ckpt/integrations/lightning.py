@@ -25,6 +25,7 @@ from ckpt.formats.native.codecs import CODECS
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.group import Group
 from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.storage_options import configure_storage
 
 from .needs import needed
 from .reading import read_state
@@ -63,8 +64,9 @@ class CkptIO(CheckpointIO):
         self._handle: SaveHandle | None = None
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise UsageError("storage_options are not used", hint="docs/environment.md says how storage is set up")
+        """``storage_options`` hold for ``path`` from then on, also when it is loaded and removed; :func:`ckpt.configure_storage` says more."""
+        if storage_options:
+            configure_storage(os.fspath(path), storage_options)
         self.wait()
         if self.background:
             self._handle = start_save(os.fspath(path), dict(checkpoint), self._group, self._options, "eager")
