@@ -87,8 +87,12 @@ class FsspecBackend(Backend):
         """See ``Backend.read``."""
         check_read(offset, length)
         check_path(path)
-        with self._place.errors(self._place.where(path), "read", reading=True):
-            return self._read(path, offset, length)
+        try:
+            with self._place.errors(self._place.where(path), "read", reading=True):
+                return self._read(path, offset, length)
+        except NotFoundError as err:
+            self._place.check_bucket(err)
+            raise
 
     def _read(self, path: str, offset: int, length: int | None) -> bytes:
         """The size is asked for only where the bytes alone do not show that they are all."""

@@ -23,7 +23,10 @@ _known: dict[tuple[str, str], bool] = {}
 def only_if_absent(fs: Any) -> dict[str, Any]:
     """The argument of ``pipe_file`` by which this file system creates an object only if it is absent; none if it has none."""
     parameters = inspect.signature(fs.pipe_file).parameters
-    return {"mode": "create"} if "mode" in parameters else {"overwrite": False} if "overwrite" in parameters else {}
+    if "mode" not in parameters and "overwrite" in parameters:
+        return {"overwrite": False}
+    hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())  # to the file system that it wraps, perhaps
+    return {"mode": "create"} if "mode" in parameters or hands_on else {}
 
 
 def is_known(fs: Any, bucket: str) -> bool:

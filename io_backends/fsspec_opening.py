@@ -39,6 +39,12 @@ def known_to_fsspec(scheme: str) -> bool:
     return scheme in known_implementations or scheme in registry
 
 
+def protocols_of(filesystem: Any) -> tuple[str, ...]:
+    """What a file system, or its class, calls itself."""
+    named = filesystem.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
 def opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system for ``url``, and what it calls the place.
 
@@ -54,8 +60,7 @@ def opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as err:
         hint = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else str(err)
         raise UsageError(f"{scheme}:// needs a package that is not installed", where=url, hint=hint) from err
-    protocols = (cls.protocol,) if isinstance(cls.protocol, str) else tuple(cls.protocol)
-    options = {**fsspec_config(*protocols), **options}
+    options = {**fsspec_config(*protocols_of(cls)), **options}
     with fsspec_errors(url, "open the file system", conceal=secrets_of(options)):
         merged = _with_parts_of(url, cls._get_kwargs_from_urls(url), options)
         return _kept(cls, merged), str(cls._strip_protocol(url))

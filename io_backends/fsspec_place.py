@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from fsspec.implementations.dirfs import DirFileSystem
+
 from ckpt.errors import NotFoundError, UsageError
 
 from .checks import check_path
 from .fsspec_conditions import conditional, is_known, try_it
 from .fsspec_errors import fsspec_errors, is_absence
-from .fsspec_opening import BUCKETS, DIRECTORIES, after_fork, opened, secrets_of
+from .fsspec_opening import BUCKETS, DIRECTORIES, after_fork, opened, protocols_of, secrets_of
 
 TRIES = 8
 
@@ -33,6 +35,7 @@ class Place:
         self._options = dict(options)
         self._given = filesystem
         self._conceal = secrets_of(self._options if filesystem is None else filesystem.storage_options)
+        self._bucket_is_there = False
         self._pid: int | None = None
         self._lock = threading.Lock()
         self._open()
@@ -42,7 +45,8 @@ class Place:
             self._fs, root = opened(self.url, self._options)
         else:
             self._fs = self._given if self._pid is None else after_fork(self._given)
-            root = str(self._fs._strip_protocol(self.url))
+            known = self.scheme in protocols_of(self._fs)
+            root = str(self._fs._strip_protocol(self.url if known else self.url.partition("://")[2]))
         self.root = root.rstrip("/")
         if not self.root.strip("/"):
             raise UsageError(f"{self.url!r} names no place below a root", hint=f"write {self.scheme}://bucket/path")
@@ -58,9 +62,11 @@ class Place:
         return self._fs
 
     def speaks(self, protocols: frozenset[str]) -> bool:
-        """Whether the file system is one of these protocols."""
-        named = self.fs.protocol
-        return not protocols.isdisjoint((named,) if isinstance(named, str) else named)
+        """Whether the file system is one of these protocols, or a directory of one that is."""
+        fs = self.fs
+        while isinstance(fs, DirFileSystem):
+            fs = fs.fs
+        return not protocols.isdisjoint(protocols_of(fs))
 
     def key(self, path: str) -> str:
         return f"{self.root}/{check_path(path)}"
@@ -81,14 +87,16 @@ class Place:
         return self.root[: start + len(self.root[start:].partition("/")[0])]
 
     def check_bucket(self, cause: Exception | None = None) -> None:
-        """
+        """Asks once: a bucket that was there stays.
+
         Raises:
             NotFoundError: the storage has buckets, and this one is not there.
         """
-        if not self.speaks(BUCKETS):
+        if self._bucket_is_there or BUCKETS.isdisjoint(protocols_of(self.fs)):
             return
         try:
             self.fs.info(self.bucket)
+            self._bucket_is_there = True
         except Exception as err:  # noqa: BLE001  who may not look at the bucket may still use it
             if not is_absence(err):
                 return
@@ -154,4 +162,5 @@ class Place:
                 with suppress(Exception):  # why it could not be written is what counts
                     self.fs.rm_file(key)
                 raise
-            self.fs.rm_file(key)
+            with suppress(FileNotFoundError):  # a file system that does not know the condition has written nothing
+                self.fs.rm_file(key)
