@@ -10,6 +10,8 @@
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
                                 another job that saves to the same place at once
+``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
+                       none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
 """
 
@@ -60,6 +62,10 @@ def conditional_put() -> Literal["require", "emulate"]:
     if text not in ("require", "emulate"):
         raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
     return "emulate" if text == "emulate" else "require"
+
+
+def storage_options() -> str | None:
+    return os.environ.get("CKPT_STORAGE_OPTIONS") or None
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

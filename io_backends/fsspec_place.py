@@ -119,7 +119,7 @@ class Place:
                 self.check_bucket(err)
                 if not tries_left or self.speaks(BUCKETS):
                     raise
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, FileExistsError):  # both when it is pruned while it is made
                     self.fs.makedirs(key.rpartition("/")[0], exist_ok=True)
 
     # ---- conditions

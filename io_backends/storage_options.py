@@ -8,13 +8,16 @@ Invariant: values of options are in no ``repr``, and nothing here is logged or s
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ckpt import settings
 from ckpt.errors import UsageError
 
 LOCAL = ("", "file", "memory")
@@ -39,6 +42,8 @@ NOTHING = Configured()
 
 _lock = threading.Lock()
 _table: dict[str, Configured] = {}
+_file: tuple[Any, dict[str, Configured]] = (None, {})
+"""What ``CKPT_STORAGE_OPTIONS`` said, and which state of which file that was."""
 
 
 def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
@@ -57,20 +62,26 @@ def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None
     Raises:
         UsageError: ``url`` is a path, which has no options; or both are given; or the file system is one for coroutines.
     """
-    key = _key(url)
-    check_no_password(url)
     if storage_options is not None and filesystem is not None:
         raise UsageError("storage_options and a file system at once", where=url, hint="give one; a file system has its options already")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url)
-    scheme = key.partition("://")[0]
-    if scheme in LOCAL and (storage_options or (filesystem is not None and scheme != "memory")):
-        raise UsageError("files and directories have no storage options", where=url, hint="give them for a URL, such as s3://bucket")
-    if getattr(filesystem, "asynchronous", False) or (storage_options or {}).get("asynchronous"):
-        raise UsageError("asynchronous: a file system for coroutines cannot be used", where=url, hint="make it without asynchronous=True")
     if filesystem is not None and not hasattr(filesystem, "cat_file"):
         raise UsageError(f"{type(filesystem).__name__} is no fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
-    _set(key, Configured(options=_copied(storage_options or {}), filesystem=filesystem))
+    configured = Configured(options=_copied(storage_options or {}), filesystem=filesystem)
+    _set(_checked(url, configured), configured)
+
+
+def _checked(url: str, configured: Configured) -> str:
+    """The key of a URL that may have these options."""
+    key = _key(url)
+    check_no_password(url)
+    scheme = key.partition("://")[0]
+    if scheme in LOCAL and (configured.options or (configured.filesystem is not None and scheme != "memory")):
+        raise UsageError("files and directories have no storage options", where=url, hint="give them for a URL, such as s3://bucket")
+    if getattr(configured.filesystem, "asynchronous", False) or configured.options.get("asynchronous"):
+        raise UsageError("asynchronous: a file system for coroutines cannot be used", where=url, hint="make it without asynchronous=True")
+    return key
 
 
 def _set(key: str, configured: Configured) -> None:
@@ -81,8 +92,13 @@ def _set(key: str, configured: Configured) -> None:
 
 
 def configured_for(url: str) -> Configured:
-    """What was said of the longest URL that ``url`` lies below."""
-    table = _table
+    """What was said of the longest URL that ``url`` lies below, by the program or else by the file.
+
+    Raises:
+        UsageError: the file cannot be read or understood.
+    """
+    path = settings.storage_options()
+    table = {**_of_file(path), **_table} if path is not None else _table
     if not table:
         return NOTHING
     scheme, _, place = _key(url).partition("://")
@@ -91,6 +107,27 @@ def configured_for(url: str) -> Configured:
         if known is not None or not place:
             return known or NOTHING
         place = place.rpartition("/")[0]
+
+
+def _of_file(path: str) -> dict[str, Configured]:
+    """What the file says, read anew when it has changed."""
+    global _file
+    try:
+        found = os.stat(path)
+        state = (path, found.st_mtime_ns, found.st_size)
+        if _file[0] != state:
+            content = json.loads(Path(path).read_bytes())
+            if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
+                raise ValueError("it is no JSON object of URLs, each with an object of options")
+            said = {url: Configured(options=options) for url, options in content.items()}
+            _file = (state, {_checked(url, configured): configured for url, configured in said.items()})
+    except UsageError:
+        raise
+    except (OSError, ValueError) as err:  # the text of a JSONDecodeError has a place, and nothing of the content
+        raise UsageError(
+            f"{path} cannot be read: {err}", where="CKPT_STORAGE_OPTIONS", hint="docs/object-storage.md has an example"
+        ) from err
+    return _file[1]
 
 
 def check_no_password(url: str) -> None:

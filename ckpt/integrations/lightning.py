@@ -64,7 +64,7 @@ class CkptIO(CheckpointIO):
         self._handle: SaveHandle | None = None
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """``storage_options`` hold for ``path`` from then on, also when it is loaded and removed; :func:`ckpt.configure_storage` says more."""
+        """``storage_options`` hold for ``path`` from then on, also when it is loaded or removed: see :func:`ckpt.configure_storage`."""
         if storage_options:
             configure_storage(os.fspath(path), storage_options)
         self.wait()

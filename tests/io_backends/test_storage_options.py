@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -58,6 +59,27 @@ def test_what_was_said_can_be_forgotten_and_said_anew() -> None:
     assert configured_for("s3://b/x").options == {"anon": True}
     ckpt.configure_storage("s3://b")
     assert configured_for("s3://b/x") is storage_options.NOTHING
+
+
+def test_a_file_says_it_for_programs_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"s3://a": {"profile": "one"}, "s3://b": {"profile": "two"}}))
+    monkeypatch.setenv("CKPT_STORAGE_OPTIONS", str(path))
+    ckpt.configure_storage("s3://b", {"profile": "three"})
+    assert [configured_for(f"s3://{bucket}/run").options.get("profile") for bucket in "abc"] == ["one", "three", None]
+    path.write_text(json.dumps({"s3://": {"profile": "four"}}))
+    assert [configured_for(f"s3://{bucket}/run").options.get("profile") for bucket in "abc"] == ["four", "three", "four"]
+
+
+@pytest.mark.parametrize("content", ['{"s3://a": "secret"', '["secret"]', '{"s3://a": "secret"}', '{"/a": {"key": "secret"}}', None])
+def test_a_file_that_cannot_be_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    path = tmp_path / "options.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("CKPT_STORAGE_OPTIONS", str(path))
+    with pytest.raises(UsageError) as raised:
+        open_backend("s3://a/run")
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["/a/b", "run", "file:///a", "memory://a"])

@@ -401,12 +401,30 @@ def test_a_password_in_a_url_is_refused() -> None:
 # ---- the command
 
 
-def test_the_command_takes_fsspec_configuration(
+def command(*args: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "ckpt", *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_takes_the_configuration_of_fsspec(
     object_store: ObjectStore, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in options.items():
         monkeypatch.setenv(f"FSSPEC_S3_{name.upper()}", value)
-    ckpt.save(f"{(url := place(object_store))}/step-1", state())
-    done = subprocess.run([sys.executable, "-m", "ckpt", "ls", url], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "step-1" in done.stdout
+    url = place(object_store)
+    ckpt.save(f"{url}/step-1", state())
+    assert "step-1" in command("ls", url)
+
+
+def test_the_command_copies_between_two_stores(
+    object_store: ObjectStore, moto_store: ObjectStore, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = object_store.new_prefix(), moto_store.new_prefix()
+    (tmp_path / "stores.json").write_text(json.dumps({source: options, target: {**options, "endpoint_url": moto_store.endpoint}}))
+    monkeypatch.setenv("CKPT_STORAGE_OPTIONS", str(tmp_path / "stores.json"))
+    ckpt.save(source, state())
+    command("cp", source, target)
+    monkeypatch.delenv("CKPT_STORAGE_OPTIONS")
+    ckpt.configure_storage(target, {**options, "endpoint_url": moto_store.endpoint})
+    check(target)
