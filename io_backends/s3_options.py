@@ -58,9 +58,10 @@ DEFAULT = S3Options()
 def without_equivalent(options: Mapping[str, Any]) -> list[str]:
     """The names of options that only s3fs itself can honour; ``client_kwargs.x`` for those inside another one."""
     nested = {"client_kwargs": _CLIENT, "config_kwargs": _CONFIG}
-    found = [name for name, value in options.items() if name not in {*_PLAIN, *_WITHOUT_EFFECT, *nested} and value not in (None, False)]
-    for outer, known in nested.items():
-        found += [f"{outer}.{name}" for name in _dict(options, outer) if name not in known]
+    known = {*_PLAIN, *_WITHOUT_EFFECT, *nested}
+    found = [name for name, value in options.items() if name not in known and value is not None and value is not False and value != {}]
+    for outer, inner in nested.items():
+        found += [f"{outer}.{name}" for name in _dict(options, outer) if name not in inner]
     return sorted(found)
 
 

@@ -24,7 +24,8 @@ LOCAL = ("", "file", "memory")
 """Schemes whose backends take no options."""
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 """Scheme → the one that means the same storage."""
-_PASSWORD = re.compile(r"^[^/]*://[^/@]*:[^/@]*@")
+_PASSWORD = re.compile(r"^(?!git)[^/]*://[^/@]*:[^/@]*@")
+"""``github://org:repo@sha`` has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,10 @@ def test_what_cannot_be(given: dict[str, Any], named: str) -> None:
         ckpt.configure_storage("s3://b", **given)
 
 
+def test_a_repository_is_no_password() -> None:
+    storage_options.check_no_password("github://org:repo@main/folder")
+
+
 def test_a_path_of_another_library_names_what_to_do() -> None:
     class UPath:
         storage_options = {"anon": True}  # noqa: RUF012
