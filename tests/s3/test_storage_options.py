@@ -63,13 +63,6 @@ def check(url: str, number: float = 1.0) -> None:
     assert found["n"] == number
 
 
-def through_python(code: str, *args: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # ---- storage options and file systems
 
 
@@ -166,12 +159,16 @@ def test_keys_of_aws_go_to_the_endpoint_of_fsspec(object_store: ObjectStore, mon
     check(url)
 
 
-def test_a_file_of_fsspec(object_store: ObjectStore, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_file_of_fsspec(object_store: ObjectStore, options: dict[str, Any], tmp_path: Path, scheme: str) -> None:
+    """fsspec reads its files when it is imported."""
     (tmp_path / "any.json").write_text(json.dumps({"s3": options}))
-    url = place(object_store)
-    code = "import sys, torch, ckpt; ckpt.save(sys.argv[1], {'w': torch.ones(3)}); print(ckpt.open(sys.argv[1])['w'][:])"
-    through_python(code, url, FSSPEC_CONFIG_DIR=str(tmp_path))
-    assert "checkpoint.json" in everything(open_backend_with(options, url))
+    url = place(object_store, scheme)
+    code = "import sys, ckpt.io_backends as b; b.open_backend(sys.argv[1]).publish('a', b'x', replaces=None)"
+    environment = {**os.environ, "FSSPEC_CONFIG_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code, url], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert everything(open_backend_with(options, url)) == {"a": b"x"}
 
 
 def test_precedence(object_store: ObjectStore, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
