@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .engine.load import LoadReport as LoadReport
     from .engine.save import SaveReport as SaveReport
     from .errors import CkptError as CkptError
+    from .io_backends.storage_options import configure_storage as configure_storage
     from .mesh import Mesh as Mesh
     from .numbered import Numbered as Numbered
     from .numbered import experts as experts
@@ -53,6 +54,7 @@ _WHERE = {
     "load": "api",
     "open": "api",
     "list_steps": "runs",
+    "configure_storage": "io_backends.storage_options",
     "PerRank": "adapters.per_rank",
     "Layout": "rules",
     "Mesh": "mesh",

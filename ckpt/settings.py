@@ -17,6 +17,8 @@
                                 ``;``. Empty: no virtual checkpoint is read
 ``CKPT_S3_CHECKSUM``   auto     checksums that an object store compares with what arrives: ``crc32``, ``sha256``
                                 or ``md5``; ``auto``: the cheapest that it does compare; ``off``: none
+``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
+                       none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
 """
 
@@ -99,6 +101,10 @@ def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
         if text == known:
             return known
     raise UsageError(f"checksums of object stores are auto, off, crc32, sha256 or md5, not {text!r}", where="CKPT_S3_CHECKSUM")
+
+
+def storage_options() -> str | None:
+    return os.environ.get("CKPT_STORAGE_OPTIONS") or None
 
 
 def _positive(what: str, given: float | None, variable: str, default: float) -> float:

@@ -17,7 +17,7 @@ from ckpt import errors, policies  # noqa: E402
 from ckpt.converters import exporting  # noqa: E402
 
 SECTIONS = (
-    ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "list_steps", "fence")),
+    ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "list_steps", "fence", "configure_storage")),
     ("What they take and give", ckpt, ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "View")),
     ("The training loop", ckpt, ("Checkpointer",)),
     ("Layouts of plain tensors", ckpt, ("Layout", "Mesh")),

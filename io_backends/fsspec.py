@@ -2,8 +2,8 @@
 
 Weaker than the backends made for one storage (docs/copying.md says what may go wrong):
 
-* ``publish`` reads, compares and writes. Two processes that publish the same path at the same moment may both believe that they did. Where
-  the file system offers to create an object only if it is absent (``mode="create"`` or ``overwrite=False``), new ones are safe.
+* ``publish`` reads, compares and writes. Two processes that replace the same object at the same moment may both believe that they did. New
+  objects are safe on object stores, which are tried whether they create only what is absent (``fsspec_conditions``), and not elsewhere.
 * ``create`` promises nothing to two callers that take the same path at once.
 * How durable a finished write is, and how failed requests are tried again, is up to the file system.
 
@@ -13,85 +13,48 @@ Invariant: no listing of a file system's cache is believed: caches are dropped b
 from __future__ import annotations
 
 import builtins
-import inspect
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
-from .fsspec_errors import fsspec_errors, mapped
+from .fsspec_conditions import only_if_absent
+from .fsspec_errors import mapped
+from .fsspec_opening import DIRECTORIES, STRICT_RMDIR
+from .fsspec_place import TRIES, Place
 from .fsspec_writer import GatheringWriter
 from .protocol import Backend, Entry, Grain, Writer
 
-_DIRECTORIES = frozenset({"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "dbfs", "webdav"})
-"""Protocols with real directories, whose writes show before they are whole: what is published there is written aside and moved."""
-_STRICT_RMDIR = frozenset({"file", "local", "sftp", "ssh", "smb"})
-"""Protocols whose ``rmdir`` refuses directories that are not empty. Others may remove all that is in them."""
-_PACKAGES = dict.fromkeys(("gs", "gcs"), "gcsfs") | dict.fromkeys(("az", "abfs", "abfss"), "adlfs") | {"hf": "huggingface_hub"}
-_PACKAGES |= {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "webdav": "webdav4"}
-"""Scheme → what to install; for others fsspec has words of its own."""
-_TRIES = 8
 _PAUSE = 0.03
 """Seconds, growing with each try."""
 
 
-def known_to_fsspec(scheme: str) -> bool:
-    """Whether fsspec has heard of ``scheme``; the package that serves it may still be missing."""
-    from fsspec.registry import known_implementations, registry
-
-    return scheme in known_implementations or scheme in registry
-
-
 class FsspecBackend(Backend):
-    """The storage at a URL that fsspec understands. Options, credentials and end points come from fsspec's own configuration.
+    """The storage at a URL that fsspec understands, by the options of its file system, or by a file system that is there already.
+
+    Options win over fsspec's own configuration, and that over what the file system finds in the environment.
 
     Raises:
-        UsageError: the package for this scheme is not installed, or the URL names nothing below a root.
+        UsageError: the package for this scheme is not installed, the URL names nothing below a root, or an option is wrong.
+        AccessError: there are no credentials.
     """
 
     _publishing: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, url: str) -> None:
-        self._scheme, _, rest = url.partition("://")
-        self._url = f"{self._scheme}://{rest.rstrip('/')}"
-        self._pid: int | None = None
-        self._lock = threading.Lock()
-        self._open()
-
-    def _open(self) -> None:
-        from fsspec.core import url_to_fs
-
-        try:
-            self._held, root = url_to_fs(self._url)
-        except ImportError as err:
-            hint = f"pip install {_PACKAGES[self._scheme]}" if self._scheme in _PACKAGES else str(err)
-            raise UsageError(f"{self._scheme}:// needs a package that is not installed", where=self._url, hint=hint) from err
-        except ValueError as err:
-            raise UsageError(f"fsspec cannot open this URL: {err}", where=self._url, hint="check its spelling") from err
-        self._root = str(root).rstrip("/")
-        if not self._root.strip("/"):
-            raise UsageError(f"{self._url!r} names no place below a root", hint=f"write {self._scheme}://bucket/path")
-        self._pid = os.getpid()
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
+        self._place = Place(url, storage_options or {}, filesystem)
+        self._url = self._place.url
 
     @property
     def _fs(self) -> Any:
-        """The file system, of this process: connections and event loops do not survive a fork."""
-        if self._pid != os.getpid():
-            with self._lock:
-                if self._pid != os.getpid():
-                    self._open()
-        return self._held
-
-    def _is(self, protocols: frozenset[str]) -> bool:
-        found = self._fs.protocol
-        return not protocols.isdisjoint((found,) if isinstance(found, str) else found)
+        return self._place.fs
 
     @property
     def url(self) -> str:
@@ -103,35 +66,33 @@ class FsspecBackend(Backend):
         """Long ranges, several at once: each answer takes a while to begin."""
         return Grain(piece=8 << 20, gap=256 << 10, calls=8)
 
-    def _key(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}"
-
-    def _where(self, path: str) -> str:
-        return f"{self._url}/{path}"
-
     # ---- reading
 
     def _info_size(self, path: str) -> int:
         self._fs.invalidate_cache()
-        info = self._fs.info(self._key(path))
+        info = self._fs.info(self._place.key(path))
         if info["type"] != "file":
             raise NotFoundError(
-                "cannot read: it is not a file", where=self._where(path), hint="check the URL; `ckpt ls` shows what is there"
+                "cannot read: it is not a file", where=self._place.where(path), hint="check the URL; `ckpt ls` shows what is there"
             )
         return int(info["size"])
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
         check_path(path)
-        with fsspec_errors(self._where(path), "get the size", reading=True):
+        with self._place.errors(self._place.where(path), "get the size", reading=True):
             return self._info_size(path)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
         check_read(offset, length)
         check_path(path)
-        with fsspec_errors(self._where(path), "read", reading=True):
-            return self._read(path, offset, length)
+        try:
+            with self._place.errors(self._place.where(path), "read", reading=True):
+                return self._read(path, offset, length)
+        except NotFoundError as err:
+            self._place.check_bucket(err)
+            raise
 
     def _read(self, path: str, offset: int, length: int | None) -> bytes:
         """The size is asked for only where the bytes alone do not show that they are all."""
@@ -139,25 +100,25 @@ class FsspecBackend(Backend):
             data = self._range_or_nothing(path, offset, length)
             if len(data) == length:
                 return data
-        for tries in range(_TRIES):
+        for tries in range(TRIES):
             time.sleep(_PAUSE * tries)  # somebody replaces it: let them come to an end
             size = self._info_size(path)
             wanted = max(size - offset, 0) if length is None else length
             if offset + wanted > size:
-                raise past_end(self._where(path), offset, wanted, size)
+                raise past_end(self._place.where(path), offset, wanted, size)
             data = self._range_or_nothing(path, offset, wanted)
             if len(data) == wanted and (length is not None or self._info_size(path) == size):
                 return data
         raise StorageError(
-            f"the storage gave {len(data)} of {wanted} bytes from offset {offset}, {_TRIES} times",
-            where=self._where(path),
+            f"the storage gave {len(data)} of {wanted} bytes from offset {offset}, {TRIES} times",
+            where=self._place.where(path),
             hint="try again; if nobody replaces the object all the time, report it to whoever keeps the fsspec file system",
         )
 
     def _range_or_nothing(self, path: str, offset: int, length: int) -> bytes:
         """Some storages raise what they like for a range beyond the end."""
         try:
-            return bytes(self._fs.cat_file(self._key(path), start=offset, end=offset + length)) if length else b""
+            return bytes(self._fs.cat_file(self._place.key(path), start=offset, end=offset + length)) if length else b""
         except Exception as err:
             if not isinstance(mapped(err, path, "read", reading=True), NotFoundError) and offset + length > self._info_size(path):
                 return b""
@@ -174,28 +135,32 @@ class FsspecBackend(Backend):
         """See ``Backend.list``. The objects are those of the moment of the call."""
         check_prefix(prefix)
         below = prefix.rpartition("/")[0]
-        base = f"{self._root}/{below}".rstrip("/")
+        base = f"{self._place.root}/{below}".rstrip("/")
         try:
-            with fsspec_errors(self._where(below), "list", reading=True):
+            with self._place.errors(self._place.where(below), "list", reading=True):
                 self._fs.invalidate_cache()
-                found = self._fs.find(base, detail=True)
+                listed = self._fs.find(base, detail=True)
         except NotFoundError:
-            return iter(())
-        skip = len(self._root) + 1
-        entries = [Entry(name[skip:], int(info["size"])) for name, info in found.items() if name.startswith(f"{base}/") and _is_file(info)]
+            listed = {}
+        if not listed:
+            self._place.check_bucket()
+        skip = len(self._place.root) + 1
+        entries = [Entry(name[skip:], int(info["size"])) for name, info in listed.items() if name.startswith(f"{base}/") and _is_file(info)]
         return iter(sorted(entry for entry in entries if entry.path.startswith(prefix)))
 
     def children(self, prefix: str = "") -> builtins.list[str]:
         """See ``Backend.children``."""
         below = check_prefix(prefix).removesuffix("/")
-        base = f"{self._root}/{below}".rstrip("/")
+        base = f"{self._place.root}/{below}".rstrip("/")
         try:
-            with fsspec_errors(self._where(below), "list", reading=True):
+            with self._place.errors(self._place.where(below), "list", reading=True):
                 self._fs.invalidate_cache()
-                found = self._fs.ls(base, detail=True)
+                listed = self._fs.ls(base, detail=True)
         except NotFoundError:
-            return []
-        names = {i["name"].rstrip("/") + ("/" if i["type"] == "directory" else ""): i for i in found}
+            listed = []
+        if not listed:
+            self._place.check_bucket()
+        names = {i["name"].rstrip("/") + ("/" if i["type"] == "directory" else ""): i for i in listed}
         below_base = (name.removeprefix(f"{base}/") for name, i in names.items() if name.startswith(f"{base}/") and i["type"] != "other")
         return sorted(name for name in below_base if name.strip("/"))
 
@@ -203,17 +168,17 @@ class FsspecBackend(Backend):
 
     def create(self, path: str, size: int) -> Writer:
         """See ``Backend.create``. Two callers at once: both may commit, and the later one holds."""
-        key, where = self._key(path), self._where(path)
+        key, where = self._place.key(path), self._place.where(path)
         check_size(size, where)
         if self._exists(path):
             raise ConflictError("cannot create: the name is taken", where=where, hint="use a fresh name, or delete the object")
 
         def send(content: bytes | Path) -> None:
-            with fsspec_errors(where, "write the object"):
+            with self._place.errors(where, "write the object"):
                 if isinstance(content, bytes):
-                    self._put(key, lambda: self._fs.pipe_file(key, content))
+                    self._place.put(key, lambda: self._fs.pipe_file(key, content))
                 else:
-                    self._put(key, lambda: self._fs.put_file(str(content), key))
+                    self._place.put(key, lambda: self._fs.put_file(str(content), key))
                 arrived = self._info_size(path)
             if arrived != size:
                 raise StorageError(f"{size} bytes were sent, but the object has {arrived}", where=where, hint="save again")
@@ -227,60 +192,45 @@ class FsspecBackend(Backend):
             return False
         return True
 
-    def _put(self, key: str, put: Callable[[], object]) -> None:
-        """Call ``put``, which writes ``key``; if its directory is missing make that and try again: a ``delete`` may prune it meanwhile."""
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                put()
-                return
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                with suppress(FileNotFoundError):
-                    self._fs.makedirs(key.rpartition("/")[0], exist_ok=True)
-
-    def _only_if_absent(self) -> dict[str, Any]:
-        """The argument of ``pipe_file`` by which this file system creates an object only if it is absent; none if it has none."""
-        parameters = inspect.signature(self._fs.pipe_file).parameters
-        return {"mode": "create"} if "mode" in parameters else {"overwrite": False} if "overwrite" in parameters else {}
-
     def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
         """See ``Backend.publish``, and the head of this file for what is weaker. Threads of one process take turns."""
         check_path(path)
-        where = self._where(path)
+        where = self._place.where(path)
+        conditional = self._place.is_conditional()
         with self._publishing:
             self._check_holds(path, replaces)
             try:
-                with fsspec_errors(where, "publish"):
-                    self._publish(path, data, new=replaces is None)
+                with self._place.errors(where, "publish"):
+                    self._publish(path, data, only_if_absent(self._fs) if conditional and replaces is None else {})
             except CkptError as err:
                 self._judge(path, data, replaces, err)
+            if not conditional and self._content(path) != data:
+                raise _conflict(where, self._content(path))
 
     def _judge(self, path: str, data: bytes, replaces: bytes | None, err: CkptError) -> None:
         """After an error: a lost answer is a success, and somebody else's content a conflict."""
-        if isinstance(err, ConflictError):
+        if isinstance(err, NotFoundError):
             raise err
         held = self._content(path)
         if held == data:
             return
         if held != replaces:
-            raise _conflict(self._where(path), held) from err
+            raise _conflict(self._place.where(path), held) from err
         raise err
 
-    def _publish(self, path: str, data: bytes, *, new: bool) -> None:
-        key = self._key(path)
-        if not self._is(_DIRECTORIES):
-            options = self._only_if_absent() if new else {}
-            self._put(key, lambda: self._fs.pipe_file(key, data, **options))
+    def _publish(self, path: str, data: bytes, condition: dict[str, Any]) -> None:
+        key = self._place.key(path)
+        if not self._place.speaks(DIRECTORIES):
+            self._place.put(key, lambda: self._fs.pipe_file(key, data, **condition))
             return
         aside = "/".join([*path.split("/")[:-1], f".publish-{secrets.token_hex(8)}.tmp"])
 
         def put_and_move() -> None:
-            self._fs.pipe_file(self._key(aside), data)
-            self._fs.mv(self._key(aside), key)
+            self._fs.pipe_file(self._place.key(aside), data)
+            self._fs.mv(self._place.key(aside), key)
 
         try:
-            self._put(key, put_and_move)
+            self._place.put(key, put_and_move)
         except BaseException:
             self.delete(aside)
             raise
@@ -288,7 +238,7 @@ class FsspecBackend(Backend):
     def _check_holds(self, path: str, replaces: bytes | None) -> None:
         held = self._content(path)
         if held != replaces:
-            raise _conflict(self._where(path), held, new=replaces is None)
+            raise _conflict(self._place.where(path), held, new=replaces is None)
 
     def _content(self, path: str) -> bytes | None:
         try:
@@ -298,16 +248,16 @@ class FsspecBackend(Backend):
 
     def delete(self, path: str) -> None:
         """See ``Backend.delete``. Empty directories go where ``rmdir`` is known to be safe; elsewhere they may stay."""
-        key = self._key(path)
-        with fsspec_errors(self._where(path), "delete"):
+        key = self._place.key(path)
+        with self._place.errors(self._place.where(path), "delete"):
             if self._exists(path):
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(key)
-            if self._is(_STRICT_RMDIR):
+            if self._place.speaks(STRICT_RMDIR):
                 self._prune(key.rpartition("/")[0])
 
     def _prune(self, directory: str) -> None:
-        while directory != self._root:
+        while directory != self._place.root:
             try:
                 self._fs.rmdir(directory)
             except (FileNotFoundError, NotADirectoryError):
@@ -318,18 +268,15 @@ class FsspecBackend(Backend):
 
     def prepare(self) -> None:
         """See ``Backend.prepare``. Writes a small object and removes it: only that tells whether the storage takes one."""
-        probe = f".prepare-{secrets.token_hex(8)}.tmp"
-        with fsspec_errors(self._url, "write to the root"):
-            self._put(self._key(probe), lambda: self._fs.pipe_file(self._key(probe), b"probe"))
-            self._fs.rm_file(self._key(probe))
+        self._place.prepare()
 
     def modified(self, path: str) -> float | None:
         """See ``Backend.modified``."""
         check_path(path)
-        with fsspec_errors(self._where(path), "get the time", reading=True):
+        with self._place.errors(self._place.where(path), "get the time", reading=True):
             self._info_size(path)
             try:
-                return float(self._fs.modified(self._key(path)).timestamp())
+                return float(self._fs.modified(self._place.key(path)).timestamp())
             except NotImplementedError:
                 return None
 

@@ -1,15 +1,19 @@
 """From a URL to the backend that serves it.
 
 Backends outside this package are found by the entry-point group ``ckpt.io_backends``: the name of an entry point is a URL scheme, its
-object is called with the URL and gives a Backend. Schemes that neither has are served through fsspec, if it knows them.
+object is called with the URL, and with ``storage_options=`` where a program has configured some, and gives a Backend. Schemes that neither
+has are served through fsspec, if it knows them; so is ``s3://`` with options that only s3fs can honour, and every URL with a file system.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from ckpt.errors import UsageError
 
@@ -17,36 +21,51 @@ from .checks import check_path
 from .memory import MemoryBackend
 from .posix import PosixBackend
 from .protocol import Backend
+from .storage_options import LOCAL, Configured, check_no_password, configured_for
+
+log = logging.getLogger("ckpt")
 
 _GROUP = "ckpt.io_backends"
 
 
-def _s3(url: str) -> Backend:
+def _s3(url: str, options: Mapping[str, Any]) -> Backend:
+    from .fsspec_config import fsspec_config
     from .s3 import S3Backend  # late: botocore takes a while to import
+    from .s3_options import PROTOCOLS, s3_options, without_equivalent
 
-    return S3Backend(url)
+    options = {**fsspec_config(*PROTOCOLS), **options}
+    if only_s3fs := without_equivalent(options):
+        from .fsspec import FsspecBackend
+
+        if (names := ", ".join(only_s3fs)) not in _through_s3fs:
+            _through_s3fs.add(names)
+            log.warning("s3:// goes through s3fs, with its guarantees, since only that has the storage options %s", names)
+        return FsspecBackend(url, options)
+    return S3Backend(url, options=s3_options(options))
 
 
-_LOCAL: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
-_BUILT_IN = {**_LOCAL, "s3": _s3}
+_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
+_through_s3fs: set[str] = set()
+"""Options that the log was told of."""
 
 
 def is_file_system(url: str) -> bool:
     """Whether a URL is a path of a file system, or of this process's memory: what is read there need not be sent."""
-    return _scheme(url) in _LOCAL
+    return _scheme(url) in LOCAL
 
 
 def open_backend(url: str) -> Backend:
     """Open the storage at ``url``: a plain path, or a URL of a known scheme. Nothing is read, made or checked yet.
 
     Raises:
-        UsageError: not a str, not a URL or path, or an unknown scheme.
+        UsageError: not a str, not a URL or path, an unknown scheme, a password in the URL, or storage options that cannot be honoured.
     """
     scheme = _scheme(url)
-    backend = _factory(scheme)(scheme + url[len(scheme) :])
+    check_no_password(url)
+    backend = _opened(scheme, scheme + url[len(scheme) :])
     with _wrappers_lock:
         wrappers = tuple(_wrappers)
     for wrapper in wrappers:
@@ -94,13 +113,19 @@ def check_url(url: str) -> None:
     _scheme(url)
 
 
+def _as_text(url: object) -> str:
+    if hasattr(url, "storage_options"):  # universal_pathlib: str() alone would lose its options
+        return "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
+    return "pass str(path); a Path would turn s3://bucket into s3:/bucket"
+
+
 def _scheme(url: str) -> str:
     """The scheme in lower case; empty for plain paths."""
     if not isinstance(url, str):
         raise UsageError(
             f"a URL is a str, not {type(url).__name__}",
             where=str(url),
-            hint="pass str(path); a Path would turn s3://bucket into s3:/bucket",
+            hint=_as_text(url),
         )
     if not url:
         raise UsageError("the URL is empty", hint="give the directory of a checkpoint or of a run")
@@ -113,22 +138,38 @@ def _scheme(url: str) -> str:
     return ""
 
 
-def _factory(scheme: str) -> Callable[[str], Backend]:
-    found = _BUILT_IN.get(scheme)
-    if found is not None:
-        return found
+def _opened(scheme: str, url: str) -> Backend:
+    configured = configured_for(url)
+    if configured.filesystem is not None:
+        from .fsspec import FsspecBackend  # late: fsspec is slow to import
+
+        return FsspecBackend(url, filesystem=configured.filesystem)
+    if scheme in _BUILT_IN:
+        return _BUILT_IN[scheme](url)
+    if scheme == "s3":
+        return _s3(url, configured.options)
     from importlib.metadata import entry_points  # late: it is slow to import, and plain paths need none of it
 
     points = {point.name: point for point in entry_points(group=_GROUP)}
-    if scheme not in points:
-        from .fsspec import FsspecBackend, known_to_fsspec  # late: fsspec is slow to import
+    if scheme in points:
+        return _of_another_package(points[scheme], url, configured)
+    from .fsspec import FsspecBackend
+    from .fsspec_opening import known_to_fsspec
 
-        if known_to_fsspec(scheme):
-            return FsspecBackend
-        known = ", ".join(sorted({*_BUILT_IN, *points} - {""}))
-        raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=_EXTRAS)
+    if known_to_fsspec(scheme):
+        return FsspecBackend(url, configured.options)
+    known = ", ".join(sorted({*_BUILT_IN, "s3", *points} - {""}))
+    raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=_EXTRAS)
+
+
+def _of_another_package(point: Any, url: str, configured: Configured) -> Backend:
     try:
-        factory: Callable[[str], Backend] = points[scheme].load()
+        factory: Callable[..., Backend] = point.load()
     except ImportError as err:
-        raise UsageError(f"the storage backend for {scheme}:// cannot be imported: {err}", hint=_EXTRAS) from err
-    return factory
+        raise UsageError(f"the storage backend for {point.name}:// cannot be imported: {err}", hint=_EXTRAS) from err
+    if not configured.options:
+        return factory(url)
+    if "storage_options" not in inspect.signature(factory).parameters:
+        names = ", ".join(sorted(configured.options))
+        raise UsageError(f"the storage backend for {point.name}:// takes no storage options: {names}", where=url)
+    return factory(url, storage_options=dict(configured.options))

@@ -1,7 +1,7 @@
 """Object stores that speak S3: ``s3://bucket/prefix``.
 
 Directories do not exist here: they are as long as an object lies in them. An object shows only once its Writer has committed. Credentials,
-profile, region and endpoint are those of the environment and of ``~/.aws`` at the time of a call (``s3_client``).
+profile, region and endpoint are those of the options (``s3_options``), and else of the environment and of ``~/.aws`` at the time of a call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
+from .s3_options import DEFAULT, S3Options
 from .s3_probing import conditional, probe
 from .s3_publishing import publish
 from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
@@ -38,7 +39,7 @@ class S3Backend(Backend):
     completing an upload, as AWS does and Ceph does not.
     """
 
-    def __init__(self, url: str, *, part: int = PART) -> None:
+    def __init__(self, url: str, *, part: int = PART, options: S3Options = DEFAULT) -> None:
         bucket, _, prefix = url.removeprefix(_SCHEME).partition("/")
         if not url.startswith(_SCHEME) or not bucket:
             raise UsageError(f"{url!r} is not the URL of a bucket", hint="write s3://bucket/prefix")
@@ -46,6 +47,7 @@ class S3Backend(Backend):
         self._bucket = bucket
         self._prefix = f"{check_path(prefix)}/" if prefix else ""
         self._part = part
+        self._options = options
 
     @property
     def url(self) -> str:
@@ -59,7 +61,7 @@ class S3Backend(Backend):
 
     @property
     def _client(self) -> S3Client:
-        return client_of()
+        return client_of(self._options)
 
     def _key(self, path: str) -> Key:
         return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))

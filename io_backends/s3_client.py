@@ -1,7 +1,7 @@
 """The client of an object store: botocore, set up by the variables and files that every other tool reads, and the tries of a request.
 
-One client for each setting of the environment, shared by all threads; a forked child makes its own. botocore itself does not repeat
-requests here, so that we know of every one that failed.
+One client for each setting of the environment and of storage options, shared by all threads; a forked child makes its own. botocore itself
+does not repeat requests here, so that we know of every one that failed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ckpt.errors import CkptError, StorageError
 
 from .s3_checksums import Checks
 from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_stale_key, translated
+from .s3_options import DEFAULT, S3Options
 from .s3_tries import Acquaintance, Tries
 
 R = TypeVar("R")
@@ -42,8 +43,9 @@ def environment() -> tuple[tuple[str, str], ...]:
 class S3Client:
     """Requests to one store with one identity, each with its tries."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: S3Options = DEFAULT) -> None:
         timeout = settings.timeout(None)
+        self._options = options
         self.patience = min(PATIENCE, timeout / 2)
         self._stall = min(STALL, timeout / 4)
         self.lanes = threading.BoundedSemaphore(LANES)
@@ -116,7 +118,7 @@ class S3Client:
     def _client(self) -> Any:
         with self._lock:
             if self._boto is None:
-                self._boto = _make(self._stall)
+                self._boto = _make(self._stall, self._options)
                 if self._signs:
                     _sign_bodies(self._boto, on=True)
                 self._checksums = self._boto.meta.config.request_checksum_calculation != "when_required"
@@ -134,34 +136,43 @@ class S3Client:
             return True
 
 
-def _make(stall: float) -> Any:
+def _make(stall: float, options: S3Options = DEFAULT) -> Any:
     import botocore.session
+    from botocore import UNSIGNED
     from botocore.config import Config
 
-    session = botocore.session.get_session()
+    session = botocore.session.Session(profile=options.profile)
     profile = session.get_scoped_config()
     s3 = profile.get("s3", {}) if isinstance(profile.get("s3"), dict) else {}
     asked = "AWS_REQUEST_CHECKSUM_CALCULATION" in os.environ or "request_checksum_calculation" in profile
     checksums = {} if asked else {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+    given = dict(options.config)
+    styled: dict[str, Any] = given.pop("s3", None) or {}
     ours: dict[str, Any] = {} if "payload_signing_enabled" in s3 else {"payload_signing_enabled": False}
+    unsigned = {"signature_version": UNSIGNED} if options.anonymous else {}
 
     def client(style: dict[str, str]) -> Any:
+        defaults = {"connect_timeout": min(10.0, stall), "read_timeout": stall, "max_pool_connections": CONNECTIONS, **checksums}
         config = Config(
-            connect_timeout=min(10.0, stall),
-            read_timeout=stall,
-            max_pool_connections=CONNECTIONS,
             parameter_validation=False,  # it knows no memoryview
             retries={"total_max_attempts": 1},
-            s3={**ours, **style},
-            **checksums,
+            s3={**ours, **style, **styled},
+            **{**defaults, **given, **unsigned},
         )
-        return session.create_client("s3", region_name=_region(session), config=config)
+        return session.create_client("s3", **{"region_name": _region(session), **options.client}, config=config)
 
     made = client({})
     host = urlsplit(made.meta.endpoint_url).hostname or ""
-    if "addressing_style" in s3 or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return made
-    return client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
+    if not ("addressing_style" in {**s3, **styled} or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))):
+        made = client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
+    if options.requester_pays:
+        made.meta.events.register("before-call.s3", _pay)
+    return made
+
+
+def _pay(params: dict[str, Any], **_: Any) -> None:
+    """Before a request is signed."""
+    params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _sign_bodies(boto: Any, *, on: bool) -> None:
@@ -174,16 +185,16 @@ def _region(session: Any) -> str:
     return os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
 
 
-_clients: dict[tuple[tuple[str, str], ...], S3Client] = {}
+_clients: dict[tuple[tuple[tuple[str, str], ...], str], S3Client] = {}
 _clients_lock = threading.Lock()
-_KEPT = 4
+_KEPT = 8
 
 
-def client_of() -> S3Client:
-    """The client for the environment as it is now."""
-    key = environment()
+def client_of(options: S3Options = DEFAULT) -> S3Client:
+    """The client for these options and the environment as it is now."""
+    key = (environment(), options.token)
     with _clients_lock:
-        found = _clients.pop(key) if key in _clients else S3Client()
+        found = _clients.pop(key) if key in _clients else S3Client(options)
         _clients[key] = found  # the last one that will be forgotten
         while len(_clients) > _KEPT:
             del _clients[next(iter(_clients))]

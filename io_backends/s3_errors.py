@@ -190,7 +190,8 @@ def _of_client(err: Exception, message: str, where: str) -> CkptError:
     if isinstance(err, json.JSONDecodeError) or (isinstance(err, CredentialRetrievalError) and "custom-process" in str(err)):
         return AccessError(message, where=where, hint="run the credential_process of ~/.aws/config by hand; it has to print credentials")
     if isinstance(err, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
-        return AccessError(message, where=where, hint="set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        hint = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true"
+        return AccessError(message, where=where, hint=hint)
     if isinstance(err, ProfileNotFound | ParamValidationError | InvalidConfigError | ConfigParseError | ConfigNotFound):
         return UsageError(message, where=where, hint="check the URL, AWS_PROFILE and ~/.aws/config")
     if isinstance(err, EndpointConnectionError | ConnectionClosedError):

@@ -47,5 +47,5 @@ def _cuda() -> bool:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the shell that starts pytest has set must not change what is tested."""
     for name in list(os.environ):
-        if name.startswith("CKPT_") or name in {"NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}:
+        if name.startswith(("CKPT_", "FSSPEC_")) or name in {"NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}:
             monkeypatch.delenv(name)

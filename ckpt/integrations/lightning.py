@@ -23,6 +23,7 @@ from ckpt.engine.save import SaveOptions, save_state
 from ckpt.errors import UsageError
 from ckpt.formats.native.codecs import CODECS
 from ckpt.group import Group
+from ckpt.io_backends.storage_options import configure_storage
 from ckpt.runs import remove_at
 
 from .needs import needed
@@ -62,8 +63,9 @@ class CkptIO(CheckpointIO):
         self._handle: SaveHandle | None = None
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise UsageError("storage_options are not used", hint="docs/environment.md says how storage is set up")
+        """``storage_options`` hold for ``path`` from then on, also when it is loaded or removed: see :func:`ckpt.configure_storage`."""
+        if storage_options:
+            configure_storage(os.fspath(path), storage_options)
         self.wait()
         if self.background:
             self._handle = start_save(os.fspath(path), dict(checkpoint), self._group, self._options, "eager")

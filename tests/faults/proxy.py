@@ -96,7 +96,9 @@ class FaultProxy:
     The ``Host`` header is passed on as it is, so that signatures over it stay right.
     """
 
-    def __init__(self, upstream: str, schedule: Schedule | None = None) -> None:
+    def __init__(self, upstream: str, schedule: Schedule | None = None, drops: frozenset[str] = frozenset()) -> None:
+        self.drops = drops
+        """Headers of requests, in lower case, that the server never sees."""
         self.upstream = upstream.removeprefix("http://").rstrip("/")
         self.schedule = schedule
         self.injected: Counter[str] = Counter()
@@ -221,6 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
+                if name.lower() in self.server.proxy.drops:
+                    continue
                 if name.lower() not in _HOP_BY_HOP or name.lower() == "transfer-encoding":
                     connection.putheader(name, value)
             connection.putheader("Connection", "close")

@@ -114,7 +114,7 @@ LIGHTNING = """
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_fit import fit
-from ckpt.errors import StateError
+from ckpt.errors import StateError, UsageError
 from ckpt.integrations.lightning import CkptIO
 straight = fit(f"{runs}/a", epochs=4)
 first = fit(f"{runs}/b", epochs=2, background=True)
@@ -136,6 +136,11 @@ for plugin in (CkptIO(), later):
         plugin.teardown()
     except StateError as error:
         told.append(str(error))
+for where, options in ((f"{runs}/e", {"key": "k"}), ("s3://bucket/e", {"anon": "perhaps"})):
+    try:
+        CkptIO().save_checkpoint(state, where, storage_options=options)
+    except UsageError as error:
+        told.append(str(error))
 """
 
 
@@ -147,7 +152,9 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert left == ["epoch=2-step=12.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]
     assert all(verify(str(tmp_path / "b" / name)).ok for name in left)
     assert others[:3] == [[0.0, 1.0, 2.0], "(1, None)", [1.0, 1.0]]
-    assert len(others) == 5 and all("'x' cannot be stored" in text for text in others[3:])
+    assert len(others) == 7 and all("'x' cannot be stored" in text for text in others[3:5])
+    assert "no storage options" in others[5]
+    assert "the storage option anon is true or false" in others[6]
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])

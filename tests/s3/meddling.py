@@ -48,8 +48,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, meddler: Meddler = lambda seen: None)
         seen.append(Seen(operation=event_name.rpartition(".")[2], request=request))
         return meddler(seen[-1])
 
-    def watched(stall: float) -> Any:
-        boto = make(stall)
+    def watched(*args: Any) -> Any:
+        boto = make(*args)
         boto.meta.events.register("before-send.s3", on_send)
         return boto
 

@@ -63,8 +63,8 @@ def on_request(handle: Callable[[str, Any], None]) -> None:
     """Call ``handle`` with operation and request before each is sent."""
     make = s3_client._make
 
-    def made(stall: float) -> Any:
-        boto = make(stall)
+    def made(*args: Any) -> Any:
+        boto = make(*args)
         boto.meta.events.register("before-send.s3", lambda request, event_name, **_: handle(event_name.rpartition(".")[2], request))
         return boto
 
