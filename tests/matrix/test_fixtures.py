@@ -117,8 +117,8 @@ def test_converted(one: Held, to: str, tmp_path: Path) -> None:
         return
     expected = within_modules(one.tensors)
     if one.case.step_values:
-        masters = [n for n in expected if n.endswith(".master")]
-        expected |= {n.removesuffix("master") + "step": torch.tensor(3.0) for n in masters}
+        moments = [n for n in expected if n.endswith(".exp_avg")]
+        expected |= {n.removesuffix("exp_avg") + "step": torch.tensor(3.0) for n in moments}
     nested: Any = torch.load(url, weights_only=True) if to == "torch" else nested_of_dcp(url)
     assert_same(flattened(nested), expected)
     read_again = read(str(url))
