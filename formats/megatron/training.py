@@ -32,6 +32,8 @@ MARK = "ckpt_version"
 """Who wrote an optimizer's state in place of Megatron-Core, some versions of which wrote it wrongly."""
 KEPT = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", CONTENT, MARK)
 """Values of a checkpoint that are kept as they are."""
+ABOUT_STORAGE = (CONTENT, MARK, "args.no_save_rng", "args.no_save_optim")
+"""Paths of values that say in which form a checkpoint is stored, and which parts of the job's state it has: not what these are."""
 _ELSEWHERE = frozenset({"args", "optimizer", "rng_state", "rerun_state_machine"})
 """What becomes something else, or is left out."""
 LEFT_OUT = "random number generators, the state of the rerun machine and the extra state of Transformer Engine are left out"

@@ -77,7 +77,8 @@ def megatron(layout: str, form: str, replicas: int = 0) -> Case:
 
     def holds(path: Path, _: Path) -> Tensors:
         if (told := path.parent / "memory").exists():
-            return oracles.of_megatron_memory(told) | (SCALE if layout == "plain_fp16" else {})
+            half = layout == "plain_fp16"
+            return oracles.of_megatron_memory(told, torch.float16 if half else torch.bfloat16) | (SCALE if half else {})
         return oracles.of_megatron(path.parent / "legacy", **SIZES[layout])
 
     return Case(path=f"megatron/{layout}/{form}", format=kind, holds=holds, **numbers)  # type: ignore[arg-type]
