@@ -133,6 +133,9 @@ class Side:
 
         return [{**options, "params": [name(n) for n in names]} for options, names in groups]
 
+    def _of_storage(self, path: str) -> bool:
+        return any(path == about or path.startswith(f"{about}.") for about in self._about_storage)
+
 
 def _groups(node: tree.Node) -> list[tuple[dict[str, Any], list[str]]] | None:
     """Options and names of each group, in either form; None if it is another node, or names no parameters."""
@@ -144,6 +147,3 @@ def _groups(node: tree.Node) -> list[tuple[dict[str, Any], list[str]]] | None:
         return None
     plain = all(isinstance(o, dict) and tree.tag_of(o) is None and all(isinstance(n, str) for n in names) for o, names in found)
     return found if plain else None
-
-    def _of_storage(self, path: str) -> bool:
-        return any(path == about or path.startswith(f"{about}.") for about in self._about_storage)
