@@ -110,8 +110,8 @@ def compare(
 ) -> DiffReport:
     """Compare two checkpoints.
 
-    Two NaNs are equal, and so are both zeros. Padding does not count. A tensor that one state has in itself, such as an optimizer's step, is
-    compared with the tensor of the other. Values about how a checkpoint is stored (``about_storage`` of a catalog) are not compared.
+    Two NaNs are equal, and so are both zeros. Padding does not count. A tensor that one state has in itself, such as an optimizer's step,
+    is compared with the tensor of the other. Values about how a checkpoint is stored (``about_storage`` of a catalog) are not compared.
 
     Args:
         views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
