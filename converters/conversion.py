@@ -4,7 +4,7 @@ until something is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun

@@ -56,8 +56,8 @@ class Planned:
 class Layout:
     """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
     destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
-    ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any; ``beside`` are small files
-    that go with the tensors, by name: with ``hf`` the model's configuration and what lies beside that."""
+    ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any; ``beside`` are
+    small files that go with the tensors, by name: with ``hf`` the model's configuration and what lies beside that."""
 
     id: str
     url: str

@@ -57,9 +57,9 @@ class MegatronCatalog(ForeignCatalog):
             state=state,
             opaque=opaque,
             replicas=table.replicas,
+            notes=notes,
         )
         self.arguments = arguments
-        self.notes = tuple(notes)
         self.suspect = suspect
         self.table = table
 
