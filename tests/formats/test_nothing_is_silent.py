@@ -5,12 +5,13 @@ The oracle opens files with torch, zipfile and DCP's own metadata; what may be m
 
 from __future__ import annotations
 
-import io
+import math
 import pickle
 import re
+import shutil
 import types
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,30 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.registry import open_catalog
+from ckpt.view import StoredTensor
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
+from tests.formats.test_deepspeed import SOME, Job
 
 Interval = tuple[int, int]
 
 NOT_READ = {
     r".*\b(rng_state|rerun_state_machine)\b.*": "said by the notes of every Megatron checkpoint",
     r".*_extra_state.*": "the same",
-    r"(.*\.)?param_groups\.\d+\.params\..*": "numbers of parameters, which are named instead",
-    r"(.*\.)?(buckets_coalesced|numel_unpadded|param_state_sharding_type|per_bucket_numel.*)": "how Megatron's buffers are laid out",
-    r"(.*\.)?(param_shapes|frozen_param_shapes|shared_params|buffer_names)\b.*": "names and shapes of DeepSpeed's parameters",
-    r"(.*\.)?(param_slice_mappings|partition_count|group_paddings|param_alignment_paddings|zero_stage)\b.*": "where DeepSpeed's parts lie",
-    r"optim_states:(ds_config|ds_version).*": "the file of the model has the same",
-    r"(optim_states|universal):(.*\.)?ds_version": "the same",
-    r"universal:optimizer_state\.pt:optimizer_state_dict\..*(exp_avg|exp_avg_sq|fp32_flat_groups).*": "the first rank's parts of what files have whole",
-    r"universal:.*\.(cat_dim|vocab_tensor|param_slice_mappings)\b.*": "how slices were put together",
+    r"(.*[.:])?param_groups\.\d+\.params\..*": "numbers of parameters, which are named instead",
+    r"(.*[.:])?(buckets_coalesced|numel_unpadded|param_state_sharding_type)": "how Megatron's buffers are laid out",
+    r"(.*[.:])?(param_shapes|frozen_param_shapes|shared_params|buffer_names)\b.*": "names and shapes of DeepSpeed's parameters",
+    r"(.*[.:])?(param_slice_mappings|partition_count|group_paddings|param_alignment_paddings|zero_stage)\b.*": "where its parts lie",
+    r"(optim_states|universal):(.*\.)?(ds_config|ds_version)\b.*": "the file of the model has the same",
+    r"universal:zero/optimizer_state\.pt:.*(exp_avg|exp_avg_sq|fp32_flat_groups).*": "parts of what other files have whole",
+    r"universal:.*:(cat_dim|vocab_tensor)": "how slices were put together",
+    r"universal:(frozen|buf)/fp32\.pt:param": "what is not trained: the model's file has it in its own dtype",
+    r"pipeline:optim_states:.*": "a tied parameter, of which the first stage has the states too",
 }
-"""Keys that lead to what need not be there."""
-SAID_OTHERWISE = ("step", "common_step", "loss_scaler", "params")
-"""Values that are there in another form: a step is a tensor of one number, whatever it was."""
+"""Keys that lead to what need not be there, and why."""
 
 
 class Stub:
@@ -85,15 +89,17 @@ def torch_files(folder: Path) -> list[Path]:
 def label(folder: Path, path: Path) -> str:
     """What kind of file it is, as ``NOT_READ`` says it."""
     if "zero" in path.relative_to(folder).parts:
-        return f"universal:{path.name}:"
-    return "optim_states:" if path.name.endswith("optim_states.pt") else ""
+        return f"universal:{path.parent.name}/{path.name}:"
+    last_stage = "pipeline:" if path.match("pipeline/*/*mp_rank_01_optim_states.pt") else ""
+    return f"{last_stage}optim_states:" if path.name.endswith("optim_states.pt") else ""
 
 
 def read_ranges(folder: Path) -> dict[str, list[Interval]]:
     """The bytes that ckpt reads for all tensors, and compares with them, by file."""
     catalog = open_catalog(str(folder))
-    extents = [e for t in catalog.tensors.values() if t.alias is None for e in catalog.extents(t, range(len(t.grid)))]
-    extents += [replica.extent for replica in getattr(catalog, "replicas", list)()]
+    assert isinstance(catalog, ForeignCatalog)
+    extents = catalog.extents_of([(t, n) for t in catalog.tensors.values() if t.alias is None for n in range(len(t.grid))])
+    extents += [replica.extent for replica in catalog.replicas()]
     found: dict[str, list[Interval]] = {}
     for e in extents:
         found.setdefault(f"{catalog.backend.url.removeprefix('file://')}/{e.path}", []).append((e.offset, e.offset + e.length))
@@ -110,81 +116,80 @@ def uncovered(whole: Interval, read: list[Interval]) -> list[Interval]:
 
 
 def lost_bytes(folder: Path) -> list[str]:
-    """Tensors of which bytes that are not zero are never read."""
+    """Tensors of which bytes that are not zero are never read, nor equal bytes of another."""
     read, lost = read_ranges(folder), []
+    unread: dict[Path, list[bytes]] = {}
+    whole = set()
     for path in torch_files(folder):
         data = path.read_bytes()
         with zipfile.ZipFile(path) as archive:
-            by_key = {i.filename.rpartition("/")[2]: i for i in archive.infolist() if "/data/" in i.filename}
-        keys = {key: name for name, key in storages(path)}
-        for key, info in by_key.items():
-            name = label(folder, path) + keys.get(key, f"storage {key}")
-            start = info.header_offset + 30 + int.from_bytes(data[info.header_offset + 26 : info.header_offset + 28], "little")
-            start += int.from_bytes(data[info.header_offset + 28 : info.header_offset + 30], "little")
+            records = [i for i in archive.infolist() if "/data/" in i.filename]
+        for info in records:
+            start = info.header_offset + 30 + sum(int.from_bytes(data[info.header_offset + at :][:2], "little") for at in (26, 28))
+            content = data[start : start + info.file_size]
             gaps = uncovered((start, start + info.file_size), read.get(str(path), []))
-            if not may_be_missing(name) and any(data[low:high].strip(b"\0") for low, high in gaps) and not is_scalar(info):
-                lost.append(f"{path.name}: {name}")
+            if not gaps:
+                whole.add(content)
+            elif any(data[low:high].strip(b"\0") for low, high in gaps) and info.file_size > NUMBER:
+                unread.setdefault(path, []).append(content)
+    for path, contents in unread.items():
+        gone = [content for content in contents if content not in whole]
+        names = [label(folder, path) + name for name in (tensors_in(path, gone) if gone else ())]
+        lost += [f"{path.name}: {name}" for name in names if not may_be_missing(name)]
     return lost
 
 
-def is_scalar(info: zipfile.ZipInfo) -> bool:
-    """One number: it may have become a value, which ``lost_values`` looks for."""
-    return info.file_size <= 8
+NUMBER = 8
+"""Bytes of one number at most: it may have become a value, which ``lost_values`` looks for."""
 
 
-def storages(path: Path) -> Iterator[tuple[str, str]]:
-    """The keys that lead to each tensor, and that of its storage."""
-    held: dict[int, str] = {}
+def tensors_in(path: Path, storages: list[bytes]) -> Iterator[str]:
+    """The keys that lead to the tensors in these storages."""
+    for name, tensor in leaves(loaded(path)):
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            if raw.numpy().tobytes() in storages:
+                yield name
 
-    class Keys(Reader):
-        def persistent_load(self, saved: Any) -> Any:
-            found = super().persistent_load(saved)
-            held[found._untyped_storage.data_ptr() if hasattr(found, "_untyped_storage") else found.data_ptr()] = saved[2]
-            return found
 
-    whole = torch.load(path, weights_only=False, pickle_module=PICKLE)
-    names = {i.filename.rpartition("/")[2]: i for i in zipfile.ZipFile(path).infolist() if "/data/" in i.filename}
-    contents = {key: zipfile.ZipFile(path).read(i) for key, i in names.items()}
-    for name, tensor in leaves(whole):
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            raw = bytes(tensor.untyped_storage())
-            for key in [k for k, data in contents.items() if data == raw]:
-                yield name, key
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=False, pickle_module=PICKLE)
 
 
 def values_of(value: Any) -> set[tuple[str, str]]:
     """Every value with the last key that leads to it."""
-    found = set()
-    for path, leaf in leaves(value):
-        plain = leaf.read().item() if hasattr(leaf, "read") and leaf.shape == () else leaf
-        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
-        found.add((path.rpartition(".")[2], repr(float(plain) if isinstance(plain, (int, float)) else plain)))
-    return found
+    return {(path.rpartition(".")[2], as_text(leaf)) for path, leaf in leaves(value)}
+
+
+def as_text(leaf: Any) -> str:
+    """A value, whether it stands in a tensor of one number or by itself."""
+    if isinstance(leaf, StoredTensor):
+        leaf = leaf.read() if math.prod(leaf.shape) == 1 else None
+    plain = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
+    return repr(float(plain) if isinstance(plain, (int, float)) else plain)
 
 
 def lost_values(folder: Path) -> list[str]:
     view = ckpt.open(str(folder))
     known, lost = values_of(view.state()), []
-    known |= {(name.rpartition(".")[2], repr(float(view[name].read()))) for name in view if view[name].shape == ()}
+    known |= {(name.rpartition(".")[2], as_text(view[name].read().reshape(()))) for name in view if math.prod(view[name].shape) == 1}
     for path in torch_files(folder):
-        for name, leaf in leaves(torch.load(path, weights_only=False, pickle_module=PICKLE)):
+        for name, leaf in leaves(loaded(path)):
             said = label(folder, path) + name
-            if isinstance(leaf, torch.Tensor) and leaf.numel() != 1 or may_be_missing(said) or leaf is None:
+            if (isinstance(leaf, torch.Tensor) and leaf.numel() != 1) or leaf is None or may_be_missing(said):
                 continue
-            ((key, text),) = values_of({name.rpartition(".")[2]: leaf})
-            if (key, text) not in known and ("step", text) not in (known if key == "common_step" else ()):
-                lost.append(f"{path.name}: {said} = {text[:60]}")
+            key = {"common_step": "step", "": path.stem}.get(last := name.rpartition(".")[2], last)
+            if (key, as_text(leaf)) not in known:
+                lost.append(f"{path.name}: {said} = {str(leaf)[:60]}")
     return lost
 
 
 MEGATRON = [
-    *(f"dp2/{form}" for form in ("legacy", "dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")),
-    *("tp2pp2vpp2/legacy", "tp2ep2/legacy", "tp2ep2/dp_reshardable", "tp2pp2vpp2ep2/legacy", "common_state/dp_reshardable"),
-    *(f"plain_{kind}/{form}" for kind in ("bf16", "fp16", "fp32") for form in ("legacy", "plain")),
-    *("latent_tp2/legacy", "core15_dp2/fully_sharded_model_space"),
+    *("dp2/legacy", "latent_tp2/legacy", "latent_tp2/dp_zero_gather_scatter"),
+    *("plain_bf16/legacy", "plain_fp16/legacy", "plain_fp16/plain", "plain_fp32/plain"),
 ]
 DEEPSPEED = ["zero1", "zero3", "pipeline", "experts", "round_robin", "zero1/global_step3_universal", "zero3/global_step3_universal"]
-OTHERS = ["fsdp/fsdp1_full_orig0", "fsdp/fsdp1_local_orig0", *(f"deepspeed/{name}" for name in DEEPSPEED)]
+OTHERS = ["fsdp/fsdp1_full_orig0", *(f"deepspeed/{name}" for name in DEEPSPEED)]
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +218,89 @@ def test_others(name: str) -> None:
     folder = one_checkpoint(FIXTURES / name)
     assert lost_bytes(folder) == []
     assert lost_values(folder) == []
+
+
+# ---------------------------------------------------------------------------------------------------- what nobody knows
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+def notes_of(folder: Path) -> str:
+    catalog = open_catalog(str(folder))
+    assert isinstance(catalog, ForeignCatalog)
+    return " ".join(catalog.notes)
+
+
+def test_more_in_an_optimizer_of_megatron(megatron: Path, tmp_path: Path) -> None:
+    """States of other optimizers are states; other entries are told."""
+    folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / "c")))
+
+    def more(state: Any) -> None:
+        own = state["optimizer"]["optimizer"]
+        state["optimizer"]["my_extra"], own["my_other"], state["my_value"] = {"a": 7}, torch.ones(3), {"seen": 12}
+        for n in own["state"]:
+            own["state"][n] |= {"momentum_buffer": own["state"][n]["exp_avg"] + 1, "mu": torch.tensor(n + 0.5), "count": n}
+
+    for path in folder.rglob("model_optim_rng.pt"):
+        changed(path, more)
+    view, said = ckpt.open(str(folder)), notes_of(folder)
+    assert "optimizer.my_extra" in said and "optimizer.optimizer.my_other" in said
+    assert view.state()["my_value"] == {"seen": 12}
+    head = "optimizer.state.model.embedding.word_embeddings.weight"
+    assert torch.equal(view[f"{head}.momentum_buffer"].read(), view[f"{head}.exp_avg"].read() + 1)
+    assert view[f"{head}.mu"].read() == 0.5
+    assert view.state()["optimizer"]["state"]["model.embedding.word_embeddings.weight"]["count"] == 0
+
+
+def test_states_that_fit_no_parameter_of_megatron(megatron: Path, tmp_path: Path) -> None:
+    for number, state_of in enumerate(({"row": torch.ones(3)}, None)):
+        folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / str(number))))
+
+        def more(state: Any, more: Any = state_of) -> None:
+            states = state["optimizer"]["optimizer"]["state"]
+            states[0 if more else 99] = states[0] | (more or {})
+
+        for path in folder.rglob("model_optim_rng.pt"):
+            changed(path, more)
+        with pytest.raises(FormatError, match="row of embedding" if state_of else "a state 99 of no parameter"):
+            open_catalog(str(folder))
+
+
+@pytest.mark.parametrize("form", ["latent_tp2/dp_zero_gather_scatter", "plain_bf16/plain", "plain_fp16/plain"])
+def test_more_in_the_common_part_of_megatron(form: str, megatron: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(megatron / form, tmp_path / "c"))
+    if (folder / "common.pt").exists():
+        changed(folder / "common.pt", lambda state: state["optimizer"].update(my_extra=torch.ones(2)))
+        assert "optimizer.my_extra is not known" in notes_of(folder)
+
+
+def test_ranks_with_other_steps_of_megatron(megatron: Path, tmp_path: Path) -> None:
+    folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / "c")))
+    path = folder / "mp_rank_01" / "model_optim_rng.pt"
+    changed(path, lambda state: state["optimizer"]["optimizer"]["state"][0].update(step=torch.tensor(4.0)))
+    with pytest.raises(CorruptError, match=r"step of .* is 3\.0 on one rank and 4\.0 on another"):
+        open_catalog(str(folder))
+
+
+def test_more_in_an_optimizer_of_deepspeed(tmp_path: Path) -> None:
+    Job(zero=1, ranks=2, shapes=SOME, slices=False).write(tmp_path)
+
+    def more(state: Any) -> None:
+        state["beside"], zero = 1, state["optimizer_state_dict"]
+        zero["my_extra"], base = 7, zero["base_optimizer_state"]
+        base["my_other"] = {"a": 8}
+        for own in base["state"].values():
+            own["momentum_buffer"] = own["exp_avg"] + 1
+
+    for path in tmp_path.glob("*optim_states.pt"):
+        changed(path, more)
+    view = ckpt.open(str(tmp_path))
+    others = view.state()["zero_optimizer"]
+    assert (others["my_extra"], others["base_optimizer_state"]) == (7, {"my_other": {"a": 8}})
+    name = next(n for n in view if n.endswith(".momentum_buffer"))
+    assert torch.equal(view[name].read(), view[name.replace("momentum_buffer", "exp_avg")].read() + 1)
+    assert "'beside' of" in notes_of(tmp_path)

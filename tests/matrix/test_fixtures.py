@@ -123,6 +123,9 @@ def test_converted(one: Held, to: str, tmp_path: Path) -> None:
     assert_same(flattened(nested), expected)
     read_again = read(str(url))
     assert read_again and not [n for n, t in read_again.items() if not same(t, expected[n])]
+    if one.case.step_values:
+        assert compare(one.url, str(url), rename={PREFIX: "optimizer.state."}).same
+        assert compare(str(url), one.url, rename={"optimizer.state.": PREFIX}).same
 
 
 def run(*arguments: object) -> tuple[int, Any]:
