@@ -55,6 +55,7 @@ def _size(text: str) -> int:
 @click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]")
 @click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]")
 @click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args.")
+@click.option("--config", metavar="PATH", help="For hf: a config.json, or the directory of a model that has it, and tokenizer files.")
 @click.option("--shard-size", type=_size, metavar="SIZE", help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
 @click.option("--memory", type=_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
@@ -83,6 +84,7 @@ def command(
     vpp: int | None,
     ep: int | None,
     arguments: tuple[str, ...],
+    config: str | None,
     shard_size: int | None,
     memory: int,
     threads: int | None,
@@ -101,7 +103,7 @@ def command(
 
     \b
     Example:
-      ckpt convert --to hf runs/a/step-00001000 export/
+      ckpt convert --to hf --config hf/Llama-3-8B runs/a/step-00001000 out/
       ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
@@ -112,7 +114,7 @@ def command(
     from ckpt.converters.converting import convert_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, spelling, numbers)
+    views = views_of(source, translation, spelling, numbers, config)
     with progress("convert", output) as update:
         report = convert_checkpoint(
             source,
@@ -135,6 +137,7 @@ def command(
             dry_run=dry_run,
             repair=repair,
             job=numbers_in(job, "--job", "data_parallel_size=12"),
+            config=config,
             progress=update,
         )
     if output.json:
@@ -166,7 +169,7 @@ def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) ->
     if report.source_format.startswith("Megatron") and not translated:
         output.talk("names are still those of Megatron, which transformers does not load: --names llama --spelling huggingface, or another")
     if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).children():
-        output.talk(f"no {_CONFIG} was beside the source: put that of the model into {report.target} for from_pretrained")
+        output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
 
 
 def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:

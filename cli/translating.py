@@ -38,9 +38,9 @@ def skipping(command: Command) -> Command:
 
 
 def views_of(
-    source: str, translation: str | None, spelling: str | None, numbers: Sequence[str]
+    source: str, translation: str | None, spelling: str | None, numbers: Sequence[str], config: str | None = None
 ) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]] | None:
-    """What the options ask for; None if they ask for nothing.
+    """What the options ask for; None if they ask for nothing. A ``config`` of transformers tells numbers too.
 
     Raises:
         UsageError: one of them is missing or wrong.
@@ -51,9 +51,11 @@ def views_of(
         if numbers:
             raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
         return None
+    from ckpt.converters.configuration import read_configuration
     from ckpt.converters.spelling import translated
 
-    return translated(source, translation, spelling, numbers_in(numbers, "--set", "query_groups=8"))
+    said = numbers_in(numbers, "--set", "query_groups=8")
+    return translated(source, translation, spelling, {**read_configuration(config).numbers, **said})
 
 
 def left_out(names: Sequence[str]) -> str:

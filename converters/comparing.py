@@ -110,7 +110,8 @@ def compare(
 ) -> DiffReport:
     """Compare two checkpoints.
 
-    Two NaNs are equal, and so are both zeros. Padding does not count.
+    Two NaNs are equal, and so are both zeros. Padding does not count. A tensor that one state has in itself, such as an optimizer's step,
+    is compared with the tensor of the other. Values about how a checkpoint is stored (``about_storage`` of a catalog) are not compared.
 
     Args:
         views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
@@ -126,21 +127,30 @@ def compare(
         NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
     began = time.monotonic()
-    sides = Side(open_catalog(left), views, Renaming(rename or {}, left), root), Side(open_catalog(right), None, Renaming({}, right))
+    catalogs = open_catalog(left), open_catalog(right)
+    about = {path for catalog in catalogs for path in getattr(catalog, "about_storage", ())}
+    sides = (
+        Side(catalogs[0], views, Renaming(rename or {}, left), root, about),
+        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
+    )
     chosen = _Chosen(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)
-    found = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted(names[0] ^ names[1])]
+    mixed = {n for n in names[0] ^ names[1] if n in told[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
+    for n in mixed:
+        del told[n in names[0]][n]
+    found = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)]
     shared = sorted(names[0] & names[1])
     comparing = _Comparing(sides, tolerances, threads or min(16, max(2, os.cpu_count() or 2)))
     found += comparing.run(shared, progress)
+    found += [difference for n in sorted(mixed) for difference in comparing.mixed(n)]
     paths = sorted(told[0].keys() | told[1].keys())
     differ = [ValueDifference(path=p, left=told[0].get(p), right=told[1].get(p)) for p in paths if told[0].get(p) != told[1].get(p)]
     return DiffReport(
         left=sides[0].catalog.url,
         right=sides[1].catalog.url,
-        tensors=len(shared),
+        tensors=len(shared) + len(mixed),
         values=len(paths),
         bytes=comparing.done,
         seconds=time.monotonic() - began,
@@ -189,6 +199,10 @@ class _Found:
         )
 
 
+def _of_values(name: str, r: _Found) -> TensorDifference:
+    return TensorDifference(name=name, kind="values", elements=r.elements, max_abs=r.max_abs, max_rel=r.max_rel, first=r.first)
+
+
 class _Comparing:
     """Compares tensors that are on both sides, some windows at a time."""
 
@@ -215,6 +229,26 @@ class _Comparing:
                 alike.append(name)
         return found + self._values(alike, progress)
 
+    def mixed(self, name: str) -> Iterator[TensorDifference]:
+        """Compare a tensor of one side with the same that the state of the other side has in itself."""
+        kinds, elements = [], []
+        for side in self.sides:
+            held = side.inlined(name) if name not in side.views else None
+            kinds.append(side.kind(name) if held is None else held.dtype)
+            elements.append(side.elements.of_view(v := side.views[name], Box.whole(v.shape)) if held is None else held.elements)
+        left, right = elements
+        if left.shape != right.shape:
+            yield TensorDifference(name=name, kind="shape", left=str(list(left.shape)), right=str(list(right.shape)))
+            return
+        if kinds[0] != kinds[1]:
+            yield TensorDifference(name=name, kind="dtype", left=kinds[0].name, right=kinds[1].name)
+        found = differing(left, right, (kinds[0], kinds[1]), self._tolerance(name), Box.whole(left.shape))
+        if found.elements:
+            yield _of_values(name, found)
+
+    def _tolerance(self, name: str) -> Tolerance:
+        return next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
+
     def _values(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
         left = self.sides[0]
         total = sum(_numel(left.views[n].shape) * left.kind(n).itemsize for n in names)
@@ -230,11 +264,7 @@ class _Comparing:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [
-            TensorDifference(name=n, kind="values", elements=r.elements, max_abs=r.max_abs, max_rel=r.max_rel, first=r.first)
-            for n, r in results.items()
-            if r.elements
-        ]
+        return [_of_values(n, r) for n, r in results.items() if r.elements]
 
     def _jobs(self, names: Sequence[str]) -> Iterator[tuple[str, list[Box]]]:
         for name in names:
@@ -247,7 +277,7 @@ class _Comparing:
     def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Found]:
         name, boxes = job
         found = _Found()
-        tolerance = next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
+        tolerance = self._tolerance(name)
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)
         for box in boxes:
             left, right = (side.elements.of_view(side.views[name], box) for side in self.sides)

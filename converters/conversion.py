@@ -4,7 +4,7 @@ until something is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, Begun
@@ -39,6 +39,7 @@ class Conversion:
         parallel: Parallel | None,
         overwrite: bool,
         mending: Mending | None = None,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if parallel is not None and not format.parallel:
             hint = "leave out --tp, --pp, --vpp, --ep and --arg"
@@ -50,13 +51,20 @@ class Conversion:
         self.url = url
         self.shard_size = shard_size
         self.parallel = parallel
+        self.beside = beside or {}
         self.overwrite = overwrite
         check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
         if self.name is None:
             check_no_link(self.backend)
-        self._said = (format.name, shard_size, parallel, *([mending] if mending is not None and mending.needed else []))
+        self._said = (
+            format.name,
+            shard_size,
+            parallel,
+            *([mending] if mending is not None and mending.needed else []),
+            *([self.beside] if self.beside else []),
+        )
         self.digest = digest_of(chosen, *self._said)
         self.record: Record | None = None
         self.part = (0, 1)
@@ -134,7 +142,15 @@ class Conversion:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> Planned:
-        layout = Layout(id=id, url=self.url, shard_size=self.shard_size, name=self.name, previous=self._previous, parallel=self.parallel)
+        layout = Layout(
+            id=id,
+            url=self.url,
+            shard_size=self.shard_size,
+            name=self.name,
+            previous=self._previous,
+            parallel=self.parallel,
+            beside=self.beside,
+        )
         return self.format.plan(self.chosen, layout)
 
     def _check_empty(self) -> None:

@@ -17,6 +17,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.plan.match import several
 
 from .choosing import Choice, Chosen, Views
+from .configuration import read_configuration
 from .conversion import Conversion, Progress
 from .parallel import Parallel
 from .repairing import Mending, repaired
@@ -78,6 +79,7 @@ def convert_checkpoint(
     dry_run: bool = False,
     repair: bool = False,
     job: Mapping[str, int] | None = None,
+    config: str | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``, ``dcp``,
@@ -101,6 +103,8 @@ def convert_checkpoint(
         part: number of this process, and how many there are that make the same call, at once or one after another.
         repair: put right what is known to be written wrong, and say what (``converters.repairing``). Masters are read twice more for it.
         job: for ``repair``, arguments of the Megatron job that the checkpoint does not keep: ``{"data_parallel_size": 12}``.
+        config: for ``hf``, the path or URL of a ``config.json``, or of a directory that has it, from where tokenizer files come too: what
+            lies beside the source is not asked then.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
@@ -113,11 +117,16 @@ def convert_checkpoint(
     if memory < SMALLEST:
         raise UsageError(f"{memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
     format, catalog = target(to), open_catalog(source)
+    if config is not None and (to != "hf" or format.one_file(url)):
+        raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
+    beside = read_configuration(config).files
     choice = Choice(
         views=views, only=several(only), exclude=several(exclude), optimizer=optimizer, dtype=dtype, root=root, skip=several(skip)
     )
     chosen, mending = _chosen(format, catalog, choice, repair=repair, job=job or {}, threads=threads)
-    conversion = Conversion(format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending)
+    conversion = Conversion(
+        format, chosen, url, shard_size=shard_size, parallel=parallel, overwrite=overwrite, mending=mending, beside=beside
+    )
     planned = conversion.look() if dry_run else conversion.begin(part)
     missing, read = conversion.missing(planned), 0
     if not dry_run:

@@ -29,6 +29,11 @@ _FLOAT8 = {"float8_e4m3fn": (4, 3, 7), "float8_e5m2": (5, 2, 15), "float8_e4m3fn
 """Bits of exponent and mantissa, and bias."""
 
 
+def raw_dtype(kind: DType) -> np.dtype[Any]:
+    """The dtype of the bits of such elements."""
+    return _RAW[kind.itemsize]
+
+
 class Elements:
     """Reads boxes of one catalog. Bytes are not compared with digests: that is what ``ckpt verify`` does. Thread-safe."""
 

@@ -44,7 +44,7 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
     """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
 
     Raises:
-        UsageError: nothing says how many attention heads there are, they cannot be divided, or a size of the vocabulary cannot be.
+        UsageError: nobody says how many attention heads are to be divided, they cannot be, or a size of the vocabulary cannot be.
         CorruptError: a configuration beside the source cannot be read.
     """
     said = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
@@ -52,15 +52,22 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
         raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
     found = {**_soft(model), **said, **_facts(model), **_of_parallel(parallel)}
-    if "num_attention_heads" not in found:
+    if "num_attention_heads" in found:
+        _check_heads(found, parallel.tensor, catalog.url)
+    elif not _divided_before(said.get("tensor_model_parallel_size"), parallel.tensor):
         hint = "--arg num_attention_heads=…; also num_query_groups and kv_channels"
-        raise UsageError("nothing says how many attention heads the model has", where=catalog.url, hint=hint)
-    _check_heads(found, parallel.tensor, catalog.url)
+        what = f"nothing says how many attention heads the model has, which {parallel.tensor} tensor-parallel ranks divide"
+        raise UsageError(what, where=catalog.url, hint=hint)
     per_chunk, rest = divmod(found["num_layers"], parallel.pipeline * parallel.virtual)
     if parallel.virtual > 1 and not rest and not any(found.get(name) for name in _OF_ONE_PIPELINE):
         found["num_layers_per_virtual_pipeline_stage"] = per_chunk
     found.setdefault("expert_tensor_parallel_size", parallel.tensor)
     return found | _vocabulary(found, model, catalog.url, given=parallel.arguments)
+
+
+def _divided_before(source: Any, ranks: int) -> bool:
+    """Whether heads can be divided among these ranks because one has them all, or because the ``source`` had a multiple of them."""
+    return ranks == 1 or (isinstance(source, int) and source > 0 and source % ranks == 0)
 
 
 def _check_heads(found: Arguments, ranks: int, where: str) -> None:

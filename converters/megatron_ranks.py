@@ -203,11 +203,13 @@ class Ranks:
         rank, ranks = (at.tensor % self.expert_tensor, self.expert_tensor) if expert else (at.tensor, self.parallel.tensor)
         wanted = self.model[source]
         view = self._with_rows(wanted.view) if name in VOCABULARY else wanted.view
-        local = local_shape(name, view.shape, ranks)
+        cut_latent = not self.spelling.fused
+        local = local_shape(name, view.shape, ranks, cut_latent=cut_latent)
         gated = name in self.gated
         if local is None or (gated and local[0] % 2):
             self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "a --tp that divides it")
-        blocks = [part(view, Box(b.offset, b.shape)) for b in cut_of(name, local, rank, ranks, gated=gated).blocks]
+        cut = cut_of(name, local, rank, ranks, gated=gated, cut_latent=cut_latent)
+        blocks = [part(view, Box(b.offset, b.shape)) for b in cut.blocks]
         called = self.spelling.name(name, first_layer=first, first_expert=at.expert * self._own)
         return RankParam(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 

@@ -14,6 +14,7 @@ from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.mended import MendedTensor, mended_catalog
+from ckpt.formats.megatron.names import EMBEDDING
 from ckpt.formats.megatron.repair import repaired_states
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE
 
@@ -93,7 +94,21 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
             return replace(chosen, catalog=mended, state=_marked(chosen.state)), mending
     told = " or ".join(f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried)
     what = f"{problems[0].tensor} is not its weight, and would not be with {told} either"
-    raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=HINT)
+    raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=_hint(catalog, arguments))
+
+
+def _hint(catalog: MegatronCatalog, arguments: Mapping[str, object]) -> str:
+    """What to say of the job: the arguments that nobody said, and what the files let one think of its pipeline."""
+    unknown = [name for name in NAMES if arguments.get(name) is None]
+    told = f"; nothing says {', '.join(unknown)}" if unknown else ""
+    states = [entry for name, entry in catalog.tensors.items() if name.startswith(STATE)]
+    writers = {catalog.files[row].rank for entry in states for row in entry.grid.files}
+    embedding = catalog.tensors.get(f"{STATE}{EMBEDDING}.master")
+    tensor = 1 if embedding is None else len({int(o) for o in embedding.grid.all_boxes()[0][:, 0]})
+    stages, rest = divmod(len(writers), tensor)
+    if stages > 1 and not rest and arguments.get("pipeline_model_parallel_size") in (None, 1):
+        told += f". {len(writers)} ranks wrote the state, so it may be that --job pipeline_model_parallel_size={stages} is missing"
+    return HINT + told
 
 
 def _marked(state: tree.Node) -> tree.Node:

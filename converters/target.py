@@ -7,7 +7,7 @@ else is in a file (headers, directories) it gives when the digests of the tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +56,8 @@ class Planned:
 class Layout:
     """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
     destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
-    ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any."""
+    ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any; ``beside`` are
+    small files that go with the tensors, by name: with ``hf`` the model's configuration and what lies beside that."""
 
     id: str
     url: str
@@ -64,6 +65,7 @@ class Layout:
     name: str | None
     previous: bytes | None
     parallel: Parallel | None = None
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

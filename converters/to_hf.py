@@ -57,7 +57,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     def finish(backend: Backend) -> None:
         if alone:
             return
-        for name, data in _beside(chosen.catalog):
+        for name, data in (layout.beside or dict(_beside(chosen.catalog))).items():
             publish_once(backend, name, data)
         if len(files) > 1:
             publish_once(backend, INDEX, _index(names, shards))

@@ -43,7 +43,7 @@ class ForeignCatalog:
 
     ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
     mappings because their class is not known here; ``replicas()`` gives the boxes that are stored more than once, besides the copies that
-    are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of.
+    are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of. ``notes`` say what of the files is left out.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class ForeignCatalog:
         opaque: Mapping[str, str] | None = None,
         replicas: Callable[[], list[Replica]] = list,
         storages: Callable[[], list[Extent]] = list,
+        notes: Sequence[str] = (),
     ) -> None:
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
@@ -72,6 +73,7 @@ class ForeignCatalog:
         self.opaque: Mapping[str, str] = opaque or {}
         self.replicas = replicas
         self.storages = storages
+        self.notes = tuple(notes)
         self._locate = locate
         self._sizes = {f.path: f.size for f in self.files}
 

@@ -1,6 +1,7 @@
 """``.metadata`` of ``torch.distributed.checkpoint``: a pickle that says which boxes of which tensors lie where.
 
-(Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of PyTorch 2.0 to 2.13.)
+(Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of PyTorch 2.0 to 2.13. Others derive classes of their own from
+``Metadata``: ``MCoreMetadata`` of Megatron-Core 0.15 adds ``mcore_data``.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
+_PARTS = ("state_dict_metadata", "storage_data")
+_TENSOR_PARTS = frozenset({"properties", "size", "chunks"})
 
 
 class Item(NamedTuple):
@@ -80,25 +83,38 @@ class _Reader:
 
     def read(self, data: bytes) -> Metadata:
         root = load_pickle(data, self.where)  # alive to the end, so that an object is known by its id
-        if type(root) is not Made or root.name != f"{_MODULE}.Metadata":
-            self.damaged("it is no Metadata")
-        said = root.attributes()
+        said = self._attributes(root)
         try:
             items = self._items(said["storage_data"])
             tensors, values = {}, {}
             for name, described in said["state_dict_metadata"].items():
                 if not isinstance(name, str) or not 0 < len(name) <= 4096 or "\0" in name:
                     self.damaged(f"a name of the kind {type(name).__name__}, or one that is too long")
-                if described.name == f"{_MODULE}.TensorStorageMetadata":
-                    tensors[name] = self._tensor(name, described.attributes(), items)
-                elif described.name == f"{_MODULE}.BytesStorageMetadata":
+                if described.name == f"{_MODULE}.BytesStorageMetadata":
                     values[name] = self._item(items, name, None)
+                elif described.name == f"{_MODULE}.TensorStorageMetadata" or described.attributes().keys() >= _TENSOR_PARTS:
+                    tensors[name] = self._tensor(name, described.attributes(), items)
                 else:
-                    self.damaged(f"{name} is described by {described.name}")
+                    hint = "load it with the program that wrote it, and save it with torch.distributed.checkpoint"
+                    raise FormatError(f"{name} is described by a {described.name}, which is not known here", where=self.where, hint=hint)
             paths = self._paths(said.get("planner_data"))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as err:
             self.damaged(f"{type(err).__name__}: {err}", err)
         return Metadata(tensors=tensors, values=values, paths=paths, attributes=said)
+
+    def _attributes(self, root: Any) -> Mapping[str, Any]:
+        """What the pickled object has. It may be of a class derived from ``Metadata``, which adds attributes: its parts tell."""
+        if type(root) is not Made:
+            self.damaged(f"it is a {type(root).__name__}, no Metadata")
+        said = root.attributes()
+        missing = [name for name in _PARTS if not isinstance(said.get(name), dict)]
+        if missing and root.name == f"{_MODULE}.Metadata":
+            self.damaged(f"they have no {' and no '.join(missing)}")
+        if missing:
+            what = f"the metadata are a {root.name or 'nameless object'} without {' and '.join(missing)}"
+            hint = "no known version of torch.distributed.checkpoint writes such metadata: load it with the program that wrote it"
+            raise FormatError(what, where=self.where, hint=hint)
+        return said
 
     def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
         found = {}

@@ -73,6 +73,7 @@ class _Opened:
         self.values: dict[str, dict[str, Any]] = {}
         self.others: tree.Node = None
         self.sliced = False
+        self.notes: list[str] = []
 
     def _rank(self, path: str) -> int | None:
         return next((rank for (_, rank), p in self.directory.states.items() if p == path), None)
@@ -110,6 +111,7 @@ class _Opened:
             opaque=self.opaque,
             replicas=self.table.replicas,
             storages=self.table.storages,
+            notes=self.notes,
         )
 
     # ---- weights
@@ -169,6 +171,7 @@ class _Opened:
         self.weights.check(shapes, self.backend.url)
         self._values(table.values)
         self._options(ranks[0], parameters)
+        self.notes += sorted({f"{key!r} of {r.file.path} is not known here, and left out" for r in ranks for key in r.unknown})
         if self.others is None:
             self.others = self._node(ranks[0].file, dict(ranks[0].others), _OTHERS)
 

@@ -43,9 +43,13 @@ class RankStates:
     """Where the file says that fragments lie, for each flat group: start and number of elements by parameter."""
     others: Mapping[Any, Any]
     """All that belongs to no parameter: the loss scaler, for example."""
+    unknown: tuple[str, ...]
+    """Entries of the file that are not known, and not read."""
 
 
 _TAKEN = frozenset({_EVENLY, _EACH, "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "param_groups"})
+_ENTRIES = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
+"""Of the file; the last two are in the model's file too."""
 _LAYOUT = frozenset({"param_slice_mappings", "partition_count", "group_paddings", "param_alignment_paddings", "ds_version", "zero_stage"})
 
 
@@ -82,8 +86,17 @@ def read_states(file: Pickled) -> RankStates:
         members=members,
         gaps=_gaps(file, held.get("param_alignment_paddings")),
         slices=None if _round_robin(file) else _slices(file, held.get("param_slice_mappings")),
-        others=others_of(held),
+        others=others_of(held) | _others_of_base(file, base),
+        unknown=tuple(sorted(str(key) for key in file.root.keys() - _ENTRIES)),
     )
+
+
+def _others_of_base(file: Pickled, base: Any) -> dict[str, Any]:
+    """What the optimizer itself has besides groups and states."""
+    if isinstance(base, list):
+        return {}
+    more = {k: v for k, v in file.mapping(base, "the optimizer's state").items() if k not in ("param_groups", "state")}
+    return {"base_optimizer_state": more} if more else {}
 
 
 def _check_partitions(file: Pickled, held: Mapping[Any, Any]) -> None:
@@ -121,6 +134,9 @@ def _of_optimizer(
         file.damaged(f"the parameter groups have flat groups {members}, and there are {flat}")
     by_number = file.mapping(optimizer.get("state"), "'state'")
     owner = {n: group for group, member in zip(groups, members, strict=True) for n in member}
+    odd = [n for n in by_number if n not in owner]
+    if odd:
+        file.unknown(f"the optimizer has a state {odd[0]!r} of no parameter")
     keys = []
     for n in range(flat):
         state = dict(file.optional(by_number.get(n), f"state {n}"))

@@ -18,17 +18,17 @@ from .names import ORDERS
 from .params import LocalParam
 from .pieces import PieceTable
 from .spread import Spread
-from .stored_buffers import Buffer, GroupOf, Values, collect
-from .training import Group
+from .stored_buffers import Buffer, Collected, GroupOf, Values, collect
 
 
-def add_bucket_space(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values, arguments: Mapping[str, Any]) -> list[Group]:
-    """Add the optimizer's tensors to a table that has the model's; gives the optimizer's parameter groups.
+def add_bucket_space(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values, arguments: Mapping[str, Any]) -> Collected:
+    """Add the optimizer's tensors to a table that has the model's; gives all that was stored of the buffers.
 
     Raises:
         FormatError: the layout of the buffers cannot be told from what is stored.
     """
-    buffers, groups = collect(table, tensors, values)
+    found = collect(table, tensors, values)
+    buffers = found.buffers
     spread = Spread(table, arguments, buffers)
     states = FlatStates(table)
     for group, own in sorted(buffers.items()):
@@ -36,7 +36,7 @@ def add_bucket_space(table: PieceTable, tensors: Mapping[str, StoredTensor], val
             for param, start in _chosen(spread, group, number, names, buffer, arguments):
                 states.add(param, start, buffer.segments)
     states.finish()
-    return groups
+    return found
 
 
 def _chosen(

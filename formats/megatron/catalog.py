@@ -16,6 +16,7 @@ from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.protocol import Format
 
 from .pieces import PieceTable
+from .training import ABOUT_STORAGE
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -31,6 +32,8 @@ class MegatronCatalog(ForeignCatalog):
 
     ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.
     """
+
+    about_storage = ABOUT_STORAGE
 
     def __init__(
         self,
@@ -54,9 +57,9 @@ class MegatronCatalog(ForeignCatalog):
             state=state,
             opaque=opaque,
             replicas=table.replicas,
+            notes=notes,
         )
         self.arguments = arguments
-        self.notes = tuple(notes)
         self.suspect = suspect
         self.table = table
 

@@ -48,7 +48,7 @@ class FlatStates:
             weight = self.table.entries.get(f"{MODEL}{name}")
             if weight is None:
                 raise CorruptError(f"an optimizer state of {name}, which the model has not", where=self.table.backend.url)
-            self.table.add(f"{STATE}{name}.{KEYS[key]}", pieces[0].source.dtype, weight.shape, pieces, weight.logical)
+            self.table.add(f"{STATE}{name}.{KEYS.get(key, key)}", pieces[0].source.dtype, weight.shape, pieces, weight.logical)
 
 
 def members_of(params: Sequence[LocalParam]) -> list[Member]:

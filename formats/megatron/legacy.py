@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.values import StoredView
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
+from .besides import besides
 from .catalog import RANK_DIRECTORY, MegatronCatalog
 from .flat import FlatStates
 from .legacy_names import ChunkNames, Local, local_params
-from .legacy_optimizer import add_distributed, add_plain
+from .legacy_optimizer import add_distributed
 from .names import EXTRA_STATE, LAYER
 from .pieces import InArchive, Piece, PieceTable
+from .plain_optimizer import PlainStates, Value
 from .torch_dist import logical_shape
-from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
+from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, no_tensor, optimizer_node, state_node
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -194,15 +197,19 @@ class _Legacy:
         for name, own in pieces.items():
             logical = logical_shape(name, shapes[name], self.arguments)
             self.table.add(f"{MODEL}{name}", own[0].source.dtype, shapes[name], own, logical)
-        self._add_optimizer(local)
+        plain = self._add_optimizer(local)
         first = self.ranks[0]
-        state, opaque = state_node(self.table, 0, first.root)
+        more = besides(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
+        chunks = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
+        state, opaque, told = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], chunks)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread)]
-        if any(n.startswith(STATE) for n in self.table.entries):
-            groups = groups_in(first.archive, first.root.get("optimizer"))
-            state["optimizer"], more = optimizer_node(first.archive, groups, self.table.entries)
-            notes += more
+        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *told]
+        notes += [f"{key} is not known here, and left out" for key in more.unknown]
+        if plain.values or any(n.startswith(STATE) for n in self.table.entries):
+            groups = groups_in(self.table, 0, first.root.get("optimizer"))
+            values = {name: self._nodes(name, own) for name, own in plain.values.items()}
+            state["optimizer"], told = optimizer_node(first.archive, groups, self.table.entries, values)
+            notes += told
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -243,12 +250,23 @@ class _Legacy:
                 raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
             pieces.setdefault(block.name, []).append(Piece(block.offset, block.shape, source, block.start, block.strides))
 
-    def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> None:
+    def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> PlainStates:
         states = FlatStates(self.table)
+        plain = PlainStates(states)
         for rank, chunks in local:
             params = [[one.param for one in chunk if one.trained] for chunk in chunks]
             if rank.optimizer is not None:
                 add_distributed(states, rank.optimizer, params, self.arguments)
             elif "optimizer" in rank.root:
-                add_plain(states, rank.number, [p for chunk in params for p in chunk], rank.root["optimizer"])
+                plain.add(rank.number, [p for chunk in params for p in chunk], rank.root["optimizer"])
         states.finish()
+        plain.finish()
+        return plain
+
+    def _nodes(self, name: str, values: Mapping[str, Value]) -> dict[str, Any]:
+        """The nodes of the states of a parameter that are no tensors; a step stays the number that it is."""
+        found: dict[str, Any] = {}
+        for key, (number, value) in values.items():
+            owner = self.table.archives[number]
+            found[key] = NodeMaker(owner.values, no_tensor, pickle_bytes=owner.pickle_bytes).root(value, f"{STATE}{name}.{key}")
+        return found

@@ -11,8 +11,8 @@ from typing import Any
 from ckpt.errors import FormatError
 from ckpt.formats.pickles.values import StoredView
 
-from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, expert_name, expert_of, fused_norms
-from .params import LocalParam, cut_of, gated_layers, transposed_experts
+from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_name, expert_of, fused_norms
+from .params import LocalParam, cut_of, gated_layers, is_latent_cut, transposed_experts
 
 _TRANSPOSED = re.compile(r"mlp\.experts\.weight([12])")
 
@@ -63,15 +63,25 @@ def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str)
         expert = ".mlp.experts." in name
         rank, ranks = names.expert_tensor if expert else names.tensor
         target = EMBEDDING if name == OUTPUT and names.tied else name
+        cut_latent = _is_cut(old, chunk, ranks, names.arguments) if depends_on_specification(name) else False
         try:
-            cut = cut_of(target, view.shape, rank, ranks, gated=target in gated)
+            cut = cut_of(target, view.shape, rank, ranks, gated=target in gated, cut_latent=bool(cut_latent))
         except KeyError:
             raise _unknown(name, ranks, where) from None
+        if cut_latent is None:
+            raise _unknown(name, ranks, where)
         shared = names.shared and name in (EMBEDDING, OUTPUT)
         apart = expert and names.expert[1] > 1
         param = LocalParam(dtype=view.dtype, numel=math.prod(view.shape), blocks=cut.blocks, shared=shared, expert=apart)
         found.append(Local(view=view, param=param, shapes={target: cut.shape}, trained=not name.endswith(NOT_TRAINED)))
     return found
+
+
+def _is_cut(name: str, chunk: Mapping[str, StoredView], ranks: int, arguments: Mapping[str, Any]) -> bool | None:
+    if ranks == 1:
+        return False
+    head = name[: name.rindex(".self_attention.")] + ".self_attention."
+    return is_latent_cut(name, {n: v.shape for n, v in chunk.items() if n.startswith(head)}, ranks, arguments)
 
 
 def _experts_of(chunk: Iterable[str]) -> dict[str, int]:

@@ -51,25 +51,31 @@ _COPIED = frozenset(
         "router.expert_bias",
         "router.local_tokens_per_expert",
         "shared_experts.gate_weight",
-        "linear_q_down_proj.weight",
-        "linear_kv_down_proj.weight",
     }
 )
+_LATENT_DOWN = frozenset({"linear_q_down_proj.weight", "linear_kv_down_proj.weight"})
 _NORM = re.compile(r"(?:\w*layernorm|\w*layer_norm|\w*norm)\.(?:weight|bias)|\w+\.layer_norm_(?:weight|bias)")
 
 
-def tensor_parallel_axis(name: str) -> int | None:
-    """The axis along which tensor parallelism cuts a parameter; None if every rank has all of it.
+def depends_on_specification(name: str) -> bool:
+    """Whether it depends on the layer specification how tensor parallelism cuts a parameter: the projections down to latent vectors are
+    cut like other rows without Transformer Engine, and copied with it (``MLASelfAttention`` of multi_latent_attention.py)."""
+    return ".".join(name.split(".")[-2:]) in _LATENT_DOWN
+
+
+def tensor_parallel_axis(name: str, *, cut_latent: bool = False) -> int | None:
+    """The axis along which tensor parallelism cuts a parameter; None if every rank has all of it. ``cut_latent``: what depends on the layer
+    specification is cut.
 
     Raises:
         KeyError: a name that is not known here, so nobody can say.
     """
     tail = ".".join(name.split(".")[-2:])
-    if tail in _ROWS:
+    if tail in _ROWS or (cut_latent and tail in _LATENT_DOWN):
         return 0
     if tail in _COLUMNS:
         return 1
-    if tail in _COPIED or _NORM.fullmatch(tail):
+    if tail in _COPIED or tail in _LATENT_DOWN or _NORM.fullmatch(tail):
         return None
     raise KeyError(name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .names import is_gated_part, tensor_parallel_axis
 
@@ -48,14 +48,15 @@ class Cut(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool) -> Cut:
-    """What part of tensor ``name`` a parameter of shape ``local`` is on tensor-parallel ``rank`` of ``ranks``.
+def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool, cut_latent: bool = False) -> Cut:
+    """What part of tensor ``name`` a parameter of shape ``local`` is on tensor-parallel ``rank`` of ``ranks``; for ``cut_latent`` see
+    ``tensor_parallel_axis``.
 
     Raises:
         KeyError: how this tensor is cut is not known.
     """
     zeros = (0,) * len(local)
-    axis = tensor_parallel_axis(name) if ranks > 1 else None
+    axis = tensor_parallel_axis(name, cut_latent=cut_latent) if ranks > 1 else None
     if axis is None or axis >= len(local):
         return Cut(local, (Block(name, 0, local, zeros),))
     shape = (*local[:axis], local[axis] * ranks, *local[axis + 1 :])
@@ -67,16 +68,33 @@ def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: b
     return Cut(shape, (gate, up))
 
 
-def local_shape(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...] | None:
+def local_shape(name: str, shape: tuple[int, ...], ranks: int, *, cut_latent: bool = False) -> tuple[int, ...] | None:
     """The shape of a rank's part of a whole tensor; None if it cannot be divided.
 
     Raises:
         KeyError: how this tensor is cut is not known.
     """
-    axis = tensor_parallel_axis(name) if ranks > 1 else None
+    axis = tensor_parallel_axis(name, cut_latent=cut_latent) if ranks > 1 else None
     if axis is None:
         return shape
     return None if shape[axis] % ranks else (*shape[:axis], shape[axis] // ranks, *shape[axis + 1 :])
+
+
+def is_latent_cut(name: str, local: Mapping[str, tuple[int, ...]], ranks: int, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether the rows of a projection down to latent vectors are cut, as the shapes say that one of ``ranks`` has; None if they do not.
+
+    The projection up takes what the norm after it gives: all latent elements. Those of keys and values come with the rotated part of keys,
+    whose size only the arguments say.
+    """
+    kind = "kv" if name.endswith("linear_kv_down_proj.weight") else "q"
+    up = local.get(name.replace("_down_proj", "_up_proj"))
+    rotated = 0 if kind == "q" else arguments.get("qk_pos_emb_head_dim")
+    rows = local[name][0]
+    if up is None or not isinstance(rotated, int):
+        other = name.replace("linear_kv_down_proj", "linear_q_down_proj")
+        return is_latent_cut(other, local, ranks, arguments) if kind == "kv" and other in local else None
+    whole = up[1] + rotated
+    return rows != whole if whole in (rows, rows * ranks) else None
 
 
 def gated_layers(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
@@ -15,6 +17,7 @@ from ckpt.formats.dcp.metadata import Item, StoredBox
 from ckpt.formats.elements import read_extent
 from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
 from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.ranges import Range, read_ranges
 from ckpt.formats.strided import reach, strided
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.table import rows_of
@@ -174,6 +177,22 @@ class PieceTable:
         """The elements of a piece of the tensor ``name``, which need not be in the table, as ``read_box`` gives them."""
         (extent,) = self._extents([(name, piece)])
         return read_extent(self.backend, piece.source.dtype, extent, piece.shape)
+
+    def read_scalars(self, sources: Sequence[InArchive]) -> list[float]:
+        """The numbers that these tensors without axes are, as ``float`` has them; many small reads at a time.
+
+        Raises:
+            FormatError: a dtype that is no usual number.
+        """
+        extents = self._extents([("of one number", whole_piece(source, ())) for source in sources])
+        data = read_ranges(self.backend, [Range(e.path, e.offset, e.length) for e in extents])
+        return [float(np.frombuffer(raw, self._number(source))[0]) for raw, source in zip(data, sources, strict=True)]
+
+    def _number(self, source: InArchive) -> str:
+        name = dtype(source.dtype).numpy
+        if name is None or name.startswith("complex"):
+            raise FormatError(f"a step of dtype {source.dtype}", where=self.archives[source.archive].where, hint="save it as float32")
+        return name
 
     def _extents(self, named: Sequence[tuple[str, Piece]]) -> list[Extent]:
         sources = [piece.source for _, piece in named if math.prod(piece.shape)]

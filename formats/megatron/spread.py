@@ -16,7 +16,7 @@ from ckpt.formats.elements import cast_bits, read_box
 from ckpt.geometry import Box
 
 from .buffers import Segment, pieces_of
-from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, expert_of, is_expert, order_key
+from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_of, is_expert, order_key
 from .params import LocalParam, cut_of, gated_layers, local_shape
 from .pieces import Piece, PieceTable
 from .stages import layers_of_chunks
@@ -139,11 +139,12 @@ class Spread:
         rank = group.rank % ranks
         shared = self.tied and self.stages > 1 and name in (EMBEDDING, OUTPUT)
         target = EMBEDDING if name == OUTPUT and self.tied else name
+        cut_latent = depends_on_specification(name) and self._parts(name, 0) > 1  # each rank stored its own rows
         try:
-            local = local_shape(target, entry.shape, ranks)
+            local = local_shape(target, entry.shape, ranks, cut_latent=cut_latent)
             if local is None:
                 self.refuse(f"{name} {list(entry.shape)} cannot be divided by {ranks}")
-            cut = cut_of(target, local, rank, ranks, gated=target in self.gated)
+            cut = cut_of(target, local, rank, ranks, gated=target in self.gated, cut_latent=cut_latent)
         except KeyError:
             self.refuse(f"nobody knows how {name} is cut")
         return LocalParam(dtype=entry.dtype.name, numel=math.prod(local), blocks=cut.blocks, shared=shared, expert=expert)

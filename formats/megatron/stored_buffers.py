@@ -18,7 +18,7 @@ from ckpt.formats.pickles.values import StoredView
 
 from .buffers import Bucket, Segment
 from .pieces import InArchive, InItem, PieceTable
-from .training import KEYS, Group, groups_in
+from .training import KEYS, SCALER, Group, groups_in
 
 BUCKET_SPACE = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 """Names that belong to flat buffers: the number of the optimizer in a chain, that of the group of ranks, and the rest."""
@@ -26,6 +26,7 @@ HINT = "load it with Megatron-LM, and save it with --dist-ckpt-optim-fully-resha
 
 _BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(\w+)")
 _OBJECT = re.compile(r"(\w+)/shard_0_1")
+_OBJECTS = frozenset({"optimizer", "param_state", SCALER, "per_bucket_numel", "per_bucket_numel_unpadded"})
 
 Values = Mapping[str, tuple[int, Any]]
 """Objects that are items, by name: the number of the archive, and the value."""
@@ -54,25 +55,43 @@ Buffers = dict[GroupOf, dict[int, Buffer]]
 """By group and number."""
 
 
-def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values) -> tuple[Buffers, list[Group]]:
-    """The buffers of all groups of ranks, and the optimizer's parameter groups.
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The buffers of all groups of ranks, and the optimizer's parameter groups; ``scalers`` are the states of grad scalers, of each
+    optimizer of a chain, and the archives that have them; ``unknown`` the names of objects that are not known here."""
+
+    buffers: Buffers
+    groups: list[Group]
+    scalers: list[tuple[int, Any]]
+    unknown: list[str]
+
+
+def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values) -> Collected:
+    """Sort the items of flat buffers.
 
     Raises:
         FormatError: keys of the state, or a form of it, that are not known.
     """
     buffers: Buffers = {}
     groups: dict[int, list[Group]] = {}
+    scalers: dict[int, tuple[int, Any]] = {}
+    unknown = []
     for name, (number, value) in values.items():
         match = BUCKET_SPACE.match(name)
-        kind = _OBJECT.fullmatch(match[3]) if match is not None else None
-        if match is None or kind is None:
+        if match is None:
+            continue
+        kind = _OBJECT.fullmatch(match[3])
+        if kind is None or kind[1] not in _OBJECTS:
+            unknown.append(name)
             continue
         group, archive = GroupOf(int(match[1] or 0), int(match[2])), table.archives[number]
         own = buffers.setdefault(group, {})
         if kind[1] == "optimizer":
-            groups.setdefault(group.chain, groups_in(archive, value))
+            groups.setdefault(group.chain, groups_in(table, number, value))
         elif kind[1] == "param_state":
             _coalesced(archive.values.meaning, number, value, own, archive.where)
+        elif kind[1] == SCALER and archive.values.meaning(value):
+            scalers.setdefault(group.chain, (number, value))
         elif kind[1] == "per_bucket_numel_unpadded":
             padded = values.get(name.replace("_unpadded", ""), (number, None))[1]
             _buckets(archive.values.meaning, value, padded, own, archive.where)
@@ -83,7 +102,8 @@ def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Valu
     for buffer in (b for own in buffers.values() for b in own.values()):
         for segments in buffer.segments.values():
             segments.sort(key=lambda s: s.start)
-    return buffers, [g for chain in sorted(groups) for g in groups[chain]]
+    ordered = [g for chain in sorted(groups) for g in groups[chain]]
+    return Collected(buffers=buffers, groups=ordered, scalers=[scalers[chain] for chain in sorted(scalers)], unknown=unknown)
 
 
 def _buckets(meaning: Meaning, used: Any, padded: Any, own: dict[int, Buffer], where: str) -> None:
@@ -113,15 +133,17 @@ def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer]
     if not isinstance(said, dict) or said.get("buckets_coalesced") is not True:
         raise FormatError("an optimizer state of Megatron-LM before 2024, or in an unknown form", where=where, hint=HINT)
     for index, by_dtype in said.items():
-        if not isinstance(index, int) or isinstance(index, bool):
+        if index == "buckets_coalesced":
             continue
+        if not isinstance(index, int) or isinstance(index, bool):
+            _check_keys([str(index)], where)
         try:
             ((kinds, state),) = meaning(by_dtype).items()
             state = {key: meaning(v) for key, v in meaning(state).items()}
         except (TypeError, ValueError, AttributeError) as err:
             raise FormatError(f"buffer {index} of the optimizer cannot be read: {err}", where=where, hint=HINT) from err
         views = {key: v for key, v in state.items() if isinstance(v, StoredView)}
-        _check_keys(views, where)
+        _check_keys((str(key) for key in state if key != "numel_unpadded"), where)
         segments = {key: [Segment(0, math.prod(v.shape), InArchive(number, v), 0)] for key, v in views.items()}
         used = state.get("numel_unpadded", max((s[0].stop for s in segments.values()), default=0))
         own[index] = Buffer(dtype=_dtype(kinds), segments=segments, used=int(used))

@@ -22,6 +22,7 @@ from ckpt.formats.pickles.values import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
+from .besides import besides
 from .bucket_space import add_bucket_space
 from .catalog import MegatronCatalog
 from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
@@ -36,9 +37,11 @@ FORMAT_NAME = "Megatron torch_dist"
 COMMON = "common.pt"
 RESHARDABLE = "fully_reshardable"
 _COMMON_ITEM = "common_state/shard_0_1"
-_STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
+_OF_RANKS = re.compile(r"(?:.+\._extra_state|rng_state|rerun_state_machine_state)(?:/shard_[\d._]+)?")
+"""Objects that are left out, as the notes of a catalog say."""
 _HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
 _RANK = re.compile(r"__(\d{1,8})_\d+\.distcp")
 _SUSPECT = (
@@ -76,6 +79,7 @@ class _TorchDist:
         self.tensors = {n: t for n, t in metadata.tensors.items() if not n.endswith(EXTRA_STATE)}
         self.reformulated = _reformulated(metadata)
         self.items = {name: item for name, item in metadata.values.items() if _is_wanted(name)}
+        self.unknown = [name for name in metadata.values if name not in self.items and not _OF_RANKS.fullmatch(name)]
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
         common = [COMMON] if COMMON in backend.children() else []
         paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
@@ -120,16 +124,20 @@ class _TorchDist:
                 by_key.setdefault("", []).append(_Stored(name, name, tensor))
         names = self._add(by_key.pop("", []), MODEL, "")
         for key, own in by_key.items():
-            self._add(own, STATE, f".{KEYS[key]}", names)
-        groups = groups_in(self._common_archive, self.common.get("optimizer"))
-        notes = [LEFT_OUT]
+            self._add_states(own, KEYS.get(key, key), names)
+        groups = groups_in(self.table, self.common_archive, self.common.get("optimizer"))
+        more = besides(self._common_archive.values.meaning, self.common.get("optimizer"), by_number=False)
+        scalers: list[tuple[int, Any]] = [(self.common_archive, scaler) for scaler in more.scalers]
+        unknown = [*self.unknown, *more.unknown]
         if spaces:
-            groups = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
-        state, opaque = state_node(self.table, self.common_archive, self.common)
+            held = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
+            groups, scalers, unknown = held.groups, [*scalers, *held.scalers], [*unknown, *held.unknown]
+        state, opaque, told = state_node(self.table, self.common_archive, self.common, scalers)
         state["model"] = {"$tensors": "model"}
+        notes = [LEFT_OUT, *told, *(f"{name} is not known here, and left out" for name in unknown)]
         if spaces or any(n.startswith(STATE) for n in self.table.entries):
-            state["optimizer"], more = optimizer_node(self._common_archive, groups, self.table.entries)
-            notes += more
+            state["optimizer"], told = optimizer_node(self._common_archive, groups, self.table.entries)
+            notes += told
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -182,6 +190,17 @@ class _TorchDist:
             called = names.get(name, name)
             self.table.add(f"{head}{called}{tail}", kinds[name], shape, pieces, logical_shape(called, shape, self.arguments))
         return names
+
+    def _add_states(self, stored: Sequence[_Stored], key: str, names: Mapping[str, str]) -> None:
+        """Add the states of a key, which have an element for each of their parameter, whatever the optimizer."""
+        before = {*self.table.entries}
+        self._add(stored, STATE, f".{key}", names)
+        for name in self.table.entries.keys() - before:
+            weight, entry = self.table.entries.get(f"{MODEL}{name[len(STATE) : -len(key) - 1]}"), self.table.entries[name]
+            if weight is None or weight.shape != entry.shape:
+                shape = "the model has not" if weight is None else f"has the shape {list(weight.shape)}"
+                what = f"an optimizer tensor {name[len(STATE) :]} {list(entry.shape)} of a parameter that {shape}"
+                raise FormatError(f"{what}, which is not read", where=self.backend.url, hint=HINT)
 
 
 def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from ckpt import tree
 from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
-from ckpt.formats.pickles.nodes import NodeMaker
+from ckpt.formats.pickles.nodes import NodeMaker, Place
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.values import StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
@@ -23,11 +24,19 @@ STATE = "optimizer.state.model."
 KEYS: Mapping[str, str] = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What Megatron calls the tensors of an optimizer's state, and what they are called here: ``master`` is the parameter in full precision."""
 CONTENT = "content_metadata"
+SCALER = "grad_scaler"
+"""The key of a grad scaler's state, in Megatron's optimizers and in the state here."""
+COMMON_STEP = "common_step"
+"""Where an optimizer that is not distributed has one step for all of its parameters."""
 MARK = "ckpt_version"
 """Who wrote an optimizer's state in place of Megatron-Core, some versions of which wrote it wrongly."""
 KEPT = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", CONTENT, MARK)
 """Values of a checkpoint that are kept as they are."""
-LEFT_OUT = "random number generators and the extra state of Transformer Engine are left out"
+ABOUT_STORAGE = (CONTENT, MARK, "args.no_save_rng", "args.no_save_optim")
+"""Paths of values that say in which form a checkpoint is stored, and which parts of the job's state it has: not what these are."""
+_ELSEWHERE = frozenset({"args", "optimizer", "rng_state", "rerun_state_machine"})
+"""What becomes something else, or is left out."""
+LEFT_OUT = "random number generators, the state of the rerun machine and the extra state of Transformer Engine are left out"
 
 Group = Mapping[str, Any]
 
@@ -42,48 +51,96 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (type(None), bool, int, float, str))
 
 
-def state_node(table: PieceTable, archive: int, common: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The nodes of values that are kept, and what of them is opaque. Tensors among them become tensors of the table."""
+def state_node(
+    table: PieceTable, archive: int, common: Mapping[Any, Any], scalers: Sequence[tuple[int, Any]] = (), stored: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The nodes of values that are kept, what of them is opaque, and what is left out. Tensors among those that Megatron has become tensors
+    of the table. ``scalers`` are the states of grad scalers, and the archives that have them; ``stored`` the keys of what becomes tensors.
+    """
     owner = table.archives[archive]
+    maker = NodeMaker(owner.values, _placing(table, archive), pickle_bytes=owner.pickle_bytes)
+    state = {key: maker.root(common[key], key) for key in KEPT if key in common}
+    opaque = dict(maker.opaque)
+    if "args" in common:
+        state["args"] = maker.root(arguments_of(common["args"]), "args")
+    told: list[str] = []
+    for key, value in common.items():
+        if key in _ELSEWHERE or key in state or key in stored:
+            continue
+        own = NodeMaker(owner.values, _no_tensor_here, pickle_bytes=owner.pickle_bytes)
+        try:
+            state[key] = own.root(value, str(key))
+            opaque |= own.opaque
+        except FormatError as err:  # what one job kept besides is no reason not to read the rest
+            told.append(f"{key!r} is left out: {err.message}")
+    made = []
+    for number, scaler in scalers:
+        held = table.archives[number]
+        own = NodeMaker(held.values, _placing(table, number), pickle_bytes=held.pickle_bytes)
+        made.append(own.root(scaler, SCALER if len(scalers) == 1 else f"{SCALER}.{len(made)}"))
+    if made:
+        state[SCALER] = made[0] if len(made) == 1 else made
+    return state, opaque, told
+
+
+def _placing(table: PieceTable, archive: int) -> Place:
+    """Puts the tensors of a value into the table, under the path that leads there."""
 
     def place(found: StoredView | StoredPart, path: str) -> tree.Node:
         if isinstance(found, StoredPart):
-            raise FormatError(f"{path} is a sharded tensor", where=owner.where, hint="load it with Megatron-LM")
+            raise FormatError(f"{path} is a sharded tensor", where=table.archives[archive].where, hint="load it with Megatron-LM")
         table.add(path, found.dtype, found.shape, [whole_piece(InArchive(archive, found), found.shape)])
         return {"$tensor": path}
 
-    maker = NodeMaker(owner.values, place, pickle_bytes=owner.pickle_bytes)
-    state = {key: maker.root(common[key], key) for key in KEPT if key in common}
-    if "args" in common:
-        state["args"] = maker.root(arguments_of(common["args"]), "args")
-    return state, maker.opaque
+    return place
 
 
-def groups_in(archive: Archive, value: Any) -> list[Group]:
-    """The parameter groups of all optimizers in a value, in order."""
-    return list(_groups(archive, value))
+def _no_tensor_here(found: object, path: str) -> tree.Node:
+    raise FormatError(f"{path} is a tensor that is not Megatron's own")
 
 
-def _groups(archive: Archive, value: Any) -> Iterator[Group]:
-    found = archive.values.meaning(value)
+def groups_in(table: PieceTable, number: int, value: Any) -> list[Group]:
+    """The parameter groups of all optimizers in a value of the archive of this number, in order. Tensors of one number among their options
+    are that number. One step for all parameters of an optimizer, which Megatron keeps beside its groups, is that of each of its groups."""
+    return list(_groups(table, number, value))
+
+
+def _groups(table: PieceTable, number: int, value: Any) -> Iterator[Group]:
+    meaning = table.archives[number].values.meaning
+    found = meaning(value)
     if isinstance(found, dict):
+        state = meaning(found.get("state"))
+        common = {"step": state[COMMON_STEP]} if isinstance(state, dict) and COMMON_STEP in state else {}
         for key, below in found.items():
             if key == "param_groups":
-                yield from (g for g in map(archive.values.meaning, archive.values.meaning(below)) if isinstance(g, dict))
+                groups = (g for g in map(meaning, meaning(below)) if isinstance(g, dict))
+                yield from ({k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups)
             else:
-                yield from _groups(archive, below)
+                yield from _groups(table, number, below)
     elif isinstance(found, (list, tuple)):
         for below in found:
-            yield from _groups(archive, below)
+            yield from _groups(table, number, below)
 
 
-def optimizer_node(archive: Archive, groups: Sequence[Group], entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Any], list[str]]:
-    """The node of an optimizer, and what could not be told.
+def _plain(table: PieceTable, number: int, value: Any) -> Any:
+    found = table.archives[number].values.meaning(value)
+    if isinstance(found, StoredView) and math.prod(found.shape) == 1:
+        return table.read_scalars([InArchive(number, found)])[0]
+    return value
+
+
+def optimizer_node(
+    archive: Archive,
+    groups: Sequence[Group],
+    entries: Mapping[str, TensorEntry],
+    values: Mapping[str, Mapping[str, tree.Node]] | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The node of an optimizer, and what could not be told. ``values`` are states that are no tensors, by parameter.
 
     Megatron's groups do not name their parameters. They are those that the group's weight decay, and whether it is of experts, say; if that
     leaves a doubt, the groups are kept as plain values.
     """
-    maker = NodeMaker(archive.values, _no_tensor, pickle_bytes=archive.pickle_bytes)
+    maker = NodeMaker(archive.values, no_tensor, pickle_bytes=archive.pickle_bytes)
     options = [maker.root({k: v for k, v in g.items() if k not in ("params", "step")}, "optimizer") for g in groups]
     owned = sorted({name[len(STATE) :].rpartition(".")[0] for name in entries if name.startswith(STATE)})
     shared = _shared_out(groups, owned, entries)
@@ -92,15 +149,27 @@ def optimizer_node(archive: Archive, groups: Sequence[Group], entries: Mapping[s
         steps, of_step = steps[:1], [owned]
     else:
         of_step = shared or []
-    state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
+    said: dict[str, dict[str, Any]] = {}
     for step, names in zip(steps, of_step, strict=False):
-        if isinstance(step, (int, float)) and not isinstance(step, bool):
-            state |= {f"{MODEL}{name}": {"step": _number(step)} for name in names}
+        if _is_number(step):
+            said |= {name: {"step": step} for name in names}
+    for name, own in (values or {}).items():
+        said[name] = {**said.get(name, {}), **own}
+    state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
+    state |= {f"{MODEL}{n}": {k: number(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in said.items()}
+    told = _without_steps(owned, said, entries)
     if shared is None:
-        told = ["the optimizer's groups do not say which parameters are theirs"] if groups else []
+        told += ["the optimizer's groups do not say which parameters are theirs"] if groups else []
         return {"state": state, "groups": options}, told
     named = [{"options": o, "params": [f"{MODEL}{n}" for n in names]} for o, names in zip(options, shared, strict=True)]
-    return {"state": state, "param_groups": {"$param_groups": named}}, []
+    return {"state": state, "param_groups": {"$param_groups": named}}, told
+
+
+def _without_steps(owned: Sequence[str], said: Mapping[str, Mapping[str, Any]], entries: Collection[str]) -> list[str]:
+    lacking = [name for name in owned if f"{STATE}{name}.exp_avg_sq" in entries and "step" not in said.get(name, {})]
+    if not lacking:
+        return []
+    return [f"no step is stored for {len(lacking)} parameters of the optimizer, such as {lacking[0]}: torch's Adam asks for one"]
 
 
 def _shared_out(groups: Sequence[Group], owned: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[list[str]] | None:
@@ -124,10 +193,15 @@ def _asked(group: Group) -> tuple[bool, bool] | None:
     return (decay > 0, bool(group.get("is_expert_parallel"))) if isinstance(decay, (int, float)) else None
 
 
-def _number(step: float) -> tree.Node:
+def _is_number(step: object) -> TypeGuard[float]:
+    return isinstance(step, (int, float)) and not isinstance(step, bool)
+
+
+def number(step: float) -> tree.Node:
     """A step as torch's optimizers keep it: a number in a tensor."""
     return {"$inline": ["float32", [], base64.b64encode(struct.pack("<f", step)).decode()]}
 
 
-def _no_tensor(found: object, path: str) -> tree.Node:
-    return None
+def no_tensor(found: object, path: str) -> tree.Node:
+    """Refuses a tensor where only values are read."""
+    raise FormatError(f"{path} has a tensor of several numbers, which is not read there", hint="load it with Megatron-LM")

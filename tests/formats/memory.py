@@ -6,6 +6,7 @@ cut it (or None) and which ``part`` it is, and ``states``: ``(start, stop, {key:
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def megatron_memory(folder: Path, *, tied: bool = False) -> Arrays:
         assert all(np.array_equal(copy[part]["weight"], real[part]["weight"]) for part in real)
     found: Arrays = {}
     for name, by_part in parts.items():
-        named = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+        named = re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", name)
+        if named == name and "linear_kv_up_proj" not in " ".join(parts):  # a latent vector has no linear layer after its norm
+            named = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
         if name.replace("pre_mlp_layernorm", "mlp.router") not in parts:  # a layer without experts
             named = named.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
         for key in by_part[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import shutil
 from pathlib import Path
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
 from ckpt.errors import CkptError, CorruptError, FormatError
+from ckpt.formats.dcp.metadata import read_metadata
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import open_backend
 from ckpt.view import StoredTensor
 from tests.formats import reading
 from tests.formats.reading import FIXTURES, counted
@@ -309,3 +312,28 @@ def test_damaged_metadata_end_in_tensors_or_an_error(tmp_path_factory, changes):
     (path / ".metadata").write_bytes(data)
     with contextlib.suppress(CkptError):
         read_all(str(path))
+
+
+@dataclasses.dataclass
+class Derived(Metadata):
+    """As Megatron-Core 0.15 has one of its own."""
+
+    more: dict[str, int] | None = None
+
+
+class Other:
+    def __init__(self) -> None:
+        self.state_dict_metadata = {"w": 1}
+
+
+def test_metadata_of_classes_that_are_not_torchs(tmp_path):
+    """A class derived from DCP's own is known by its parts; another one is named, and no damage is claimed."""
+    dcp.save({"w": torch.arange(5.0)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    said = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(Derived(**vars(said), more={"w": 1})))
+    assert b"Derived" in path.read_bytes()
+    assert torch.equal(ckpt.open(str(tmp_path))["w"].read(), torch.arange(5.0))
+    path.write_bytes(pickle.dumps(Other()))
+    with pytest.raises(FormatError, match=r"a tests\.formats\.test_dcp\.Other without storage_data"):
+        read_metadata(open_backend(str(tmp_path)))

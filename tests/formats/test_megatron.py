@@ -21,6 +21,7 @@ from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.megatron.repair import repaired_states
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, unpacked, whole_model
+from tests.formats.memory import megatron_memory
 from tests.formats.reading import counted
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -287,6 +288,39 @@ def test_imported_without_a_copy(files, tmp_path):
         assert {n: t.logical for n, t in one.tensors.items()} == {n: t.logical for n, t in other.tensors.items()}
 
 
+@pytest.mark.parametrize("form", ["legacy", "plain"])
+def test_training_goes_on_with_an_optimizer_that_is_not_distributed(files, form):
+    """Loaded into torch's AdamW, one more step gives the bits that it gives from what the ranks held in memory."""
+    held = {n: torch.from_numpy(a.view(np.float32)) for n, a in megatron_memory(files / "plain_fp32" / "memory").items()}
+    names = [n.removeprefix("model.") for n in held if n.startswith("model.")]
+    options = {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
+
+    def made(start):
+        parameters = {n: torch.nn.Parameter(start(held[f"model.{n}"])) for n in names}
+        groups = [[n for n in names if (parameters[n].ndim > 1) == decayed] for decayed in (True, False)]
+        return parameters, torch.optim.AdamW([{"params": [parameters[n] for n in own]} for own in groups], **options)
+
+    expected, known = made(torch.clone)
+    for n, p in expected.items():
+        known.state[p] = {"step": torch.tensor(3.0), **{k: held[f"{STATE}{n}.{k}"].clone() for k in ("exp_avg", "exp_avg_sq")}}
+    parameters, optimizer = made(torch.zeros_like)
+    module = torch.nn.Module()
+    for n, p in parameters.items():
+        *above, last = n.split(".")
+        inner = module
+        for part in above:
+            if not hasattr(inner, part):
+                inner.add_module(part, torch.nn.Module())
+            inner = getattr(inner, part)
+        inner.register_parameter(last, p)
+    ckpt.load(str(files / "plain_fp32" / form), {"model": module, "optimizer": optimizer}, only=["model.*", "optimizer.*"], strict=False)
+    for one, of in ((parameters, optimizer), (expected, known)):
+        for i, p in enumerate(one.values()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        of.step()
+    assert [n for n, p in parameters.items() if not (p.any() and torch.equal(p[:42], expected[n][:42]))] == []
+
+
 def test_groups_that_do_not_name_their_parameters(files, tmp_path):
     """The groups of both kinds of parameters are told apart; two alike are not, and then the step alone is known."""
     options = {"params": [], "lr": 0.1, "wd_mult": 1.0, "step": 7}
@@ -361,11 +395,15 @@ def test_states_that_are_not_known(tmp_path):
 
 
 def test_other_optimizers_of_torch_dist(files, tmp_path):
-    """What the metadata name and nobody knows is an error, not left out."""
+    """States of any name belong to their parameters; of parameters that are not there they are an error, not left out."""
     copy = copied(files, tmp_path, "pp2tied/fully_reshardable")
     data = (copy / ".metadata").read_bytes()
     (copy / ".metadata").write_bytes(data.replace(b"optimizer.state.exp_avg_sq.", b"optimizer.state.remainder_."))
-    with pytest.raises(FormatError, match=r"such as optimizer\.state\.remainder_\."):
+    found = opened(copy)
+    name = "embedding.word_embeddings.weight"
+    assert found.tensors[f"{STATE}{name}.remainder_"].shape == found.tensors[f"model.{name}"].shape
+    (copy / ".metadata").write_bytes(data.replace(b"optimizer.state.exp_avg_sq.decoder", b"optimizer.state.exp_avg_sq.decoded"))
+    with pytest.raises(FormatError, match=r"of a parameter that the model has not, which is not read"):
         open_catalog(str(copy))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.formats.reading import FIXTURES
 from tests.matrix import oracles
 from tests.matrix.oracles import Tensors
@@ -54,18 +56,29 @@ PARAMETERS = {
     "pp2tied": 26,
     "tp2pp2vpp2ep2": 55,
     "pp2vpp2ep2": 48,
+    "core15_dp2": 15,
+    "latent_tp2": 25,
+    "plain_bf16": 15,
+    "plain_fp16": 15,
+    "plain_fp32": 15,
 }
+
+
+SCALE = {"grad_scaler.scale": torch.tensor([8.0])}
+"""Of a job in half precision: what it began with."""
 
 
 def megatron(layout: str, form: str, replicas: int = 0) -> Case:
     """Every form of one job holds what its ranks said that they hold, or what is in the files of ranks, taken apart by hand."""
     count = PARAMETERS[layout]
     kind = "Megatron torch" if form == "legacy" else "Megatron torch_dist"
-    numbers = {"masters": count, "moments": 2 * count, "step_values": True, "replicas": replicas}
+    masters = 0 if layout == "plain_fp32" else count
+    numbers = {"masters": masters, "moments": 2 * count, "step_values": True, "replicas": replicas}
 
     def holds(path: Path, _: Path) -> Tensors:
         if (told := path.parent / "memory").exists():
-            return oracles.of_megatron_memory(told)
+            half = layout == "plain_fp16"
+            return oracles.of_megatron_memory(told, torch.float16 if half else torch.bfloat16) | (SCALE if half else {})
         return oracles.of_megatron(path.parent / "legacy", **SIZES[layout])
 
     return Case(path=f"megatron/{layout}/{form}", format=kind, holds=holds, **numbers)  # type: ignore[arg-type]
@@ -116,6 +129,18 @@ CASES = [
     megatron("tp2pp2vpp2ep2", "legacy", replicas=60),
     megatron("tp2pp2vpp2ep2", "dp_reshardable", replicas=30),
     megatron("pp2vpp2ep2", "dp_reshardable"),
+    megatron("core15_dp2", "legacy"),
+    megatron("core15_dp2", "dp_zero_gather_scatter"),
+    megatron("core15_dp2", "fully_sharded_model_space"),
+    megatron("latent_tp2", "legacy", replicas=9),
+    megatron("latent_tp2", "dp_reshardable"),
+    megatron("latent_tp2", "dp_zero_gather_scatter"),
+    megatron("plain_bf16", "legacy", replicas=5),
+    megatron("plain_bf16", "plain"),
+    megatron("plain_fp16", "legacy", replicas=5),
+    megatron("plain_fp16", "plain"),
+    megatron("plain_fp32", "legacy", replicas=5),
+    megatron("plain_fp32", "plain"),
     Case(
         path="megatron/common_state/dp_reshardable",
         format="Megatron torch_dist",
@@ -127,6 +152,11 @@ CASES = [
 ]
 """All that the fixtures hold but for those that a defect of Megatron-Core made wrong, which tests/formats/test_megatron.py repairs."""
 
-OTHER_FORMS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
-ONE_OF_EACH = [case for case in CASES if not case.path.endswith(OTHER_FORMS) or "common_state" in case.path]
+OTHER_FORMS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable", "plain")
+OTHER_VERSIONS = ("core15_dp2", "plain_fp32")
+ONE_OF_EACH = [
+    case
+    for case in CASES
+    if "common_state" in case.path or not (case.path.endswith(OTHER_FORMS) or any(name in case.path for name in OTHER_VERSIONS))
+]
 """One form of each job: what is done with a checkpoint once its tensors are found does not depend on the form."""

@@ -131,9 +131,9 @@ def of_ranks_memory(name: str, root: Path) -> Tensors:
 # --------------------------------------------------------------------------------------------------------------- Megatron
 
 
-def typed(arrays: Arrays) -> Tensors:
-    """Bits as tensors: all weights of these jobs are bfloat16, all states float32."""
-    kinds = {2: torch.bfloat16, 4: torch.float32}
+def typed(arrays: Arrays, half: torch.dtype = torch.bfloat16) -> Tensors:
+    """Bits as tensors: weights of these jobs are bfloat16 if they are ``half``, all states float32."""
+    kinds = {2: half, 4: torch.float32}
     signed = {2: np.int16, 4: np.int32}
     return {n: torch.from_numpy(np.ascontiguousarray(a).view(signed[a.itemsize])).view(kinds[a.itemsize]) for n, a in arrays.items()}
 
@@ -225,5 +225,5 @@ def of_dcp_directory(path: Path) -> Tensors:
     return whole
 
 
-def of_megatron_memory(folder: Path, **options: Any) -> Tensors:
-    return unpadded(typed(megatron_memory(folder, **options)), 42)
+def of_megatron_memory(folder: Path, half: torch.dtype = torch.bfloat16) -> Tensors:
+    return unpadded(typed(megatron_memory(folder), half), 42)

@@ -117,12 +117,15 @@ def test_converted(one: Held, to: str, tmp_path: Path) -> None:
         return
     expected = within_modules(one.tensors)
     if one.case.step_values:
-        masters = [n for n in expected if n.endswith(".master")]
-        expected |= {n.removesuffix("master") + "step": torch.tensor(3.0) for n in masters}
+        moments = [n for n in expected if n.endswith(".exp_avg")]
+        expected |= {n.removesuffix("exp_avg") + "step": torch.tensor(3.0) for n in moments}
     nested: Any = torch.load(url, weights_only=True) if to == "torch" else nested_of_dcp(url)
     assert_same(flattened(nested), expected)
     read_again = read(str(url))
     assert read_again and not [n for n, t in read_again.items() if not same(t, expected[n])]
+    if one.case.step_values:
+        assert compare(one.url, str(url), rename={PREFIX: "optimizer.state."}).same
+        assert compare(str(url), one.url, rename={"optimizer.state.": PREFIX}).same
 
 
 def run(*arguments: object) -> tuple[int, Any]:

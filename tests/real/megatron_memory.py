@@ -52,7 +52,13 @@ def save_memory(folder: Path, models: list[Any], optimizer: Any, *, gated: bool)
             "states": [],
         }
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if p in one.model_param_group_index_map:
+            if not hasattr(one, "model_param_group_index_map"):
+                master = p if p.dtype == torch.float32 else p.main_param
+                states = {k: t.detach().flatten().clone() for k, t in one.optimizer.state[master].items() if k.startswith("exp_avg")}
+                full = {} if master is p else {"master": master.detach().flatten().clone()}
+                held[name]["states"].append((0, p.numel(), full | states))
+                held[name]["step"] = one.optimizer.state[master]["step"].item()
+            elif p in one.model_param_group_index_map:
                 at = one._get_model_param_range_map(p)["param"]
                 group, order = one.model_param_group_index_map[p]
                 master = one.optimizer.param_groups[group]["params"][order]

@@ -6,7 +6,9 @@ writes ``DIR/legacy``, ``DIR/dp_reshardable``, ``DIR/fully_reshardable``, ``DIR/
 the state of three steps on random gradients; in ``DIR/memory/rank_*.pt`` what each rank holds, as the objects of Megatron-Core say; and in
 ``DIR/buffers`` where the optimizer's buffers have which parameter. Sizes are such that few parameters are multiples of what buffers are
 aligned to.
-Works with megatron-core 0.14 (then ``DIR/fully_sharded_model_space`` too) and 0.16.
+With ``--plain bf16`` (or fp16, fp32) the optimizer is not distributed: ``DIR/legacy`` and ``DIR/plain``. With ``multi_latent_attention`` in
+``--config`` the model is one of latent attention.
+Works with megatron-core 0.14 and 0.15 (then ``DIR/fully_sharded_model_space`` too), 0.16, and Megatron-LM of August 2026.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ CONFIG_OF = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
 """Arguments that the configuration calls otherwise."""
+KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PLAIN = ("plain",)
 TYPES = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "fully_sharded_model_space")
 
 
@@ -81,17 +85,19 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--dense", type=int, default=0, help="first layers without experts")
     parser.add_argument("--config", type=json.loads, default={}, help="further arguments of the model, as JSON")
     parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--plain", choices=KINDS, help="an optimizer that is not distributed, for weights of this dtype")
     return parser
 
 
 def config_of(a: argparse.Namespace) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    config = TransformerConfig(
+    kind = a.plain or "bf16"
+    config = (MLATransformerConfig if a.config.get("multi_latent_attention") else TransformerConfig)(
         num_layers=SIZES["layers"],
         hidden_size=SIZES["hidden"],
         num_attention_heads=SIZES["heads"],
-        num_query_groups=SIZES["groups"],
+        num_query_groups=SIZES["heads"] if a.config.get("multi_latent_attention") else SIZES["groups"],
         ffn_hidden_size=SIZES["ffn"],
         num_moe_experts=a.experts or None,
         moe_ffn_hidden_size=SIZES["expert"] if a.experts else None,
@@ -104,9 +110,10 @@ def config_of(a: argparse.Namespace) -> Any:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
+        bf16=kind == "bf16",
+        fp16=kind == "fp16",
+        params_dtype=KINDS[kind],
+        pipeline_dtype=KINDS[kind],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=a.tp,
@@ -151,14 +158,32 @@ def arguments_of(a: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(told) | a.config | {"swiglu": a.config.get("gated_linear_unit", True)})
 
 
+def without_sizes_of_heads() -> None:
+    """Let the local attention be built for latent attention, which tells it sizes that it does not take; it is never run."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    made = DotProductAttention.__init__
+
+    def made_without(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **{k: v for k, v in options.items() if k not in ("k_channels", "v_channels")})
+
+    DotProductAttention.__init__ = made_without
+
+
 def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(1234)
+    if a.config.get("multi_latent_attention"):
+        without_sizes_of_heads()
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=a.experts or None, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+        num_experts=a.experts or None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=bool(a.config.get("multi_latent_attention")),
     )
     models = []
     for chunk in range(a.vpp or 1):
@@ -179,7 +204,7 @@ def models_of(a: argparse.Namespace, config: Any) -> list[Any]:
             position_embedding_type=a.config.get("position_embedding_type", "rope"),
             **({"vp_stage": chunk} if a.vpp else {}),
         )
-        models.append(model.bfloat16())
+        models.append(model.to(KINDS[a.plain or "bf16"]))
     return models
 
 
@@ -190,12 +215,19 @@ def trained(a: argparse.Namespace, config: Any, models: list[Any]) -> tuple[Any,
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=a.bucket
+        use_distributed_optimizer=not a.plain, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=a.bucket
     )
     wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
     module.get_grad_norm_fp32 = lambda *_, **__: 1.0
     options = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0
+        optimizer="adam",
+        lr=1e-2,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=not a.plain,
+        clip_grad=0.0,
+        initial_loss_scale=8.0,
     )
     optimizer = get_megatron_optimizer(options, wrapped)
     named = [found for w in wrapped for found in placed(w.module)]
@@ -210,10 +242,10 @@ def save_torch_dist(a: argparse.Namespace, models: list[Any], optimizer: Any) ->
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
 
-    for kind in a.types:
+    for kind in PLAIN if a.plain else a.types:
         folder = Path(a.out, kind)
         metadata = {
-            "distrib_optim_sharding_type": kind,
+            **({} if a.plain else {"distrib_optim_sharding_type": kind}),
             "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
             "singleton_local_shards": a.singleton,
             "non_homogeneous_layers": a.singleton,
@@ -246,7 +278,8 @@ def _directory(a: argparse.Namespace) -> str:
 
 def save_legacy(a: argparse.Namespace, models: list[Any], optimizer: Any) -> None:
     folder = save_weights(a, models, {"optimizer": optimizer.state_dict()})
-    optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+    if not a.plain:
+        optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
 
 
 def save_weights(a: argparse.Namespace, models: list[Any], more: dict[str, Any]) -> Path:
