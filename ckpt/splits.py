@@ -40,12 +40,13 @@ class Interleaved:
 @dataclass(frozen=True, slots=True)
 class Flat:
     """What earlier splits left is flattened (row-major) and cut into contiguous ranges of ``ceil(numel / n)`` elements; the last
-    may be shorter or empty.
+    may be shorter or empty. Or into ranges of the given ``sizes``, any of which may be empty.
 
     The layout of ZeRO and of FSDP1. Must come last; a rank's memory is one-dimensional.
     """
 
     over: str
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

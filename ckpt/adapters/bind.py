@@ -6,7 +6,7 @@ tensors are filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
 from .binding import Binder, Binding, Setter, inline_only
+from .fsdp1 import reshard
 from .modules import copies_of, tensors_of
-from .optimizers import names_in
+from .optimizers import ParamNames, names_in
 from .per_rank import Compound, PerRank
 from .place import Placer, own_name
 from .placements import Placements
 from .refill import is_stateful, refill
+from .sharded import is_sharded_tensor
 from .survey import survey
 
 
@@ -62,7 +64,7 @@ def _no_setter(value: object) -> None:
 
 
 class _Walk(Binder):
-    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: Mapping[int, str], *, cast: bool) -> None:
+    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, placer, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
         self._own: dict[str, torch.Tensor] = {}
@@ -71,7 +73,7 @@ class _Walk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, torch.Tensor):
+        if isinstance(target, torch.Tensor) or is_sharded_tensor(target):
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
@@ -134,7 +136,9 @@ class _Walk(Binder):
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )
-        for name, tensor in parts.tensors.items():
+        if parts.flat:
+            self.found.create.append(lambda: reshard(module))
+        for name, tensor in (*parts.flat.items(), *parts.tensors.items()):
             self.tensor(join(path, name), tensor)
         for name in parts.extra:
             said = join(path, name)
@@ -197,7 +201,8 @@ def _has_live(value: object) -> bool:
         return any(_has_live(v) for v in value.values())
     if isinstance(value, (list, tuple)):
         return any(_has_live(v) for v in value)
-    return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
+    live = (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)
+    return isinstance(value, live) or is_stateful(value) or is_sharded_tensor(value)
 
 
 def _tensor_names(node: Node) -> list[str]:

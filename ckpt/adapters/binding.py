@@ -24,6 +24,7 @@ from .memory import raw_view
 from .optimizers import decode_inline
 from .place import Placer
 from .refill import like
+from .sharded import Sharded, is_sharded_tensor
 from .tensors import Held, LocalTensor, torch_dtype
 
 Setter = Callable[[Any], None]
@@ -83,13 +84,13 @@ class Binder:
             return
         self.found.apply.append(lambda: put(tree.decode(node, inline_only)))
 
-    def tensor(self, said: str, tensor: torch.Tensor) -> None:
+    def tensor(self, said: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
         if self.selection.only and not self.selection.wants(said):
             return
         local = self.placer.add(said, tensor)
         self.target(said, local)
-        if tensor.is_meta:
+        if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
     def target(self, said: str, local: LocalTensor) -> None:
