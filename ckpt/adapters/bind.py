@@ -6,7 +6,7 @@ tensors are filled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ckpt.rules import Layout
 from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
-from .binding import Binder, Binding, Setter, inline_only
+from .binding import Binder, Binding, Setter, has_tensors, inline_only
 from .fsdp1 import reshard
 from .modules import copies_of, tensors_of
 from .optimizers import ParamNames, names_in
@@ -29,6 +29,7 @@ from .place import Placer, own_name
 from .placements import Placements
 from .refill import is_stateful, refill
 from .sharded import is_sharded_tensor
+from .stateful import StatefulObject
 from .survey import survey
 
 
@@ -136,19 +137,38 @@ class _Walk(Binder):
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )
+        before = len(self.found.misfits)
         if parts.flat:
             self.found.create.append(lambda: reshard(module))
         for name, tensor in (*parts.flat.items(), *parts.tensors.items()):
             self.tensor(join(path, name), tensor)
+        for number in range(before, len(self.found.misfits)):
+            self.resizes(number, path, parts.owners)
         for name in parts.extra:
             said = join(path, name)
             if self.selection.wants(said):
                 self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
 
+    def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
+        """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
+        text = self.found.misfits[number]
+        owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
+        kind = type(owner)
+        if owner is not None and ": shape " in text and kind._load_from_state_dict is not torch.nn.Module._load_from_state_dict:
+            self.found.misfits[number] += f" ({kind.__name__} has a _load_from_state_dict of its own, which is not called)"
+        elif owner is not None and ": shape " in text and kind.load_state_dict is not torch.nn.Module.load_state_dict:
+            self.found.misfits[number] += f" ({kind.__name__} has a load_state_dict of its own, which is not called)"
+
     def stateful(self, target: Any, node: Node, path: str) -> None:
         below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
-        if self.selection.wants(path) or any(map(self.selection.wants, below)):
-            self.decoded(node, path, target.load_state_dict, template=target.state_dict())
+        if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
+            return
+        if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
+            self.found.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
+        template, before = target.state_dict(), len(self.found.apply)
+        self.decoded(node, path, target.load_state_dict, template=template)
+        if len(self.found.apply) > before and not _tensor_names(node) and not has_tensors(template):
+            self.found.objects.append(StatefulObject(path=path, target=target, take=self.found.apply.pop(), old=template))
 
     def per_rank(self, target: PerRank, path: str) -> None:
         if not self.selection.wants(path):
