@@ -7,6 +7,7 @@ otherwise, or a suite could not be had; ``--write`` prints the lines that the ta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -78,10 +79,8 @@ def run_suite(name: str, suite: Suite, mode: str, only: Sequence[str]) -> dict[s
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """End a run with all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

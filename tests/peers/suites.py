@@ -80,12 +80,8 @@ WITH_STORAGE = [
     "e2e/test_e2e_save_and_load.py",
     "e2e/test_fine_tuning.py",
 ]
-THROUGH_US = [
-    name for name in WITH_STORAGE if name not in ("test_compatibility.py", "test_dedup_tensors.py", "test_planner.py", "test_utils.py")
-]
-BYTES: Ports = (  # what the error of an io.BytesIO says to do; the state dict has its value then
-    (r"\"bytes\": self\.bytes|io\.BytesIO\((b[^)]*)\)", r"\1"),
-)
+OF_DCP_ALONE = ("test_compatibility.py", "test_dedup_tensors.py", "test_planner.py", "test_utils.py")
+THROUGH_US = [name for name in WITH_STORAGE if name not in OF_DCP_ALONE]
 
 
 def _dcp(mode: str, files: Sequence[str]) -> Suite:
