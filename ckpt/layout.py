@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .errors import LayoutError
 from .geometry import Box, IntArray, ceil_cuts, flat_to_boxes, merge_cuts
 from .mesh import Mesh
-from .splits import Flat, Interval, Split, given_cuts, part_of, split_from_json
+from .splits import Boxes, Flat, Interval, Split, given_cuts, part_of, split_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class TensorLayout:
             self.mesh.axis(name)
         if any(isinstance(s, Flat) for s in self.splits[:-1]):
             raise LayoutError("Flat must be the last split")
+        if len(self.splits) > 1 and any(isinstance(s, Boxes) for s in self.splits):
+            raise LayoutError("Boxes must be the only split")
         if len(set(over)) != len(over) and not self._is_flat_at():
             raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
         for name, allowed in self.at:
@@ -77,6 +79,11 @@ class TensorLayout:
     @property
     def is_flat(self) -> bool:
         return bool(self.splits) and isinstance(self.splits[-1], Flat)
+
+    @property
+    def boxes(self) -> Boxes | None:
+        """The split, if boxes are listed."""
+        return self.splits[0] if self.splits and isinstance(self.splits[0], Boxes) else None
 
     def _is_flat_at(self) -> bool:
         """Whether ``at`` names the coordinates of a single flat split whose given ranges are empty at all others."""
@@ -171,7 +178,7 @@ def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
     table: dict[tuple[int, ...], tuple[Interval, ...]] = {(): ((0, size),)}
     used: list[int] = []
     for split in layout.splits:
-        if isinstance(split, Flat):
+        if isinstance(split, Flat | Boxes):
             continue
         if not -ndim <= split.dim < ndim:
             raise LayoutError(f"{split} does not fit a tensor of {ndim} dimensions")
@@ -192,6 +199,9 @@ def _pieces(layout: TensorLayout, shape: tuple[int, ...], rank: int) -> list[Pie
     where = layout.coordinate(rank)
     if where is None:
         return []
+    if layout.boxes is not None:
+        held = layout.boxes.held[where[layout.mesh.axis(layout.boxes.over)]]
+        return [Piece(Box(offset, size), Box((0,) * len(size), size)) for offset, size in held]
     pieces = _product_pieces([axis.intervals(where) for axis in _axes(layout, shape)])
     return _flat_pieces(layout, pieces, where) if layout.is_flat else pieces
 
@@ -240,7 +250,7 @@ def _flat_pieces(layout: TensorLayout, block: list[Piece], where: tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
-    if layout.is_flat:
+    if layout.is_flat or layout.boxes is not None:
         return _flat_tiling(layout, shape)
     axes = _axes(layout, shape)
     array = layout._submesh()

@@ -50,19 +50,36 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
+class Boxes:
+    """Each coordinate of ``over`` holds the boxes that are listed for it, as pairs of offset and shape; each is a block of memory of its own.
+
+    The layout of a ``ShardedTensor`` that is cut along several dimensions. Must be the only split.
+    """
+
+    over: str
+    held: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate:
     """No split: every rank of the mesh holds the whole tensor."""
 
 
-Split = Shard | Interleaved | Flat
+Split = Shard | Interleaved | Flat | Boxes
 
 
 def split_from_json(data: Any) -> Split:
     kind, *args = data
-    fields: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
+    fields: list[Any] = [_tuples(a) for a in args]
     if kind == "Shard":
         return Shard(*fields)
+    if kind == "Boxes":
+        return Boxes(*fields)
     return Interleaved(*fields) if kind == "Interleaved" else Flat(*fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def part_of(split: Shard | Interleaved, held: tuple[Interval, ...], parts: int, index: int) -> tuple[Interval, ...]:

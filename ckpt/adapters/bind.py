@@ -28,7 +28,6 @@ from .per_rank import Compound, PerRank
 from .place import Placer, own_name
 from .placements import Placements
 from .refill import is_stateful, refill
-from .sharded import is_sharded_tensor
 from .stateful import StatefulObject
 from .survey import survey
 
@@ -74,7 +73,7 @@ class _Walk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, torch.Tensor) or is_sharded_tensor(target):
+        if isinstance(target, torch.Tensor):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
@@ -140,7 +139,9 @@ class _Walk(Binder):
         before = len(self.found.misfits)
         if parts.flat:
             self.found.create.append(lambda: reshard(module))
-        for name, tensor in (*parts.flat.items(), *parts.tensors.items()):
+        for name, part in parts.flat.items():
+            self.tensor(join(path, name), part)
+        for name, tensor in parts.tensors.items():
             self.tensor(join(path, name), tensor)
         for number in range(before, len(self.found.misfits)):
             self.resizes(number, path, parts.owners)
@@ -153,11 +154,12 @@ class _Walk(Binder):
         """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
         text = self.found.misfits[number]
         owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
-        kind = type(owner)
-        if owner is not None and ": shape " in text and kind._load_from_state_dict is not torch.nn.Module._load_from_state_dict:
-            self.found.misfits[number] += f" ({kind.__name__} has a _load_from_state_dict of its own, which is not called)"
-        elif owner is not None and ": shape " in text and kind.load_state_dict is not torch.nn.Module.load_state_dict:
-            self.found.misfits[number] += f" ({kind.__name__} has a load_state_dict of its own, which is not called)"
+        if owner is None or ": shape " not in text:
+            return
+        for method in ("_load_from_state_dict", "load_state_dict"):
+            if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
+                self.found.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
+                return
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
         below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
@@ -221,8 +223,7 @@ def _has_live(value: object) -> bool:
         return any(_has_live(v) for v in value.values())
     if isinstance(value, (list, tuple)):
         return any(_has_live(v) for v in value)
-    live = (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)
-    return isinstance(value, live) or is_stateful(value) or is_sharded_tensor(value)
+    return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
 
 
 def _tensor_names(node: Node) -> list[str]:

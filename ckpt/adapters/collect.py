@@ -21,7 +21,6 @@ from .per_rank import Compound, PerRank
 from .place import Placer
 from .placements import Placements
 from .refill import is_stateful
-from .sharded import is_sharded_tensor
 from .survey import survey
 from .tensors import LocalTensor
 
@@ -155,7 +154,7 @@ class _Walk:
         """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
     def leaf(self, value: object, path: str) -> Node:
-        if isinstance(value, torch.Tensor) or is_sharded_tensor(value):
+        if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
             if path in self.found.own:

@@ -27,7 +27,7 @@ from .sharded import Sharded
 SHARD, COPIES = "shard", "copies"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class FlatPart(Sharded):
     """What a rank has of one original parameter. ``owner`` is the parameter that optimizers know: the flat one, or with ``use_orig_params``
     the original one. State of an optimizer for it has the shape ``alike`` and this parameter's elements from ``start`` on."""
@@ -97,7 +97,7 @@ def reshard(module: nn.Module) -> None:
 
     for _, wrapper, handle in handles_of(module):
         if hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
-            _reshard(wrapper, handle, True)  # type: ignore[no-untyped-call]
+            _reshard(wrapper, handle, True)
 
 
 def flat_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
@@ -144,7 +144,7 @@ def _local(handle: Any) -> torch.Tensor:
     flat = handle.flat_param
     kept: torch.Tensor | None = getattr(flat, "_local_shard", None)
     if kept is None or (flat.dtype == kept.dtype and (handle.is_sharded(flat) or not handle.uses_sharded_strategy)):
-        return flat.detach()  # type: ignore[no-any-return]
+        kept = flat
     return kept.detach()
 
 
@@ -160,14 +160,16 @@ def _part(handle: Any, mesh: Mesh, local: torch.Tensor, shape: tuple[int, ...], 
     alone = owner is not flat
     if not handle.uses_sharded_strategy:
         memory = local.view(-1).narrow(0, start, numel).view(shape)
-        return FlatPart(memory, shape, TensorLayout(mesh), owner, shape if alone else tuple(local.shape), 0 if alone else start)
+        alike = shape if alone else tuple(local.shape)
+        return FlatPart(memory, shape, TensorLayout(mesh), owner=owner, alike=alike, start=0 if alone else start)
     each, ranks = local.numel(), mesh.size(SHARD)
     cuts = [min(max(rank * each - start, 0), numel) for rank in range(ranks + 1)]
     sizes = tuple(b - a for a, b in itertools.pairwise(cuts))
     at, size = max(start - handle.rank * each, 0), sizes[handle.rank]
     memory = local.narrow(0, at if size else 0, size)
     layout = TensorLayout(mesh, (Flat(SHARD, sizes),))
-    return FlatPart(memory, shape, layout, owner, (size,) if alone else (each,), 0 if alone or not size else at)
+    alike = (size,) if alone else (each,)
+    return FlatPart(memory, shape, layout, owner=owner, alike=alike, start=0 if alone or not size else at)
 
 
 def _mesh(wrapper: Any, handle: Any) -> Mesh:

@@ -11,6 +11,7 @@ import torch
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
+from ckpt.plan.ownership import Global
 from ckpt.rules import Layout, Placed
 from ckpt.splits import Shard
 
@@ -74,7 +75,12 @@ class Placer:
 
     def _add_sharded(self, said: str, part: Sharded) -> LocalTensor:
         placed = Placed(name=said, shape=part.shape, layout=part.layout)
-        local = from_placed(said, placed, part.memory, self.rank)
+        if part.blocks:
+            info = Global(said, dtype_of(part.memory, said), part.shape, part.layout)
+            boxes = (piece.box for piece in part.layout.pieces(part.shape, self.rank))
+            local = LocalTensor(info, [Held(box, block) for box, block in zip(boxes, part.blocks, strict=True)], said)
+        else:
+            local = from_placed(said, placed, part.memory, self.rank)
         self._unproven.add(local.info.name)
         return self._register(local, part.memory, part.memory)
 

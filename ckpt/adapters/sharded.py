@@ -14,16 +14,20 @@ import torch
 from ckpt.errors import StateError
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
-from ckpt.splits import Shard
+from ckpt.splits import Boxes, Shard
 
 
 @dataclass(eq=False, slots=True)
 class Sharded:
-    """This rank's part of a tensor of global ``shape``: ``memory`` has the shape that ``layout`` gives it."""
+    """This rank's part of a tensor of global ``shape``: ``memory`` has the shape that ``layout`` gives it.
+
+    With a layout of listed boxes ``blocks`` are the memory of each, in their order.
+    """
 
     memory: torch.Tensor
     shape: tuple[int, ...]
     layout: TensorLayout
+    blocks: tuple[torch.Tensor, ...] = ()
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -36,32 +40,30 @@ def from_sharded_tensor(tensor: Any, said: str) -> Sharded:
     """The place that a ``ShardedTensor`` has by its metadata.
 
     Raises:
-        StateError: it is cut along several dimensions, a rank has several shards, or its process group leaves out ranks that have shards.
+        StateError: ranks outside of its process group have shards.
     """
     from torch.distributed import get_process_group_ranks
 
     meta = tensor.metadata()
-    shape = tuple(meta.size)
+    shape, ranks = tuple(meta.size), get_process_group_ranks(tensor._process_group)
     shards = sorted(meta.shards_metadata, key=lambda s: tuple(s.shard_offsets))
+    holders = [int(s.placement.rank()) for s in shards]
+    if not set(holders) <= set(ranks):
+        hint = "make it on the group of all ranks that have shards"
+        raise StateError("ranks outside of its process group have shards of this ShardedTensor", where=f"tensor {said}", hint=hint)
+    mine = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in tensor.local_shards()}
     cut = [d for d in range(len(shape)) if any(s.shard_sizes[d] != shape[d] for s in shards)]
-    ranks = get_process_group_ranks(tensor._process_group)
-    holders = [s.placement.rank() for s in shards]
-    dim = cut[0] if cut else 0
-    ends = [0, *(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards)] if shape else [0]
-    follow = all(s.shard_offsets[dim] == end for s, end in zip(shards, ends, strict=False)) and ends[-1] == (shape[dim] if shape else 0)
-    if len(cut) > 1 or not shape or not follow or len(set(holders)) < len(holders) or not set(holders) <= set(ranks):
-        raise StateError(
-            "a ShardedTensor that is not cut along one dimension, one shard to a rank, cannot be stored",
-            where=f"tensor {said}",
-            hint="make it a DTensor: give FSDP a device_mesh=, or use fully_shard",
+    if len(cut) > 1 or not shape or len(set(holders)) < len(holders):
+        held = tuple(
+            tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s, at in zip(shards, holders, strict=True) if at == rank)
+            for rank in ranks
         )
+        layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", held),))
+        blocks = tuple(mine[offset] for offset, _ in held[tensor._process_group.rank()])
+        return Sharded(blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)
+    dim = cut[0] if cut else 0
     rest = [rank for rank in ranks if rank not in holders]
-    mesh = Mesh(("shard",), (len(ranks),), (*holders, *rest))
     sizes = (*(int(s.shard_sizes[dim]) for s in shards), *(0 for _ in rest))
-    mine = tensor.local_shards()
-    memory = mine[0].tensor.detach() if mine else _nothing(tensor, shape, dim)
-    return Sharded(memory, shape, TensorLayout(mesh, (Shard(dim, "shard", sizes),)))
-
-
-def _nothing(tensor: Any, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    return torch.empty([0 if d == dim else n for d, n in enumerate(shape)], dtype=tensor.dtype)
+    layout = TensorLayout(Mesh(("shard",), (len(ranks),), (*holders, *rest)), (Shard(dim, "shard", sizes),))
+    nothing = torch.empty([0 if d == dim else n for d, n in enumerate(shape)], dtype=tensor.dtype)
+    return Sharded(next(iter(mine.values()), nothing), shape, layout)

@@ -125,7 +125,7 @@ class Writer(StorageWriter):
 
     def _check_overwrite(self) -> None:
         if not self.overwrite and committed_id(open_backend(self.url)) is not None:
-            raise ConflictError("there is a checkpoint already", where=self.url, hint="another URL, or Writer(url, overwrite=True)")
+            raise ConflictError("Checkpoint already exists and overwrite=False", where=self.url, hint="save to another URL")
 
     # ---- writing
 

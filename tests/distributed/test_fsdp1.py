@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -207,3 +208,36 @@ def test_sharded_tensors_are_boxes_of_memory(ranks: Ranks, tmp_path: Path) -> No
         assert problems == []
         view = ckpt.open(str(tmp_path / "s"))
         assert differences({name: view[name].read() for name in view}, wanted) == []
+
+
+def in_boxes(path: str) -> list[list[float]]:
+    """ShardedTensors of any boxes: saved with one cut, loaded with another."""
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    rank = dist.get_rank()
+
+    def made(boxes: list[tuple[int, list[int], list[int]]], whole: torch.Tensor) -> Any:
+        mine = [(o, n) for at, o, n in boxes if at == rank]
+        shards = [Shard.from_tensor_and_offsets(whole[o[0] : o[0] + n[0], o[1] : o[1] + n[1]].clone(), o, rank) for o, n in mine]
+        return init_from_local_shards(shards, list(whole.shape))
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    quarters = [(0, [0, 0], [2, 3]), (1, [0, 3], [2, 3]), (1, [2, 0], [2, 2]), (0, [2, 2], [2, 4])]
+    columns = [(1, [0, 0], [4, 5]), (0, [0, 5], [4, 1])]
+    ckpt.save(path, {"w": made(quarters, whole)})
+    into = [made(columns, torch.zeros(4, 6)), made(quarters, torch.zeros(4, 6))]
+    for tensor in into:
+        ckpt.load(path, {"w": tensor})
+    wanted = [made(columns, whole), made(quarters, whole)]
+    return [
+        torch.cat([a.tensor.flatten() - b.tensor.flatten() for a, b in zip(x.local_shards(), y.local_shards(), strict=True)]).tolist()
+        for x, y in zip(into, wanted, strict=True)
+    ]
+
+
+def test_sharded_tensors_of_any_boxes(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, in_boxes, str(tmp_path / "a")):
+        assert [set(values) for values in found] == [{0.0}, {0.0}]
+    assert verify(str(tmp_path / "a")).ok
+    assert torch.equal(ckpt.open(str(tmp_path / "a"))["w"].read(), torch.arange(24.0).reshape(4, 6))

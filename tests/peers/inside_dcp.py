@@ -58,7 +58,19 @@ def on_cpu() -> None:
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     common.MultiProcessTestCase._spawn_processes = forked
+    import torch.testing._internal.distributed._shard.sharded_tensor as sharded
     import torch.testing._internal.distributed._tensor.common_dtensor as common_dtensor
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded.with_comms = functools.partial(sharded.with_comms, backend="gloo")
+    sharded.TEST_GPU_NUM = 2
+    wrap = FullyShardedDataParallel.__init__
+
+    @functools.wraps(wrap)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs | {"device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = wrapped
 
     common_dtensor.skip_if_lt_x_gpu = as_is
     common_dtensor.DEVICE_TYPE = "cpu"

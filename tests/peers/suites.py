@@ -23,6 +23,13 @@ TO_CPU: Ports = (
 )
 
 
+ARE_DIRECTORIES: Ports = (
+    (r"os\.path\.isfile\(", "os.path.exists("),
+    (r"\.is_file\(\)", ".exists()"),
+    (r"patch\(\"torch\.save\"", 'patch("ckpt.integrations.lightning.save_state"'),  # how often something is saved
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """``inside`` is the module that replaces; ``mode`` is what it is told to do; ``ports`` change the files."""
@@ -81,7 +88,7 @@ WITH_STORAGE = [
     "e2e/test_fine_tuning.py",
 ]
 OF_DCP_ALONE = ("test_compatibility.py", "test_dedup_tensors.py", "test_planner.py", "test_utils.py")
-THROUGH_US = [name for name in WITH_STORAGE if name not in OF_DCP_ALONE]
+THROUGH_US = [name for name in WITH_STORAGE if name not in OF_DCP_ALONE and "save_and_load" not in name]
 
 
 def _dcp(mode: str, files: Sequence[str]) -> Suite:
@@ -99,4 +106,20 @@ SUITES = {
     "dcp-storage": _dcp("storage", WITH_STORAGE),
     "dcp-native": _dcp("native", THROUGH_US),
     "dcp-reader": _dcp("reader", THROUGH_US),
+    "lightning": Suite(
+        source=fetch.lightning,
+        files=[
+            "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+            "tests_pytorch/checkpointing/test_model_checkpoint.py",
+            "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+            "tests_pytorch/plugins/test_async_checkpoint.py",
+            "tests_pytorch/plugins/test_checkpoint_io_plugin.py",
+            "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
+        ],
+        inside="tests.peers.inside_lightning",
+        mode="CkptIO",
+        ports=ARE_DIRECTORIES,
+        packages=("cloudpickle", "jsonargparse"),
+        beside=["tests_pytorch"],
+    ),
 }
