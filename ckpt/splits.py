@@ -51,7 +51,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Each coordinate of ``over`` holds the boxes that are listed for it, as pairs of offset and shape; each is a block of memory of its own.
+    """Each coordinate of ``over`` holds the boxes that are listed for it, as pairs of offset and shape, each with memory of its own.
 
     The layout of a ``ShardedTensor`` that is cut along several dimensions. Must be the only split.
     """

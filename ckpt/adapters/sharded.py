@@ -54,10 +54,7 @@ def from_sharded_tensor(tensor: Any, said: str) -> Sharded:
     mine = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in tensor.local_shards()}
     cut = [d for d in range(len(shape)) if any(s.shard_sizes[d] != shape[d] for s in shards)]
     if len(cut) > 1 or not shape or len(set(holders)) < len(holders):
-        held = tuple(
-            tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s, at in zip(shards, holders, strict=True) if at == rank)
-            for rank in ranks
-        )
+        held = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)
         layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", held),))
         blocks = tuple(mine[offset] for offset, _ in held[tensor._process_group.rank()])
         return Sharded(blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)

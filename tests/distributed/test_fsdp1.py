@@ -230,10 +230,12 @@ def in_boxes(path: str) -> list[list[float]]:
     for tensor in into:
         ckpt.load(path, {"w": tensor})
     wanted = [made(columns, whole), made(quarters, whole)]
-    return [
-        torch.cat([a.tensor.flatten() - b.tensor.flatten() for a, b in zip(x.local_shards(), y.local_shards(), strict=True)]).tolist()
-        for x, y in zip(into, wanted, strict=True)
-    ]
+    return [difference(a, b) for a, b in zip(into, wanted, strict=True)]
+
+
+def difference(one: Any, other: Any) -> list[float]:
+    pairs = zip(one.local_shards(), other.local_shards(), strict=True)
+    return torch.cat([(a.tensor - b.tensor).flatten() for a, b in pairs]).tolist()
 
 
 def test_sharded_tensors_of_any_boxes(ranks: Ranks, tmp_path: Path) -> None:

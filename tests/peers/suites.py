@@ -20,6 +20,7 @@ TO_CPU: Ports = (
     (r"cuda:(?:\d|\{[^}]*\})", "cpu"),
     (r"(device=|device_type=|init_device_mesh\(\s*)\"cuda\"", r'\1"cpu"'),
     (r"cpu:gloo,cuda:nccl", "gloo"),
+    (r"device=(?:self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
 )
 
 
@@ -105,7 +106,7 @@ def _dcp(mode: str, files: Sequence[str]) -> Suite:
 SUITES = {
     "dcp-storage": _dcp("storage", WITH_STORAGE),
     "dcp-native": _dcp("native", THROUGH_US),
-    "dcp-reader": _dcp("reader", THROUGH_US),
+    "dcp-reader": _dcp("reader", [name for name in THROUGH_US if "fs" not in name]),
     "lightning": Suite(
         source=fetch.lightning,
         files=[
