@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .errors import LayoutError
 from .geometry import Box, IntArray, ceil_cuts, flat_to_boxes, merge_cuts
 from .mesh import Mesh
-from .splits import Flat, Interval, Split, part_of, split_from_json
+from .splits import Boxes, Flat, Interval, Split, given_cuts, part_of, split_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,12 @@ class TensorLayout:
         over = [s.over for s in self.splits] + [name for name, _ in self.at]
         for name in over:
             self.mesh.axis(name)
-        if len(set(over)) != len(over):
-            raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
         if any(isinstance(s, Flat) for s in self.splits[:-1]):
             raise LayoutError("Flat must be the last split")
+        if len(self.splits) > 1 and any(isinstance(s, Boxes) for s in self.splits):
+            raise LayoutError("Boxes must be the only split")
+        if len(set(over)) != len(over) and not self._is_flat_at():
+            raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
         for name, allowed in self.at:
             size = self.mesh.size(name)
             if not allowed or len(set(allowed)) != len(allowed) or not all(0 <= i < size for i in allowed):
@@ -77,6 +79,18 @@ class TensorLayout:
     @property
     def is_flat(self) -> bool:
         return bool(self.splits) and isinstance(self.splits[-1], Flat)
+
+    @property
+    def boxes(self) -> Boxes | None:
+        """The split, if boxes are listed."""
+        return self.splits[0] if self.splits and isinstance(self.splits[0], Boxes) else None
+
+    def _is_flat_at(self) -> bool:
+        """Whether ``at`` names the coordinates of a single flat split whose given ranges are empty at all others."""
+        sizes = self.splits[0].sizes if len(self.splits) == 1 and isinstance(self.splits[0], Flat) else None
+        if sizes is None or len(self.at) != 1 or self.at[0][0] != self.splits[0].over:
+            return False
+        return not any(size for i, size in enumerate(sizes) if i not in self.at[0][1])
 
     def _submesh(self) -> npt.NDArray[np.int64]:
         """The mesh's ranks, restricted by ``at``."""
@@ -164,7 +178,7 @@ def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
     table: dict[tuple[int, ...], tuple[Interval, ...]] = {(): ((0, size),)}
     used: list[int] = []
     for split in layout.splits:
-        if isinstance(split, Flat):
+        if isinstance(split, Flat | Boxes):
             continue
         if not -ndim <= split.dim < ndim:
             raise LayoutError(f"{split} does not fit a tensor of {ndim} dimensions")
@@ -185,6 +199,9 @@ def _pieces(layout: TensorLayout, shape: tuple[int, ...], rank: int) -> list[Pie
     where = layout.coordinate(rank)
     if where is None:
         return []
+    if layout.boxes is not None:
+        held = layout.boxes.held[where[layout.mesh.axis(layout.boxes.over)]]
+        return [Piece(Box(offset, size), Box((0,) * len(size), size)) for offset, size in held]
     pieces = _product_pieces([axis.intervals(where) for axis in _axes(layout, shape)])
     return _flat_pieces(layout, pieces, where) if layout.is_flat else pieces
 
@@ -204,8 +221,10 @@ def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
 
 
 def _flat_range(layout: TensorLayout, numel: int, where: tuple[int, ...]) -> Interval:
-    axis = layout.mesh.axis(layout.splits[-1].over)
-    cuts = ceil_cuts(numel, layout.mesh.sizes[axis])
+    split = layout.splits[-1]
+    axis = layout.mesh.axis(split.over)
+    given = split.sizes if isinstance(split, Flat) else None
+    cuts = ceil_cuts(numel, layout.mesh.sizes[axis]) if given is None else given_cuts(given, numel, layout.mesh.sizes[axis])
     return cuts[where[axis]], cuts[where[axis] + 1]
 
 
@@ -231,7 +250,7 @@ def _flat_pieces(layout: TensorLayout, block: list[Piece], where: tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
-    if layout.is_flat:
+    if layout.is_flat or layout.boxes is not None:
         return _flat_tiling(layout, shape)
     axes = _axes(layout, shape)
     array = layout._submesh()

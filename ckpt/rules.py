@@ -15,7 +15,7 @@ from .layout import TensorLayout
 from .mesh import Mesh
 from .numbered import Numbered
 from .placements import PLACEMENTS, GlobalShape, OnMesh, Padded, Placement, Stage, Uneven
-from .splits import Flat, Interleaved, Shard, Split
+from .splits import Boxes, Flat, Interleaved, Shard, Split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +214,7 @@ def _dim(dim: int, ndim: int, said_by: object) -> int:
 
 def _shifted(split: Split, dim: int, ndim: int) -> Split:
     """The same split of a tensor that has got a new dimension ``dim``."""
-    if isinstance(split, Flat):
+    if isinstance(split, Flat | Boxes):
         raise LayoutError("a stacked tensor cannot be Flat")
     old = split.dim % (ndim - 1)
     new = old + 1 if old >= dim else old
@@ -240,7 +240,7 @@ def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local
     shape = list(local)
     # Splits are undone from the last to the first: given sizes are those of what the splits before left.
     for split in reversed(layout.splits):
-        assert not isinstance(split, Flat)
+        assert not isinstance(split, Flat | Boxes)
         dim = _dim(split.dim, len(local), split)
         if isinstance(split, Shard) and split.sizes is not None:
             shape[dim] = sum(split.sizes)

@@ -40,12 +40,24 @@ class Interleaved:
 @dataclass(frozen=True, slots=True)
 class Flat:
     """What earlier splits left is flattened (row-major) and cut into contiguous ranges of ``ceil(numel / n)`` elements; the last
-    may be shorter or empty.
+    may be shorter or empty. Or into ranges of the given ``sizes``, any of which may be empty.
 
     The layout of ZeRO and of FSDP1. Must come last; a rank's memory is one-dimensional.
     """
 
     over: str
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Each coordinate of ``over`` holds the boxes that are listed for it, as pairs of offset and shape, each with memory of its own.
+
+    The layout of a ``ShardedTensor`` that is cut along several dimensions. Must be the only split.
+    """
+
+    over: str
+    held: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +65,21 @@ class Replicate:
     """No split: every rank of the mesh holds the whole tensor."""
 
 
-Split = Shard | Interleaved | Flat
+Split = Shard | Interleaved | Flat | Boxes
 
 
 def split_from_json(data: Any) -> Split:
     kind, *args = data
-    fields: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
+    fields: list[Any] = [_tuples(a) for a in args]
     if kind == "Shard":
         return Shard(*fields)
+    if kind == "Boxes":
+        return Boxes(*fields)
     return Interleaved(*fields) if kind == "Interleaved" else Flat(*fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def part_of(split: Shard | Interleaved, held: tuple[Interval, ...], parts: int, index: int) -> tuple[Interval, ...]:

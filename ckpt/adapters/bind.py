@@ -20,13 +20,15 @@ from ckpt.rules import Layout
 from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
-from .binding import Binder, Binding, Setter, inline_only
+from .binding import Binder, Binding, Setter, has_tensors, inline_only
+from .fsdp1 import reshard
 from .modules import copies_of, tensors_of
-from .optimizers import names_in
+from .optimizers import ParamNames, names_in
 from .per_rank import Compound, PerRank
 from .place import Placer, own_name
 from .placements import Placements
 from .refill import is_stateful, refill
+from .stateful import StatefulObject
 from .survey import survey
 
 
@@ -62,7 +64,7 @@ def _no_setter(value: object) -> None:
 
 
 class _Walk(Binder):
-    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: Mapping[int, str], *, cast: bool) -> None:
+    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, placer, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
         self._own: dict[str, torch.Tensor] = {}
@@ -71,7 +73,7 @@ class _Walk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, torch.Tensor):
+        if isinstance(target, torch.Tensor):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
@@ -134,17 +136,41 @@ class _Walk(Binder):
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )
+        before = len(self.found.misfits)
+        if parts.flat:
+            self.found.create.append(lambda: reshard(module))
+        for name, part in parts.flat.items():
+            self.tensor(join(path, name), part)
         for name, tensor in parts.tensors.items():
             self.tensor(join(path, name), tensor)
+        for number in range(before, len(self.found.misfits)):
+            self.resizes(number, path, parts.owners)
         for name in parts.extra:
             said = join(path, name)
             if self.selection.wants(said):
                 self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
 
+    def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
+        """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
+        text = self.found.misfits[number]
+        owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
+        if owner is None or ": shape " not in text:
+            return
+        for method in ("_load_from_state_dict", "load_state_dict"):
+            if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
+                self.found.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
+                return
+
     def stateful(self, target: Any, node: Node, path: str) -> None:
         below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
-        if self.selection.wants(path) or any(map(self.selection.wants, below)):
-            self.decoded(node, path, target.load_state_dict, template=target.state_dict())
+        if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
+            return
+        if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
+            self.found.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
+        template, before = target.state_dict(), len(self.found.apply)
+        self.decoded(node, path, target.load_state_dict, template=template)
+        if len(self.found.apply) > before and not _tensor_names(node) and not has_tensors(template):
+            self.found.objects.append(StatefulObject(path=path, target=target, take=self.found.apply.pop(), old=template))
 
     def per_rank(self, target: PerRank, path: str) -> None:
         if not self.selection.wants(path):

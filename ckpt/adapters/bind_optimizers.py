@@ -14,10 +14,12 @@ from ckpt import tree
 from ckpt.catalog import TensorEntry
 from ckpt.tree import MISSING, Node, join
 
+from .bind_flat import FlatState
 from .binding import Binder, Setter, inline_only, real_device, real_like
 from .collect import stored_param_name
 from .dtensor import DTensor
-from .optimizers import on_host, params_of, set_options, state_path
+from .fsdp1 import FlatPart
+from .optimizers import ParamNames, on_host, params_of, set_options, state_path
 from .tensors import torch_dtype
 
 
@@ -28,11 +30,13 @@ class _Param:
 
     states: MutableMapping[Any, Any]
     param: torch.Tensor
+    """The optimizer's own: for what FSDP version 1 flattened, the flat one."""
     name: str
     stored: str
     prefix: str
     host: bool
     whole: bool
+    part: FlatPart | None = None
 
     def said(self, key: str) -> str:
         return f"{self.prefix}.{self.name}.{key}"
@@ -44,13 +48,14 @@ class _Param:
 class OptimizerBinder:
     """Binds the optimizers of one state. ``names`` are those of the parameters of its modules, by ``id``."""
 
-    def __init__(self, binder: Binder, names: Mapping[int, str]) -> None:
+    def __init__(self, binder: Binder, names: ParamNames) -> None:
         self.binder = binder
         self.names = names
         self.placer = binder.placer
         self.selection = binder.selection
         self.found = binder.found
         self._by_param: dict[str, dict[str, dict[str, TensorEntry]]] = {}
+        self._flat: dict[tuple[int, str], FlatState] = {}
 
     def bind(self, optimizer: Optimizer, node: Node, path: str) -> None:
         prefix, groups_path = state_path(path), join(path, "param_groups")
@@ -62,12 +67,14 @@ class OptimizerBinder:
             self.found.values.append(groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
             wanted = []
-            for name, param in named:
+            for name, placed in named:
+                part = placed if isinstance(placed, FlatPart) else None
+                param = placed.owner if isinstance(placed, FlatPart) else placed
                 whole = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
                 if not whole and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue
-                stored = stored_param_name(self.placer, name, param)
-                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), whole)
+                stored = stored_param_name(self.placer, name, placed)
+                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), whole, part)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
                 if whole:
                     wanted.append(stored)
@@ -112,6 +119,8 @@ class OptimizerBinder:
 
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
+        if owner.part is not None and not owner.part.count:
+            return  # ranks that have elements of it have its state
         now = owner.states.get(owner.param, {})
         tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
         there = self.states_below(owner.prefix).get(owner.stored, {})
@@ -119,7 +128,9 @@ class OptimizerBinder:
         for key in dict.fromkeys([*now, *there, *stored]):
             if not owner.whole and not self.selection.wants(owner.said(key)):
                 continue
-            if key in tensors and (key in there or key not in stored):
+            if owner.part is not None and (key in there or (key in tensors and key not in stored)):
+                self.flat_state(owner, owner.part, key, now.get(key) if key in tensors else None, there.get(key))
+            elif key in tensors and (key in there or key not in stored):
                 self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), now[key], owner.param, owner.name, owner.prefix))
             elif key in there:
                 self.create_state(owner, key, there[key])
@@ -139,6 +150,14 @@ class OptimizerBinder:
         self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), new, owner.param, owner.name, owner.prefix))
         put = _state_setter(owner, key)
         self.found.apply.append(lambda: put(new))
+
+    def flat_state(self, owner: _Param, part: FlatPart, key: str, now: torch.Tensor | None, entry: TensorEntry | None) -> None:
+        flat = self._flat.get((id(owner.param), key))
+        if flat is None:
+            flat = self._flat[id(owner.param), key] = FlatState(states=owner.states, owner=owner.param, key=key, now=now)
+            self.found.apply.append(flat.apply)
+        said = owner.said(key)
+        self.binder.target(said, self.placer.add(said, flat.target(said, part, entry, host=owner.host)))
 
     def lies_like(self, owner: _Param, entry: TensorEntry) -> bool:
         """Whether a stored tensor of a parameter's state has an element for each of the parameter, so that it lies as that does."""

@@ -24,6 +24,8 @@ from .memory import raw_view
 from .optimizers import decode_inline
 from .place import Placer
 from .refill import like
+from .sharded import Sharded, is_sharded_tensor
+from .stateful import StatefulObject
 from .tensors import Held, LocalTensor, torch_dtype
 
 Setter = Callable[[Any], None]
@@ -43,6 +45,8 @@ class Binding:
     cast: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     values: list[str] = field(default_factory=list)
+    objects: list[StatefulObject] = field(default_factory=list)
+    """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
     create: list[Callable[[], None]] = field(default_factory=list)
     apply: list[Callable[[], None]] = field(default_factory=list)
 
@@ -83,13 +87,13 @@ class Binder:
             return
         self.found.apply.append(lambda: put(tree.decode(node, inline_only)))
 
-    def tensor(self, said: str, tensor: torch.Tensor) -> None:
+    def tensor(self, said: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
         if self.selection.only and not self.selection.wants(said):
             return
         local = self.placer.add(said, tensor)
         self.target(said, local)
-        if tensor.is_meta:
+        if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
     def target(self, said: str, local: LocalTensor) -> None:
@@ -232,6 +236,11 @@ def real_device(tensor: torch.Tensor) -> str | torch.device:
 
 def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(tensor.detach(), dtype=dtype, device=real_device(tensor))
+
+
+def has_tensors(value: object) -> bool:
+    """Whether a state, as ``state_dict()`` gives it, has tensors in it."""
+    return bool(_tensors_in(value, ""))
 
 
 def _tensors_in(value: object, path: str) -> list[tuple[str, torch.Tensor]]:

@@ -14,8 +14,9 @@ from ckpt.rules import Layout
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
 from .dtensor import DTensor
+from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
-from .optimizers import check_keys, encode_options, names_in, params_of, state_path
+from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import Compound, PerRank
 from .place import Placer
 from .placements import Placements
@@ -144,7 +145,7 @@ def _without_memory(tensor: torch.Tensor) -> bool:
 class _Walk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, found: Collected, names: dict[int, str], parts: dict[int, ModuleTensors]) -> None:
+    def __init__(self, found: Collected, names: ParamNames, parts: dict[int, ModuleTensors]) -> None:
         self.found = found
         self.names = names
         self.parts = parts
@@ -203,6 +204,7 @@ class _Walk:
             raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         placer = self.found.placer
+        placer.stepped.update(placer.add(join(path, name), part).info.name for name, part in parts.flat.items())
         for name, tensor in parts.tensors.items():
             stored = placer.add(join(path, name), tensor).info.name
             (placer.stepped if isinstance(tensor, torch.nn.Parameter) else placer.forwarded).add(stored)
@@ -220,7 +222,10 @@ class _Walk:
         param_groups = []
         for group, named in zip(optimizer.param_groups, groups, strict=True):
             for name, param in named:
-                rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix)
+                if isinstance(param, FlatPart):
+                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}")
+                else:
+                    rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix)
                 if rest:
                     values[self.param_name(name, param)] = rest
             stored = list(dict.fromkeys(self.param_name(name, param) for name, param in named))
@@ -238,13 +243,24 @@ class _Walk:
                 rest[key] = encode(value, said, self.leaf)
         return rest
 
-    def param_name(self, name: str, param: torch.Tensor) -> str:
+    def flat_state(self, state: dict[str, object], part: FlatPart, said: str) -> dict[str, Node]:
+        """The same for a parameter in a flat one; ranks that have none of its elements have none of its state."""
+        rest = {}
+        for key, value in state.items() if part.count else ():
+            at = f"{said}.{key}"
+            if isinstance(value, torch.Tensor):
+                self.found.placer.stepped.add(self.found.placer.add(at, part.state(value, at)).info.name)
+            else:
+                rest[key] = encode(value, at, self.leaf)
+        return rest
+
+    def param_name(self, name: str, param: torch.Tensor | FlatPart) -> str:
         return stored_param_name(self.found.placer, name, param)
 
 
-def stored_param_name(placer: Placer, name: str, param: torch.Tensor) -> str:
+def stored_param_name(placer: Placer, name: str, param: torch.Tensor | FlatPart) -> str:
     """The name under which a parameter is stored: a layout may renumber it."""
-    if placer.layout is None or isinstance(param, DTensor):
+    if placer.layout is None or isinstance(param, (DTensor, FlatPart)):
         return name
     return placer.layout.place(name, tuple(param.shape), placer.rank).name
 

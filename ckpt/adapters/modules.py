@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .fsdp1 import FlatPart, flat_parts, is_wrapped, own_tensors
 from .tensors import local_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -15,9 +16,11 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 @dataclass(eq=False, slots=True)
 class ModuleTensors:
-    """``tensors`` by name (parameters themselves, not detached copies), and ``extra`` states of submodules by name."""
+    """``tensors`` by name (parameters themselves, not detached copies), and ``extra`` states of submodules by name. ``flat`` are the
+    parameters that FSDP version 1 keeps in flat ones."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    flat: dict[str, FlatPart] = field(default_factory=dict)
     extra: dict[str, object] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     """Submodule of each tensor or extra state."""
@@ -43,8 +46,10 @@ def clean_name(name: str) -> str:
 
 def tensors_of(module: nn.Module) -> ModuleTensors:
     """Everything that ``module.state_dict()`` would have, without copying."""
-    found = ModuleTensors()
     module = unwrap(module)
+    if is_wrapped(module):
+        return _of_flat(module)
+    found = ModuleTensors()
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
@@ -55,6 +60,28 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
             found.tensors[name] = value
         else:
             found.extra[name] = value
+    return found
+
+
+def _of_flat(module: nn.Module) -> ModuleTensors:
+    """The same where FSDP version 1 wraps it or a part of it: its ``state_dict`` would gather everything."""
+    found = ModuleTensors()
+    of_module: dict[int, dict[str, FlatPart]] = {}
+    for (number, attribute), part in flat_parts(module).items():
+        of_module.setdefault(number, {})[attribute] = part
+    for path, owner in module.named_modules(remove_duplicate=False):
+        start = f"{clean_name(path)}." if clean_name(path) else ""
+        parts = of_module.get(id(owner), {})
+        found.flat |= {start + attribute: part for attribute, part in parts.items()}
+        for key, value in own_tensors(owner):
+            if key in parts:
+                continue  # FSDP shows the parameter, or what it gathered of it
+            name = clean_name(start + key)
+            found.owners[name] = owner
+            if isinstance(value, torch.Tensor) and key != "_extra_state":
+                found.tensors[name] = value
+            else:
+                found.extra[name] = value
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,27 +12,36 @@ from torch.optim import Optimizer
 from ckpt.errors import ShapeError, StateError
 from ckpt.tree import Node, encode, join
 
+from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
 
-ParamNames = Mapping[int, str]
-"""``id(parameter)`` → name in the state."""
+
+@dataclass(eq=False, slots=True)
+class ParamNames:
+    """``whole``: ``id(parameter)`` → name in the state. ``flat``: what FSDP version 1 has in one parameter of an optimizer, by that one's
+    ``id``: each part once, with its first name."""
+
+    whole: dict[int, str] = field(default_factory=dict)
+    flat: dict[int, dict[int, tuple[str, FlatPart]]] = field(default_factory=dict)
 
 
-def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> dict[int, str]:
+def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> ParamNames:
     """Names of all parameters of a state's modules; their tensors are left in ``parts`` by id of the module. A tied parameter has its
     first name."""
-    names: dict[int, str] = {}
+    names = ParamNames()
     for path, module in modules:
         found = tensors_of(module)
         if parts is not None:
             parts[id(module)] = found
         for name, tensor in found.tensors.items():
-            names.setdefault(id(tensor), f"{path}.{name}" if path else name)
+            names.whole.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        for name, part in found.flat.items():
+            names.flat.setdefault(id(part.owner), {}).setdefault(id(part), (f"{path}.{name}" if path else name, part))
     return names
 
 
-def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[tuple[str, torch.Tensor]]]:
-    """Name and parameter of every parameter, by group.
+def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[tuple[str, torch.Tensor | FlatPart]]]:
+    """Name and parameter of every parameter, by group; those of a flat parameter one by one.
 
     Raises:
         StateError: a parameter has no name: its module is not in the state, and the optimizer was not built from named parameters.
@@ -39,9 +49,12 @@ def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[t
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [None] * len(group["params"])
-        named = []
+        named: list[tuple[str, torch.Tensor | FlatPart]] = []
         for position, (param, own) in enumerate(zip(group["params"], given, strict=True)):
-            name = names.get(id(param), own)
+            if id(param) in names.flat:
+                named += names.flat[id(param)].values()
+                continue
+            name = names.whole.get(id(param), own)
             if name is None:
                 raise StateError(
                     f"parameter {position} of group {index} (shape {tuple(param.shape)}) has no name",

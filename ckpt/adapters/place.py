@@ -11,12 +11,14 @@ import torch
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
+from ckpt.plan.ownership import Global
 from ckpt.rules import Layout, Placed
 from ckpt.splits import Shard
 
 from .dtensor import DTensor
 from .meshes import widened
 from .placements import Placement, Placements, alive_of, key_of, memory_of
+from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
 from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 
@@ -58,13 +60,29 @@ class Placer:
         """Place of this rank among those that take part: what a checkpoint knows it by."""
         return self.ranks.index(self.rank)
 
-    def add(self, said: str, tensor: torch.Tensor) -> LocalTensor:
-        """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, or replicated."""
+    def add(self, said: str, tensor: torch.Tensor | Sharded) -> LocalTensor:
+        """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, replicated, or a part whose
+        place is known from where it comes."""
+        if isinstance(tensor, Sharded):
+            return self._add_sharded(said, tensor)
         key = key_of(tensor)
+        if key is None and is_sharded_tensor(tensor):
+            return self._add_sharded(said, from_sharded_tensor(tensor, said))
         known = self.placements.known.get(said)
         if known is not None and known.key == key:
             return self._recall(said, tensor, known)
         return self._remembered(self._place(said, tensor), tensor, key, tensor)
+
+    def _add_sharded(self, said: str, part: Sharded) -> LocalTensor:
+        placed = Placed(name=said, shape=part.shape, layout=part.layout)
+        if part.blocks:
+            info = Global(said, dtype_of(part.memory, said), part.shape, part.layout)
+            boxes = (piece.box for piece in part.layout.pieces(part.shape, self.rank))
+            local = LocalTensor(info, [Held(box, block) for box, block in zip(boxes, part.blocks, strict=True)], said)
+        else:
+            local = from_placed(said, placed, part.memory, self.rank)
+        self._unproven.add(local.info.name)
+        return self._register(local, part.memory, part.memory)
 
     def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, DTensor):
@@ -104,8 +122,12 @@ class Placer:
 
     def add_own(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
-        if isinstance(tensor, DTensor):
-            raise StateError("a DTensor in a PerRank value", where=f"tensor {said}", hint="put it into the state itself, outside PerRank")
+        if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
+            raise StateError(
+                f"a {type(tensor).__name__} in a PerRank value",
+                where=f"tensor {said}",
+                hint="put it into the state itself, outside PerRank",
+            )
         name = own_name(said, self.position)
         local = replace_said(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), said)
         self.own.add(name)

@@ -19,6 +19,7 @@ from ckpt import tree
 from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
+from ckpt.adapters.stateful import take_all
 from ckpt.catalog import Catalog, identity
 from ckpt.errors import (
     CkptError,
@@ -316,8 +317,9 @@ class _Load:
         """Every rank: give memory to what has none, and fill it, with what other ranks read for it too."""
         assert self.binding is not None and self.catalog is not None
         options = self.options
+        self.ask()
         self.reader = Reader(catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.beat, spans=options.spans)
-        self.touched = bool(self.binding.create)
+        self.touched = bool(self.binding.create or self.binding.objects)
         run_each(self.binding.create)
         if self.sharing is not None and names["refused"] is not None:
             self.carrier = self.divide(self.sharing, names)
@@ -346,6 +348,14 @@ class _Load:
         self.reader.fetch.verified += reader.fetch.verified
         return self.apply()
 
+    def ask(self) -> None:
+        """Let the objects of the state take theirs before any tensor changes."""
+        assert self.binding is not None
+        refusal = take_all(self.binding.objects)
+        if refusal is not None:
+            self.touched = not refusal.undone
+            raise _refused(refusal.error, f"{refusal.path} in {self.call.url}") from refusal.error
+
     def divide(self, sharing: Sharing, names: Row) -> Carrier:
         """Every rank: find what it reads for others, and they for it."""
         assert self.reader is not None
@@ -366,11 +376,7 @@ class _Load:
         except CkptError:
             raise
         except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
-            raise CkptError(
-                f"an object of the state did not take its loaded value: {type(err).__name__}: {err}",
-                where=self.call.url,
-                hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
-            ) from err
+            raise _refused(err, self.call.url) from err
         return {}
 
 
@@ -382,6 +388,14 @@ def handed_out_wrong(rows: dict[int, Row]) -> list[tuple[str, int]]:
 def stored_name(job: Job) -> str:
     """The tensor whose bytes are loaded."""
     return job.entry.alias or job.entry.name
+
+
+def _refused(err: Exception, where: str) -> CkptError:
+    return CkptError(
+        f"an object of the state did not take its loaded value: {type(err).__name__}: {err}",
+        where=where,
+        hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
+    )
 
 
 def renamed(binding: Binding, selection: Selection) -> dict[str, str]:

@@ -30,8 +30,9 @@ from ckpt.engine.leader import Leader, Tables
 from ckpt.engine.plan import plan_given
 from ckpt.engine.sources import Source
 from ckpt.engine.writer import Alive, RankWriter
-from ckpt.errors import LayoutError, StateError, UsageError
+from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.codecs import CODECS
+from ckpt.formats.native.writer import committed_id
 from ckpt.geometry import Box
 from ckpt.group import Group, Row
 from ckpt.io_backends.registry import open_backend
@@ -55,20 +56,34 @@ class _Place:
 class Writer(StorageWriter):
     """A ``StorageWriter`` that writes a ckpt checkpoint. For ``dcp.save`` and ``dcp.async_save``, one save at a time.
 
-    The planner must not cache plans (``enable_plan_caching``): an old plan would name the files of an old save.
-
     Args:
         url: path or URL of the checkpoint; by default the ``checkpoint_id`` that DCP is given.
         codec: as for :func:`ckpt.save`.
         threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
+        overwrite: whether a checkpoint that is there is replaced; ``ConflictError`` on all ranks, before anything is written, if not.
+        others: further arguments of ``FileSystemWriter``. ``thread_count`` is ``threads``; the rest may only have the values that say what
+            this does anyway.
+
+    Raises:
+        UsageError: an argument of ``FileSystemWriter`` asks for what this does not do, or there is no such argument.
     """
 
-    def __init__(self, url: str | None = None, *, codec: Literal["zstd", "planes-zstd"] | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        codec: Literal["zstd", "planes-zstd"] | None = None,
+        threads: int | None = None,
+        overwrite: bool = True,
+        **others: Any,
+    ) -> None:
         if codec is not None and codec not in CODECS:
             raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
-        self.checkpoint_id = url
+        self.checkpoint_id = None if url is None else os.fspath(url)
         self.codec = codec
-        self.threads = settings.threads(threads)
+        self.threads = settings.threads(_threads(threads, others))
+        self.overwrite = overwrite
+        _check_others(others)
         self._leader: Leader | None = None
         self._id = ""
 
@@ -94,12 +109,12 @@ class Writer(StorageWriter):
         self._leader = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _refuse_cached([plan])
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: everything will be there, once; nothing is written if not."""
-        _refuse_cached(plans)
+        self._check_overwrite()
+        plans = _whole(plans)
         found = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
         found.check()
         group = Group(0, tuple(range(len(plans))))
@@ -107,6 +122,10 @@ class Writer(StorageWriter):
         joined = Joined(tensors=dict(found.tensors), owned=dict(found.owned), aliases={})
         self._id = self._leader.start(Tables((), joined, {}))
         return [replace(plan, storage_data=_Place(id=self._id, position=i)) for i, plan in enumerate(plans)]
+
+    def _check_overwrite(self) -> None:
+        if not self.overwrite and committed_id(open_backend(self.url)) is not None:
+            raise ConflictError("Checkpoint already exists and overwrite=False", where=self.url, hint="save to another URL")
 
     # ---- writing
 
@@ -152,11 +171,47 @@ class Writer(StorageWriter):
         self._leader.remove_older(self._id)
 
 
-def _refuse_cached(plans: Iterable[SavePlan]) -> None:
-    if not all(plan.usable for plan in plans):
+_ONLY: dict[str, tuple[Any, str]] = {
+    "single_file_per_rank": (True, "each rank writes as few files as it can"),
+    "sync_files": (True, "a checkpoint is committed when every byte is durable"),
+    "per_thread_copy_ahead": (10_000_000, "memory is copied in batches of its own"),
+    "cache_staged_state_dict": (False, "dcp.async_save stages; ckpt.save_async keeps its staging memory between saves"),
+    "serialization_format": ("torch_save", "data files are safetensors files"),
+    "_extensions": (None, "codec= compresses"),
+}
+"""Arguments of ``FileSystemWriter``: the value that is no different from leaving it out, and what this does."""
+
+
+def _threads(threads: int | None, others: dict[str, Any]) -> int | None:
+    count = others.pop("thread_count", None)
+    if threads is not None and count is not None:
+        raise UsageError("threads and thread_count are the same: give one of them")
+    return count if threads is None else threads
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _ONLY:
+            raise UsageError(f"Writer has no argument {name!r}", hint=f"those of FileSystemWriter that it takes: {', '.join(_ONLY)}")
+        only, why = _ONLY[name]
+        if getattr(value, "value", value) != only:
+            raise UsageError(f"{name}={value!r} is not possible: {why}", hint=f"leave {name} out")
+
+
+def _whole(plans: list[SavePlan]) -> list[SavePlan]:
+    """All plans, also those that a planner which caches them did not give again, since they are as in its last save.
+
+    DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out again.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    caches: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
+    fitting = [c for c in caches.values() if len(c) == len(plans) and all(p is q or not p.usable for p, q in zip(plans, c, strict=True))]
+    if len(fitting) != 1:
         raise UsageError(
-            "cached plans cannot be used: they name the files of an older save", hint="DefaultSavePlanner() without plan caching"
+            f"{len(fitting)} kinds of planner have cached plans that may be meant", hint="enable_plan_caching=True with one kind of planner"
         )
+    return fitting[0]
 
 
 def _given(items: Sequence[WriteItem], position: int) -> Iterable[Given]:

@@ -9,10 +9,11 @@ interface: ``lightning.fabric.plugins.io.checkpoint_io``, 2.6.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -31,6 +32,36 @@ from .reading import read_state
 
 with needed("lightning", "lightning"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+Loadable = TypeVar("Loadable")
+
+
+def load_from_checkpoint(
+    cls: type[Loadable],
+    url: str | os.PathLike[str],
+    map_location: str | torch.device | None = None,
+    hparams_file: str | os.PathLike[str] | None = None,
+    strict: bool | None = None,  # noqa: FBT001  as in Lightning
+    **arguments: Any,
+) -> Loadable:
+    """``cls.load_from_checkpoint(url)`` for a checkpoint of :class:`CkptIO`: Lightning opens a path itself and takes it for a file.
+
+    The dict that was saved is handed to Lightning in memory, as a file that it can read: for that moment it is there twice.
+
+    Args:
+        cls: a ``LightningModule`` or ``LightningDataModule``.
+        map_location, hparams_file, strict, arguments: as for ``cls.load_from_checkpoint``.
+
+    Raises:
+        CkptError: there is no checkpoint, or it is damaged.
+    """
+    file = io.BytesIO()
+    torch.save(read_state(os.fspath(url)), file)
+    file.seek(0)
+    loaded: Loadable = cls.load_from_checkpoint(  # type: ignore[attr-defined]
+        file, map_location=map_location, hparams_file=hparams_file, strict=strict, weights_only=False, **arguments
+    )
+    return loaded
 
 
 class CkptIO(CheckpointIO):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,12 @@ import numpy as np
 import torch
 
 from ckpt.adapters.per_rank import PerRank
+from ckpt.api import load
 from ckpt.api import open as open_view
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StateError, UsageError
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.registry import open_backend
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
 
 from .agreed import agreed_latest
@@ -48,6 +52,7 @@ class CheckpointCallback(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         """While the trainer trains."""
         self._folder: str | None = None
+        self._url: str | None = None
         self._step: int | None = None
         self._saved: int | None = None
         self._rng: Any = None
@@ -105,17 +110,39 @@ class CheckpointCallback(TrainerCallback):
     # ---- going on
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """In place of ``Trainer.train``. A path goes to the trainer as it is; ``False`` starts from the beginning."""
+        """In place of ``Trainer.train``. The URL of a checkpoint of ckpt: from there; another path goes to the trainer as it is. ``False``
+        starts from the beginning, ``True`` does not.
+
+        Raises:
+            UsageError: ``True``, and there is no checkpoint.
+        """
         _check(self.trainer)
         options = self.options if self.policy is None else {"save": self.policy, **self.options}
         with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
             self._saved = None
-            self._step = agreed_latest(self.checkpointer) if resume_from_checkpoint in (None, True) else None
-            self._folder = folder if self._step is not None else None
-            if self._step is not None:
-                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self.checkpointer.steps()[-1].url))
+            self._url = self._from(resume_from_checkpoint)
+            self._folder = folder if self._url is not None else None
+            if self._url is not None:
+                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self._url))
             given = self._folder or resume_from_checkpoint or None
             return self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
+
+    def _from(self, given: Any) -> str | None:
+        """The checkpoint to go on from, if it is one of ckpt; ``_step`` is its step if it is in the root."""
+        assert self.checkpointer is not None
+        self._step = None
+        if given is None or given is True:
+            self._step = agreed_latest(self.checkpointer)
+            if self._step is None and given:
+                hint = "resume_from_checkpoint=None goes on if there is one, and starts from the beginning if not"
+                raise UsageError(f"no valid checkpoint found in {self.root}", hint=hint)
+            return None if self._step is None else self.checkpointer.steps()[-1].url
+        if not given or committed_id(open_backend(os.fspath(given))) is None:
+            return None
+        url = os.fspath(given)
+        own = (s.number for s in self.checkpointer.steps() if open_backend(s.url).url == open_backend(url).url)
+        self._step = next(own, None)
+        return url
 
     def load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """In place of ``Trainer._load_from_checkpoint``: the model is loaded with the optimizer, when both are where they will be."""
@@ -127,9 +154,12 @@ class CheckpointCallback(TrainerCallback):
         if checkpoint is None or checkpoint != self._folder:
             self._own["_load_optimizer_and_scheduler"](checkpoint)
             return
-        assert self.checkpointer is not None
+        assert self.checkpointer is not None and self._url is not None
         state = self.state()
-        self.checkpointer.restore(state, step=self._step)
+        if self._step is None:  # of another run
+            load(self._url, state)
+        else:
+            self.checkpointer.restore(state, step=self._step)
         self._rng = state["rng"].value
 
     def load_rng_state(self, checkpoint: str | None) -> None:
@@ -156,10 +186,11 @@ def use(
         options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``capture``...
 
     Raises:
-        UsageError: the trainer uses something that this does not go with; ``train`` raises it.
+        UsageError: the trainer uses something that this does not go with.
     """
     limit = trainer.args.save_total_limit
     options["keep"] = keep if keep is not None else Latest(limit) if limit else All()
+    _check(trainer)
     made = CheckpointCallback(trainer, root, save, options)
     trainer.add_callback(made)
     return made

@@ -94,7 +94,10 @@ class _Blocks:
 
 @lru_cache(maxsize=2048)
 def _blocks(layout: TensorLayout, shape: tuple[int, ...]) -> _Blocks | None:
-    """None where there are no blocks to speak of: an empty tensor, a scalar, or interleaved parts, of which a rank holds several."""
+    """None where there are no blocks to speak of: an empty tensor, a scalar, interleaved parts, of which a rank holds several, or ranges
+    of given sizes."""
+    if layout.is_flat and getattr(layout.splits[-1], "sizes", None) is not None:
+        return None
     if not layout.is_flat or math.prod(shape) == 0 or not shape or not all(isinstance(s, Shard) for s in layout.splits[:-1]):
         return None
     tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)

@@ -116,6 +116,9 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
         "layout= says which parts of larger tensors plain ones are (docs/layouts.md)": any(
             _may_be_part(mine, stored) or ranks > 1 for stored, mine in shapes
         ),
+        "give the module the stored shape first: module.load_state_dict({name: ckpt.open(url)[path].read(), ...})": any(
+            "of its own, which is not called" in text for text in texts
+        ),
         "wrap a value in ckpt.PerRank on both sides or on neither": any("a PerRank" in text for text in texts),
     }
     given = [way for way, helps in ways.items() if helps]

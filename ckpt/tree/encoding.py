@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import enum
+import io
 import math
+import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -203,6 +205,12 @@ def _way_out(value: Any) -> str:
             return f"only {plain.__name__} itself is stored, not its subclasses: store {plain.__name__}(value)"
     if isinstance(value, (bytearray, memoryview)):
         return "store bytes(value)"
+    if isinstance(value, io.BytesIO):
+        return "store value.getvalue()"
+    if isinstance(value, os.PathLike):
+        return "store os.fspath(value)"
+    if isinstance(value, (slice, range)):
+        return "store (value.start, value.stop, value.step)"
     return (
         "make it a tensor or a JSON value, give the object state_dict and load_state_dict, "
         "or save what each rank needs of it as plain values in ckpt.PerRank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -91,7 +92,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "generator": (torch.Generator(), "PerRank"),
     "module class": (nn.Linear, "make it a tensor"),
     "date": (datetime.date(2020, 1, 1), "make it a tensor"),
-    "path": (Path("x"), "make it a tensor"),
+    "path": (Path("x"), "os.fspath(value)"),
+    "bytes in a file": (io.BytesIO(b"x"), "value.getvalue()"),
+    "slice": (slice(1, 2), "value.start"),
+    "range": (range(3), "value.start"),
     "enum": (Colour.RED, ".value"),
     "namedtuple": (Pair(1, 2), "_asdict"),
     "bytearray": (bytearray(b"x"), "bytes(value)"),
@@ -560,3 +564,87 @@ def test_looking_at_the_values_of_each_rank(url: str) -> None:
     for path, rank in (("own", 2), ("other", 0)):
         with pytest.raises(NotFoundError, match=f"rank {rank} saved no PerRank value '{path}'"):
             view.per_rank(path, rank)
+
+
+class Counts:
+    """An object that refuses some states."""
+
+    def __init__(self, count: int, most: int = 10) -> None:
+        self.count, self.most = count, most
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+        if self.count > self.most:
+            raise ValueError("too many")
+
+
+def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(url: str) -> None:
+    """The tensors, and the object that was asked before it."""
+    ckpt.save(url, {"w": torch.ones(3), "first": Counts(5), "second": Counts(7), "n": 1})
+    state = {"w": torch.zeros(3), "first": Counts(1), "second": Counts(2, most=3), "n": 0}
+    with pytest.raises(ckpt.CkptError, match="too many; nothing in the state was changed") as caught:
+        ckpt.load(url, state)
+    assert "second" in str(caught.value)
+    assert [state["w"].tolist(), state["first"].count, state["second"].count, state["n"]] == [[0, 0, 0], 1, 2, 0]
+
+
+def test_a_scaler_that_was_not_enabled(url: str) -> None:
+    """torch refuses its state when it is enabled; the other way round it takes any."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ckpt.save(url, {"w": torch.ones(3), "scaler": scaler})
+    state = {"w": torch.zeros(3), "scaler": torch.amp.GradScaler("cpu", enabled=True)}
+    with pytest.raises(MismatchError, match="scaler: of a GradScaler that was not enabled"):
+        ckpt.load(url, state)
+    assert state["w"].tolist() == [0, 0, 0]
+    ckpt.load(url, state, only="w")
+    ckpt.load(url, {"w": torch.zeros(3), "scaler": scaler})
+
+
+class Grows(nn.Module):
+    """A module that gives a buffer the shape that it is to be loaded with."""
+
+    seen: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(float(size)))
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = torch.empty_like(state_dict["seen"])
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_a_module_that_resizes_its_buffers_is_named_with_a_way_out(url: str) -> None:
+    ckpt.save(url, {"model": Grows(4)})
+    model = Grows(0)
+    with pytest.raises(ckpt.errors.ShapeError, match="Grows has a load_state_dict of its own") as caught:
+        ckpt.load(url, {"model": model})
+    assert "ckpt.open(url)" in str(caught.value)
+    model.load_state_dict({"seen": ckpt.open(url)["model.seen"].read()})
+    ckpt.load(url, {"model": model})
+    assert model.seen.tolist() == [0, 1, 2, 3]
+
+
+def test_adapters_and_their_optimizer_alone(url: str) -> None:
+    """Low-rank adapters: the trained parameters by name, and an optimizer that knows these names."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        model[0].requires_grad_(False)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(trained.items())
+        return model, optimizer, {"adapters": trained, "optimizer": optimizer}
+
+    model, optimizer, state = made(1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    ckpt.save(url, state)
+    assert sorted(ckpt.open(url)) == ["adapters.1.weight", *(f"optimizer.state.1.weight.{k}" for k in ("exp_avg", "exp_avg_sq", "step"))]
+    other, _, into = made(2)
+    ckpt.load(url, into)
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert not torch.equal(other[0].weight, model[0].weight)

@@ -79,6 +79,42 @@ def test_a_trainer_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert newest.metrics["loss"] == json.loads(ckpt.open(newest.url).state()["trainer"])["log_history"][-1]["loss"]
 
 
+OLDER = """
+import ckpt
+from hf_trainer import train
+from ckpt.integrations.transformers import use
+def losses(trainer, after):
+    return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e and e["step"] > after}
+trainer = train(f"{runs}/a", epochs=1)  # 6 steps
+straight = losses(trainer, 5)
+trainer.train(resume_from_checkpoint=f"{runs}/a/step-00000005")
+told = [straight, losses(trainer, 5)]
+use(trainer, f"{runs}/b")
+trainer.train(resume_from_checkpoint=f"{runs}/a/step-00000005")  # of another run
+told += [losses(trainer, 5)]
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        told.append(f"{type(error).__name__}: {error}")
+use(trainer, f"{runs}/nothing")
+refused(lambda: trainer.train(resume_from_checkpoint=True))
+for name in ("load_best_model_at_end", "save_only_model"):
+    setattr(trainer.args, name, True)
+    refused(lambda: use(trainer, f"{runs}/c"))
+    setattr(trainer.args, name, False)
+"""
+
+
+def test_a_trainer_goes_on_from_the_step_that_is_named(tmp_path: Path) -> None:
+    straight, again, elsewhere, *errors = run(tmp_path, OLDER)
+    assert list(straight) == ["6"]
+    assert straight == again == elsewhere
+    assert all(text.startswith("UsageError: ") for text in errors)
+    for text, words in zip(errors, ("no valid checkpoint found in", "load_best_model_at_end", "save_only_model"), strict=True):
+        assert words in text
+
+
 @pytest.mark.slow
 def test_two_ranks_that_were_stopped_go_on(tmp_path: Path) -> None:
     same_runs(tmp_path, run(tmp_path, TRAINER, launcher=TWO_RANKS))
@@ -113,10 +149,18 @@ def test_two_ranks_with_fsdp_that_were_stopped_go_on(tmp_path: Path) -> None:
 LIGHTNING = """
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning_fit import fit
+from lightning_fit import Model, fit
 from ckpt.errors import StateError, UsageError
-from ckpt.integrations.lightning import CkptIO
+from ckpt.integrations.lightning import CkptIO, load_from_checkpoint
 straight = fit(f"{runs}/a", epochs=4)
+loaded = load_from_checkpoint(Model, f"{runs}/a/last.ckpt", map_location="cpu")
+assert loaded.hparams.width == 16
+assert all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), loaded.state_dict().values(), strict=True))
+try:
+    load_from_checkpoint(Model, f"{runs}/a/last.ckpt", width=8)
+    raise AssertionError("another width was taken")
+except RuntimeError as error:
+    assert "size mismatch" in str(error)
 first = fit(f"{runs}/b", epochs=2, background=True)
 second = fit(f"{runs}/b", epochs=4)
 same = all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), second.state_dict().values(), strict=True))

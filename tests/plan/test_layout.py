@@ -386,3 +386,21 @@ def test_uneven_strided_shards_that_fsdp_would_not_make_are_refused() -> None:
         for part in local.parts:
             assert np.array_equal(part.memory.numpy(), array[part.box.slices])
     assert refused == [6, 7]
+
+
+def test_flat_ranges_of_given_sizes() -> None:
+    """A tensor inside of a flat parameter: the range of one rank may be empty, and state that only the others have says so."""
+    mesh = Mesh.of({"dp": 3})
+    layout = TensorLayout(mesh, (Flat("dp", (4, 0, 2)),))
+    assert [[p.box for p in layout.pieces((2, 3), rank)] for rank in range(3)] == [
+        [Box((0, 0), (1, 3)), Box((1, 0), (1, 1))],
+        [],
+        [Box((1, 1), (1, 2))],
+    ]
+    assert [layout.local_shape((2, 3), rank) for rank in range(3)] == [(4,), (0,), (2,)]
+    assert TensorLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    assert TensorLayout(mesh, layout.splits, (("dp", (0, 2)),)).ranks() == {0, 2}
+    with pytest.raises(LayoutError, match="used twice"):
+        TensorLayout(mesh, layout.splits, (("dp", (0, 1)),))
+    with pytest.raises(LayoutError, match="add up to 7"):
+        layout.pieces((7,), 0)

@@ -1,0 +1,245 @@
+"""FSDP version 1: flat parameters are stored as the parameters that they are made of, without a gather, and load into any layout."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.engine.verify import verify
+from tests.distributed.gathered import Full, differences, full_state, spoil
+from tests.distributed.models import LEARNING_RATE, Model, Trained, fsdp, loss_of, mesh_of, trained, whole_model
+from tests.distributed.ranks import Ranks
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def flat(model: Model, *, orig: bool, strategy: str = "FULL_SHARD", mesh: Any = None) -> nn.Module:
+    """The blocks, and what is around them, each in a flat parameter."""
+    options = {
+        "use_orig_params": orig,
+        "sharding_strategy": ShardingStrategy[strategy],
+        "device_id": torch.device("cpu"),
+        "device_mesh": mesh,
+    }
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def one_group(model: nn.Module) -> Trained:
+    """A flat parameter can only be in one group."""
+    which = trained(model)
+    which.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.8, 0.95))
+
+    def step() -> None:
+        loss_of(model).backward()
+        which.optimizer.step()
+        which.optimizer.zero_grad()
+
+    which.train = step
+    return which
+
+
+def hybrid(model: Model, *, orig: bool) -> nn.Module:
+    return flat(model, orig=orig, strategy="HYBRID_SHARD", mesh=mesh_of(copies=2, dp=2))
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[Model], nn.Module]]] = {
+    "flat2": (2, lambda m: flat(m, orig=False)),
+    "flat3": (3, lambda m: flat(m, orig=False)),
+    "orig2": (2, lambda m: flat(m, orig=True)),
+    "orig3": (3, lambda m: flat(m, orig=True)),
+    "grad-op2": (2, lambda m: flat(m, orig=True, strategy="SHARD_GRAD_OP")),
+    "no-shard2": (2, lambda m: flat(m, orig=True, strategy="NO_SHARD")),
+    "no-shard-flat2": (2, lambda m: flat(m, orig=False, strategy="NO_SHARD")),
+    "hybrid4": (4, lambda m: hybrid(m, orig=True)),
+    "hybrid-flat4": (4, lambda m: hybrid(m, orig=False)),
+    "fsdp2": (2, lambda m: fsdp(m, mesh_of(dp=2))),
+    "ddp2": (2, DistributedDataParallel),
+    "plain": (1, lambda m: m),
+}
+
+
+def build(layout: str, seed: int, *, tied: bool = False) -> Trained:
+    return one_group(LAYOUTS[layout][1](whole_model(seed, tied=tied)))
+
+
+def gathered(which: Trained) -> Full:
+    """All of it as torch gathers it, by ckpt's names."""
+    if not isinstance(which.model, FullyShardedDataParallel):
+        return full_state(which)
+    model, optimizer = get_state_dict(which.model, which.optimizer, options=StateDictOptions(full_state_dict=True))
+    found = {f"model.{name}": value.clone() for name, value in model.items()}
+    for name, values in optimizer["state"].items():
+        found |= {f"optimizer.state.model.{name}.{key}": value.clone() for key, value in values.items()}
+    return found
+
+
+def ruin(which: Trained) -> None:
+    if isinstance(which.model, FullyShardedDataParallel):
+        with torch.no_grad():
+            for tensor in (
+                *which.model.parameters(),
+                *which.model.buffers(),
+                *(t for s in which.optimizer.state.values() for t in s.values()),
+            ):
+                tensor.fill_(77)
+    else:
+        spoil(which)
+
+
+def save(layout: str, url: str, how: str = "save") -> tuple[Full, Full]:
+    """What was saved, and what comes of two more steps."""
+    which = build(layout, 1).steps(2)
+    if how == "save":
+        ckpt.save(url, which.state())
+        before = gathered(which)
+    else:
+        before = gathered(which)
+        handle = ckpt.save_async(url, which.state())
+        which.steps(2)
+        handle.result()
+        return before, gathered(which)
+    return before, gathered(which.steps(2))
+
+
+def load(layout: str, url: str, trained_before: int) -> tuple[Full, Full, list[str]]:
+    which = build(layout, 2).steps(trained_before)
+    if trained_before:
+        loss_of(which.model)  # leaves the root gathered
+        ruin(which)
+    report = ckpt.load(url, which.state())
+    return gathered(which), gathered(which.steps(2)), [*report.missing, *report.unexpected]
+
+
+def goes_on(layouts: list[str], root: str) -> list[str]:
+    """Saves, trains on; loads into a model of another seed, new and trained, and trains on: what differs."""
+    problems = []
+    for layout in layouts:
+        wanted, later = save(layout, f"{root}/{layout}")
+        for trained_before in (0, 2):
+            found, after, names = load(layout, f"{root}/{layout}", trained_before)
+            problems += [f"{layout}: {text}" for text in (*names, *differences(found, wanted), *differences(after, later))]
+    return problems
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    layouts = [name for name, (size, _) in LAYOUTS.items() if size == world and name not in ("fsdp2", "ddp2")]
+    for problems in ranks.run(world, goes_on, layouts, str(tmp_path)):
+        assert problems == []
+    assert all(verify(str(tmp_path / layout)).ok for layout in layouts)
+
+
+PAIRS = [
+    ("flat2", "flat3"),
+    ("flat3", "plain"),
+    ("orig2", "fsdp2"),
+    ("plain", "flat2"),
+    ("fsdp2", "orig3"),
+    ("ddp2", "hybrid-flat4"),
+    ("hybrid4", "orig2"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_into_another_layout(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    wanted, _ = ranks.run(LAYOUTS[before][0], save, before, str(tmp_path / "a"))[0]
+    for found, _, problems in ranks.run(LAYOUTS[after][0], load, after, str(tmp_path / "a"), 0):
+        assert problems == []
+        assert differences(found, wanted) == []
+
+
+def more(root: str) -> dict[str, Any]:
+    """What one run of two ranks tells about the rest."""
+    told: dict[str, Any] = {}
+    before, _ = save("orig2", f"{root}/async", "async")
+    told["async"] = differences(load("orig2", f"{root}/async", 0)[0], before)
+    which = build("flat2", 1, tied=True).steps(2)
+    ckpt.save(f"{root}/tied", which.state())
+    again = build("flat2", 2, tied=True)
+    ckpt.load(f"{root}/tied", again.state())
+    told["tied"] = differences(gathered(again), gathered(which))
+    which.steps(1)
+    with FullyShardedDataParallel.summon_full_params(which.model), pytest.raises(ckpt.CkptError) as caught:
+        ckpt.save(f"{root}/inside", which.state())
+    told["inside"] = str(caught.value)
+    return told
+
+
+def test_in_the_background_tied_and_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks.run(2, more, str(tmp_path)):
+        assert told["async"] == [] and told["tied"] == []
+        assert "summon_full_params" in told["inside"] and "FSDP module" in told["inside"]
+
+
+def sharded_tensors(root: str) -> tuple[Full, list[str], str]:
+    """A state dict of ShardedTensors, saved, and loaded in place into that of a model of another seed."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.fsdp import StateDictType
+
+    which, again = build("flat2", 1).steps(1), build("flat2", 2)
+    states = []
+    for model in (which.model, again.model):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            states.append(model.state_dict())
+    assert any(isinstance(t, ShardedTensor) for t in states[0].values())
+    ckpt.save(f"{root}/s", {"model": states[0]})
+    ckpt.load(f"{root}/s", {"model": states[1]})
+    with FullyShardedDataParallel.state_dict_type(again.model, StateDictType.SHARDED_STATE_DICT):
+        again.model.load_state_dict(states[1])
+    wanted = {n: t for n, t in gathered(which).items() if n.startswith("model.")}
+    return wanted, differences({n: t for n, t in gathered(again).items() if n.startswith("model.")}, wanted), ""
+
+
+def test_sharded_tensors_are_boxes_of_memory(ranks: Ranks, tmp_path: Path) -> None:
+    for wanted, problems, _ in ranks.run(2, sharded_tensors, str(tmp_path)):
+        assert problems == []
+        view = ckpt.open(str(tmp_path / "s"))
+        assert differences({name: view[name].read() for name in view}, wanted) == []
+
+
+def in_boxes(path: str) -> list[list[float]]:
+    """ShardedTensors of any boxes: saved with one cut, loaded with another."""
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    rank = dist.get_rank()
+
+    def made(boxes: list[tuple[int, list[int], list[int]]], whole: torch.Tensor) -> Any:
+        mine = [(o, n) for at, o, n in boxes if at == rank]
+        shards = [Shard.from_tensor_and_offsets(whole[o[0] : o[0] + n[0], o[1] : o[1] + n[1]].clone(), o, rank) for o, n in mine]
+        return init_from_local_shards(shards, list(whole.shape))
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    quarters = [(0, [0, 0], [2, 3]), (1, [0, 3], [2, 3]), (1, [2, 0], [2, 2]), (0, [2, 2], [2, 4])]
+    columns = [(1, [0, 0], [4, 5]), (0, [0, 5], [4, 1])]
+    ckpt.save(path, {"w": made(quarters, whole)})
+    into = [made(columns, torch.zeros(4, 6)), made(quarters, torch.zeros(4, 6))]
+    for tensor in into:
+        ckpt.load(path, {"w": tensor})
+    wanted = [made(columns, whole), made(quarters, whole)]
+    return [difference(a, b) for a, b in zip(into, wanted, strict=True)]
+
+
+def difference(one: Any, other: Any) -> list[float]:
+    pairs = zip(one.local_shards(), other.local_shards(), strict=True)
+    return torch.cat([(a.tensor - b.tensor).flatten() for a, b in pairs]).tolist()
+
+
+def test_sharded_tensors_of_any_boxes(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, in_boxes, str(tmp_path / "a")):
+        assert [set(values) for values in found] == [{0.0}, {0.0}]
+    assert verify(str(tmp_path / "a")).ok
+    assert torch.equal(ckpt.open(str(tmp_path / "a"))["w"].read(), torch.arange(24.0).reshape(4, 6))
