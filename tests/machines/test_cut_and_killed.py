@@ -38,7 +38,11 @@ class Case:
     hosts: tuple[int, ...] = (0, 1, 2)
 
     def __str__(self) -> str:
-        roles = [role for role, at in (("leader", self.hosts[0]), ("store", self.hosts[0] if self.store is None else self.store)) if at == self.host]
+        roles = [
+            role
+            for role, at in (("leader", self.hosts[0]), ("store", self.hosts[0] if self.store is None else self.store))
+            if at == self.host
+        ]
         return f"{self.do}: {self.how} {' and '.join(roles) or 'follower'} at {self.phase}"
 
 
@@ -99,7 +103,11 @@ def test_every_rank_has_its_error_in_time(bed: Bed, tmp_path: Path, case: Case) 
     committed = 1 if case.do == "load" or case.phase in SAVE[:4] else 2 if case.phase == "committed" else None
     version = ckpt.open(url).state()["version"]
     assert version in ((1, 2) if committed is None else (committed,))
-    again = [Task(do="load", url=url, version=version, exchange=True), Task(do="save", url=url, version=3), Task(do="load", url=url, version=3)]
+    again = [
+        Task(do="load", url=url, version=version, exchange=True),
+        Task(do="save", url=url, version=3),
+        Task(do="load", url=url, version=3),
+    ]
     _run(bed, again, tuple(host for host in (0, 1, 2) if host != case.host))
 
 
