@@ -26,8 +26,7 @@ R = TypeVar("R")
 
 IDLE, BETWEEN, LOST = 60, 20, 900
 """Seconds after which, and between which, the kernel asks whether the other end of a connection is there: between two saves nothing else is
-sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection, which ends a
-thread that nobody waits for any more."""
+sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection."""
 
 
 class Store:
@@ -198,7 +197,7 @@ def _serve(requests: SimpleQueue[Any], connect: Connect, sockets: list[socket.so
 # ---------------------------------------------------------------------------------------------------- a part for a group
 
 _connected = threading.Event()
-"""That the connection which was made last is there, or failed. A group's number of its life counts up in the order in which groups are made."""
+"""That the connection which was made last is there, or failed: lives are counted in the order in which groups are made."""
 _connected.set()
 
 

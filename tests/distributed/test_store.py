@@ -186,7 +186,8 @@ if server == 0:
 rank = 0 if (other := os.fork()) else 1
 while not (folder / "port").exists():
     time.sleep(0.01)
-dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False), rank=rank, world_size=2)
+store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 state = {"w": torch.ones(1000)}
 ckpt.save(f"{folder}/one", state, timeout=20)
 dist.barrier()

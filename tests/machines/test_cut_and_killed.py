@@ -1,5 +1,5 @@
-"""Hosts that are cut off or die without a word, at each phase of a save and a load: every rank that is left, and the one that is cut off, has its
-error in time; the checkpoint is the previous one or the new one, whole; and the other hosts go on.
+"""Hosts that are cut off or die without a word, at each phase of a save and a load: every rank that is left, and the one that is cut off, has
+its error in time; the checkpoint is the previous one or the new one, whole; and the other hosts go on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MARGIN = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """At ``phase`` of the leader, rank 0 on host 0, or of another ``rank``, ``how`` (cut or kill) happens to ``host``. ``store``: the host of the
-    process that serves the store and is no rank; None: the leader serves it."""
+    """At ``phase`` of the leader, rank 0 on host 0, or of another ``rank``, ``how`` (cut or kill) happens to ``host``. ``store``: the host of
+    the process that serves the store and is no rank; None: the leader serves it."""
 
     how: str
     host: int
