@@ -24,6 +24,8 @@ from .errors import DeadlineError
 
 R = TypeVar("R")
 
+GRACE = 0.25
+"""Seconds that a call is given beyond its deadline."""
 IDLE, BETWEEN, LOST = 60, 20, 900
 """Seconds after which, and between which, the kernel asks whether the other end of a connection is there: between two saves nothing else is
 sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection."""
@@ -123,7 +125,9 @@ class Connection:
         asked = time.monotonic()
         while (left := max(max(self._answered, began) + timeout, asked + timeout / 4) - time.monotonic()) > 0:
             with suppress(Empty):
-                return reply.get(timeout=left)
+                return reply.get(timeout=min(left, threading.TIMEOUT_MAX))
+        with suppress(Empty):  # this process may have been held up itself, and the answer be there
+            return reply.get(timeout=min(GRACE, timeout / 4))
         self.silent_since = max(self._answered, began)
         for other in list(self._waiting):
             other.put((None, _SilentError()))
@@ -185,7 +189,7 @@ def _serve(requests: SimpleQueue[Any], connect: Connect, sockets: list[socket.so
         try:
             if failed is not None:
                 raise failed
-            answer = call(store), None
+            answer: tuple[Any, BaseException | None] = call(store), None
         except BaseException as err:  # noqa: BLE001  who asked raises it
             answer = None, err
         reply.put(answer)
@@ -279,3 +283,14 @@ def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
+
+
+def _forget_parent() -> None:
+    """A forked child has none of the threads."""
+    global _connected
+    _connected = threading.Event()
+    _connected.set()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

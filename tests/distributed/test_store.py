@@ -100,7 +100,7 @@ def test_the_deadline_counts_from_the_last_answer(server: Server, store: Store) 
     assert within.get("count") == b"1"
     time.sleep(1.0)
     server.stop()
-    assert 0.9 < late(lambda: within.check(["count"]))[0] < 1.5
+    assert 0.9 < late(lambda: within.check(["count"]))[0] < 1.9
 
 
 def test_what_is_sent_is_no_answer(server: Server, store: Store) -> None:
@@ -109,7 +109,7 @@ def test_what_is_sent_is_no_answer(server: Server, store: Store) -> None:
     within.set("a", b"b")
     time.sleep(0.6)
     within.set("a", b"c")
-    assert late(lambda: within.add("count", 1))[0] < 0.8
+    assert late(lambda: within.add("count", 1))[0] < 0.95
 
 
 def test_whoever_waits_behind_a_call_that_is_given_up_is_told(server: Server, store: Store) -> None:
