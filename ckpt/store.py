@@ -91,8 +91,8 @@ _connections: WeakSet[Connection] = WeakSet()
 class Connection:
     """A connection to a store and the thread that makes its calls. ``connect`` is run in that thread."""
 
-    def __init__(self, connect: Connect, host: str | None = None, port: int | None = None) -> None:
-        self.host, self.port = host, port
+    def __init__(self, connect: Connect, address: str, host: str | None) -> None:
+        self.address, self.host = address, host
         self._sockets: list[socket.socket] = []
         self.silent_since: float | None = None
         self._answered = time.monotonic()
@@ -148,17 +148,15 @@ class Connection:
 
     def _unreachable(self) -> DeadlineError:
         assert self.silent_since is not None
-        where = f" at {self.host}:{self.port}" if self.host is not None else ""
         return DeadlineError(
-            f"the job's store{where} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
+            f"the job's store at {self.address} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
             hint="look at the network of this host, and whether the host of the store is up; then start the job again; "
             "`ckpt ls` shows what is committed",
         )
 
     def _gone(self, why: RuntimeError) -> DeadlineError:
-        where = f", at {self.host}:{self.port}" if self.host is not None else ""
         error = DeadlineError(
-            f"the job's store is gone, so the process that serves it (rank 0 or the launcher{where}) probably died",
+            f"the job's store is gone, so the process that serves it (rank 0 or the launcher, at {self.address}) probably died",
             hint="look at the log of rank 0; `ckpt ls` shows what is committed",
         )
         error.__cause__ = why
@@ -227,7 +225,7 @@ def part_of(base: Any, name: str, rank: int) -> Store:
         finally:
             mine.set()
 
-    return Store(Connection(connect, host, port))
+    return Store(Connection(connect, f"{host}:{port}" if host is not None else type(base).__name__, host))
 
 
 def _served_at(store: Any) -> tuple[str | None, int | None]:
