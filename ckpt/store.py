@@ -237,13 +237,13 @@ def _served_at(store: Any) -> tuple[str | None, int | None]:
 
 
 def _cloned(store: Any, port: int | None, sockets: list[socket.socket]) -> Any:
-    before = _descriptors()
+    before = _open_sockets()
     try:
         own = store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
         return store
-    for descriptor in _descriptors() - before:
-        with suppress(OSError):  # another thread's file, which is closed again or no socket
+    for descriptor, _ in _open_sockets() - before:
+        with suppress(OSError):  # another thread's, which is closed again
             sock = _socket_of(descriptor)
             if _leads_to(sock, port):
                 _keep_alive(sock)
@@ -253,11 +253,14 @@ def _cloned(store: Any, port: int | None, sockets: list[socket.socket]) -> Any:
     return own
 
 
-def _descriptors() -> set[int]:
-    try:
-        return {int(name) for name in os.listdir("/proc/self/fd")}
-    except OSError:  # not Linux
-        return set()
+def _open_sockets() -> set[tuple[int, str]]:
+    """Descriptor and identity of each socket of this process."""
+    sockets: set[tuple[int, str]] = set()
+    with suppress(OSError):  # not Linux
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed again
+                sockets.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return {(descriptor, link) for descriptor, link in sockets if link.startswith("socket:")}
 
 
 def _socket_of(descriptor: int) -> socket.socket:

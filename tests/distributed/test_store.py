@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from ckpt.errors import DeadlineError
-from ckpt.store import Store, part_of
+from ckpt.store import LOST, Store, part_of
 from tests.distributed.ranks import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc whether a process has stopped")]
@@ -145,6 +146,13 @@ def test_a_server_that_dies_is_found_at_once() -> None:
     seconds, error = late(lambda: store.check(["count"]))
     assert seconds < 5.0 and not store.silent
     assert "the job's store is gone, so the process that serves it" in str(error) and str(server.port) in str(error)
+
+
+def test_the_kernel_watches_the_connection(server: Server, store: Store) -> None:
+    (own,) = store._connection._sockets
+    assert own.getpeername()[1] == server.port
+    assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST * 1000
 
 
 def test_other_kinds_of_stores(tmp_path: Path) -> None:
