@@ -200,8 +200,8 @@ class _Legacy:
         plain = self._add_optimizer(local)
         first = self.ranks[0]
         more = besides(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
-        chunks = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
-        state, opaque, told = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], chunks)
+        models = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
+        state, opaque, told = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
         state["model"] = {"$tensors": "model"}
         notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *told]
         notes += [f"{key} is not known here, and left out" for key in more.unknown]

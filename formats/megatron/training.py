@@ -73,7 +73,7 @@ def state_node(
             opaque |= own.opaque
         except FormatError as err:  # what one job kept besides is no reason not to read the rest
             told.append(f"{key!r} is left out: {err.message}")
-    made = []
+    made: list[tree.Node] = []
     for number, scaler in scalers:
         held = table.archives[number]
         own = NodeMaker(held.values, _placing(table, number), pickle_bytes=held.pickle_bytes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
@@ -149,3 +150,21 @@ def test_a_copy_of_a_virtual_checkpoint_is_self_contained(tmp_path: Path, step: 
     record = json.loads((tmp_path / "copies" / "virtual" / "checkpoint.json").read_text())
     assert record["id"] == said["id"] and record["features"] == []
     assert run("cp", virtual, copy).exit_code != 0
+
+
+def test_configuration_of_an_export(tmp_path: Path) -> None:
+    """``--config`` gives what lies beside the weights; without it a note says that ``from_pretrained`` needs it."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "tokenizer.json").write_text("{}")
+    ckpt.save(str(tmp_path / "s"), {"model": {"w": torch.ones(3)}})
+    wanted = {"with": ["--config", str(model)], "file": ["--config", str(model / "config.json")], "without": []}
+    files = {"with": {"config.json", "tokenizer.json"}, "file": {"config.json"}, "without": set()}
+    for name, options in wanted.items():
+        done = CliRunner().invoke(cli, ["convert", "--to", "hf", *options, str(tmp_path / "s"), str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+        assert {p.name for p in (tmp_path / name).iterdir()} == files[name] | {"model.safetensors"}
+        assert ("--config PATH" in done.output) == (not options)
+    done = CliRunner().invoke(cli, ["convert", "--to", "torch", "--config", str(model), str(tmp_path / "s"), str(tmp_path / "t.pt")])
+    assert done.exit_code == 2

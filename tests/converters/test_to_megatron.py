@@ -453,7 +453,7 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
     for name, state in sources.items():
         ckpt.save(str(tmp_path / name), {"model": state})
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("plain", {}, "how many attention heads"),
+        ("plain", {"tensor": 2}, "how many attention heads"),
         ("plain", {"tensor": 4, "arguments": heads}, "2 attention heads cannot be divided among 4"),
         (
             "plain",
