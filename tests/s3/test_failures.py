@@ -85,6 +85,7 @@ def test_an_object_whose_last_answer_got_lost(s3_url: str, monkeypatch: pytest.M
     assert list(backend.unfinished()) == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("size", "operation"), [(100, "PutObject"), (11 * MIB, "CompleteMultipartUpload"), (11 * MIB, "UploadPart")])
 def test_what_cannot_be_committed_leaves_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch, size: int, operation: str) -> None:
     """The object may come into being, but the store does not answer any more until it is too late."""
