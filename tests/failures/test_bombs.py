@@ -37,13 +37,17 @@ def copy(directory: Path) -> Copy:
     return Copy.of(directory, f"memory://{directory.parent.name}")
 
 
-@pytest.fixture
-def little_memory() -> Iterator[None]:
-    """Memory grows by no more than 300 MB, or MemoryError is raised."""
+def leave(nbytes: int) -> None:
+    """Memory grows by no more than so many bytes, or MemoryError is raised."""
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 300_000_000, before[1]))
+    leave(300_000_000)
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -165,8 +169,9 @@ def test_sparse_files(directory: Path, name: str) -> None:
 
 def test_a_state_that_takes_more_memory_than_there_is(copy: Copy, request: pytest.FixtureRequest) -> None:
     """No damage: nobody is to go on from an older step for it."""
-    copy.set_state(b'{"state":[' + b"[]," * 5_000_000 + b'[]],"ranks":{}}')
+    copy.set_state(b'{"state":[' + b"[]," * 1_000_000 + b'[]],"ranks":{}}')
     request.getfixturevalue("little_memory")
+    leave(40_000_000)
     refused(copy.url, FormatError, match="takes more memory than there is")
 
 
