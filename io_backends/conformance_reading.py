@@ -109,6 +109,19 @@ class ReadingRows:
         backend.read_into("a", 3, numbers)
         assert buffer == BYTES[3:99]
 
+    def test_read_whole(self, backend: Backend) -> None:
+        """All bytes, or an error where there are more than the caller takes; ``evict`` changes nothing that is read."""
+        put(backend, "d/a", BYTES)
+        backend.evict("d/a")
+        backend.evict("d/a", 3, 5)
+        backend.evict("absent")
+        assert backend.read_whole("d/a", len(BYTES)) == BYTES
+        with pytest.raises(CorruptError, match=f"has {len(BYTES):,} bytes; at most {len(BYTES) - 1:,} are read"):
+            backend.read_whole("d/a", len(BYTES) - 1)
+        for path in ("absent", "d"):
+            with pytest.raises(NotFoundError):
+                backend.read_whole(path, 10)
+
     def test_refuses_buffers_it_cannot_fill(self, backend: Backend) -> None:
         put(backend, "a", BYTES)
         with pytest.raises(UsageError):

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TypeVar
 
-from ckpt.errors import AccessError, CkptError, CorruptError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import AccessError, CkptError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -54,6 +54,8 @@ def storage_errors(where: str, doing: str, *, reading: bool = False) -> Iterator
         yield
     except CkptError:  # ours are OSErrors too
         raise
+    except UnicodeEncodeError as err:
+        raise UsageError(f"cannot {doing}: the name cannot be written: {err}", where=ascii(where), hint="check the URL") from err
     except OSError as err:
         raise _mapped(err, where, doing, reading=reading) from err
 

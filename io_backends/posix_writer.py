@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -108,7 +108,8 @@ class PosixWriter(Writer):
 
     def _close(self) -> None:
         """Close everything. What fails is no news: either all is durable, or the file is removed."""
-        for close in (self._direct.close, *self._closes):
+        closes: list[Callable[[], object]] = [self._direct.close, *self._closes]
+        for close in closes:
             with suppress(OSError):
                 close()
 

@@ -86,7 +86,7 @@ def test_bytes_that_differ_each_time_are_not_read_for_ever(tmp_path: Path) -> No
     always = Flip(str(file), file.stat().st_size - 1, times=1000)
     with wrap_backends(always.wrap), pytest.raises(CorruptError, match="is damaged: digest"):
         ckpt.load(str(tmp_path / "c"), {"w": torch.zeros(100_000, dtype=torch.int64)})
-    assert always.happened == 2 and always.evicted == [str(file)]  # the same twice: that is what is stored
+    assert always.happened == 2 and always.evicted.count(str(file)) == 1  # the same twice: that is what is stored
 
 
 # --------------------------------------------------------------------------------------------------- whoever reads chunks

@@ -103,6 +103,8 @@ class FaultProxy:
         self.schedule = schedule
         self.injected: Counter[str] = Counter()
         self.requests = 0
+        self.flip: str | None = None
+        """One bit flips in the middle of the next answer to a GET of an object whose path ends so."""
         self.errors: list[BaseException] = []
         """What went wrong in the proxy itself: empty, or the test says nothing."""
         self.closing = threading.Event()
@@ -123,6 +125,17 @@ class FaultProxy:
             if kind is not None:
                 self.injected[kind] += 1
             return kind
+
+    def flipped(self, method: str, path: str, body: bytes) -> bytes:
+        """The body, or with one bit flipped."""
+        with self._lock:
+            if self.flip is None or method != "GET" or not body or not path.partition("?")[0].endswith(self.flip):
+                return body
+            self.flip = None
+            self.injected["flip"] += 1
+        spoilt = bytearray(body)
+        spoilt[len(body) // 2] ^= 8
+        return bytes(spoilt)
 
     @contextmanager
     def calm(self) -> Iterator[None]:
@@ -188,6 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "repeat":
             self._ask(body, cut=False)
         answer = self._ask(body, cut=kind == "cut_request")
+        if answer is not None:
+            answer = answer[0], proxy.flipped(self.command, self.path, answer[1])
         if answer is None or kind in ("lose_answer", "cut_request"):
             self._reset()
         elif kind == "hide_answer":

@@ -148,3 +148,18 @@ def test_the_endpoint_is_the_proxy(proxy: FaultProxy, s3_url: str) -> None:
     with proxy.calm():
         assert open_backend(s3_url).children() == []
     assert proxy.requests > before
+
+
+def test_no_restore_goes_back_a_step_for_a_flipped_bit(proxy: FaultProxy, s3_url: str) -> None:
+    """In each kind of file: what is stored is right."""
+    proxy.schedule = None
+    run = f"{s3_url}/run"
+    for number in (1, 2):
+        ckpt.save(f"{run}/step-{number}", state_of(number))
+    kinds = ("checkpoint.json", "tensors.arrow", "grids.arrow", "files.arrow", "state.json", ".safetensors")
+    for round_, kind in enumerate(kinds * 2):
+        target = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in state_of(2).items()}
+        proxy.flip = kind
+        with ckpt.Checkpointer(run) as checkpointer:
+            assert checkpointer.restore(target) == 2, kind
+        assert number_of(target) == 2 and proxy.injected["flip"] == round_ + 1
