@@ -171,4 +171,4 @@ class RankFailedError(GroupError):
 
 
 class DeadlineError(GroupError, TimeoutError):
-    """A rank died or hangs: nothing was heard of it within the deadline."""
+    """A rank died or hangs: nothing was heard of it within the deadline. Or the job's store is gone, or has not answered within it."""

@@ -2,11 +2,13 @@
 
 A store's call blocks for as long as the network says nothing, which may be for ever. So one thread of each connection makes the calls, in
 order, and whoever asked waits for it no longer than the deadline. Invariant: a connection on which a call did not come back is not used any
-more; all later calls fail at once. Its thread is a daemon, so it does not keep the process from ending, however long its call takes.
+more; all later calls fail at once. It is shut, where its socket is known, so that the thread ends: one that comes back from a call of torch
+while the interpreter ends would abort the process. The thread is a daemon, so it does not keep the process from ending in any case.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -15,17 +17,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from . import settings
 from .errors import DeadlineError
 
 R = TypeVar("R")
 
+GRACE = 0.25
+"""Seconds that a call is given beyond its deadline."""
 IDLE, BETWEEN, LOST = 60, 20, 900
 """Seconds after which, and between which, the kernel asks whether the other end of a connection is there: between two saves nothing else is
-sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection, which ends a
-thread that nobody waits for any more."""
+sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection."""
 
 
 class Store:
@@ -79,17 +82,26 @@ class Store:
         return self._connection.ask(call, self._began, self._timeout, answered=answered)
 
 
+Connect = Callable[[list[socket.socket]], Any]
+"""Makes a connection to a store; what it knows of its socket, it appends, for others to close."""
+
+_connections: WeakSet[Connection] = WeakSet()
+
+
 class Connection:
     """A connection to a store and the thread that makes its calls. ``connect`` is run in that thread."""
 
-    def __init__(self, connect: Callable[[], Any], host: str | None = None, port: int | None = None) -> None:
-        self.host, self.port = host, port
+    def __init__(self, connect: Connect, address: str, host: str | None) -> None:
+        self.address, self.host = address, host
+        self._sockets: list[socket.socket] = []
         self.silent_since: float | None = None
         self._answered = time.monotonic()
         self._waiting: set[SimpleQueue[Any]] = set()
         self._requests: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._requests, connect), name="ckpt-store", daemon=True).start()
+        self._thread = threading.Thread(target=_serve, args=(self._requests, connect, self._sockets), name="ckpt-store", daemon=True)
+        self._thread.start()
         finalize(self, self._requests.put, None).atexit = False  # programs may save when they end
+        _connections.add(self)
 
     def ask(self, call: Callable[[Any], R], began: float, timeout: float, *, answered: bool) -> R:
         """``answered``: whether the store has answered once ``call`` comes back."""
@@ -113,27 +125,38 @@ class Connection:
         asked = time.monotonic()
         while (left := max(max(self._answered, began) + timeout, asked + timeout / 4) - time.monotonic()) > 0:
             with suppress(Empty):
-                return reply.get(timeout=left)
+                return reply.get(timeout=min(left, threading.TIMEOUT_MAX))
+        with suppress(Empty):  # this process may have been held up itself, and the answer be there
+            return reply.get(timeout=min(GRACE, timeout / 4))
         self.silent_since = max(self._answered, began)
         for other in list(self._waiting):
             other.put((None, _SilentError()))
+        for sock in self._sockets:
+            with suppress(OSError):  # it is closed already
+                sock.shutdown(socket.SHUT_RDWR)
         return reply.get()
+
+    def rest(self, seconds: float) -> None:
+        """Wait for a moment until the thread is in no call."""
+        reply: SimpleQueue[Any] = SimpleQueue()
+        if self._thread.is_alive():
+            self._requests.put((reply, lambda store: None))
+            with suppress(Empty):
+                reply.get(timeout=seconds)
 
     # ---- errors
 
     def _unreachable(self) -> DeadlineError:
         assert self.silent_since is not None
-        where = f" at {self.host}:{self.port}" if self.host is not None else ""
         return DeadlineError(
-            f"the job's store{where} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
+            f"the job's store at {self.address} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
             hint="look at the network of this host, and whether the host of the store is up; then start the job again; "
             "`ckpt ls` shows what is committed",
         )
 
     def _gone(self, why: RuntimeError) -> DeadlineError:
-        where = f", at {self.host}:{self.port}" if self.host is not None else ""
         error = DeadlineError(
-            f"the job's store is gone, so the process that serves it (rank 0 or the launcher{where}) probably died",
+            f"the job's store is gone, so the process that serves it (rank 0 or the launcher, at {self.address}) probably died",
             hint="look at the log of rank 0; `ckpt ls` shows what is committed",
         )
         error.__cause__ = why
@@ -144,12 +167,18 @@ class _SilentError(Exception):
     """What those get that wait for a connection when it is given up."""
 
 
-def _serve(requests: SimpleQueue[Any], connect: Callable[[], Any]) -> None:
+@atexit.register
+def _rest() -> None:
+    for connection in list(_connections):
+        connection.rest(1.0)
+
+
+def _serve(requests: SimpleQueue[Any], connect: Connect, sockets: list[socket.socket]) -> None:
     """The thread. It refers to no :class:`Connection`, so that one that is not used any more goes away, and the thread with it."""
     store: Any = None
     failed: BaseException | None = None
     try:
-        store = connect()
+        store = connect(sockets)
     except BaseException as err:  # noqa: BLE001  every call raises it
         failed = err
     del connect
@@ -158,17 +187,19 @@ def _serve(requests: SimpleQueue[Any], connect: Callable[[], Any]) -> None:
         try:
             if failed is not None:
                 raise failed
-            answer = call(store), None
+            answer: tuple[Any, BaseException | None] = call(store), None
         except BaseException as err:  # noqa: BLE001  who asked raises it
             answer = None, err
         reply.put(answer)
         del request, reply, call, answer
+    for sock in sockets:
+        sock.close()
 
 
 # ---------------------------------------------------------------------------------------------------- a part for a group
 
 _connected = threading.Event()
-"""That the connection which was made last is there, or failed. A group's number of its life counts up in the order in which groups are made."""
+"""That the connection which was made last is there, or failed: lives are counted in the order in which groups are made."""
 _connected.set()
 
 
@@ -183,17 +214,18 @@ def part_of(base: Any, name: str, rank: int) -> Store:
     before, _connected = _connected, threading.Event()
     host, port = _served_at(base)
 
-    def connect(mine: threading.Event = _connected) -> Any:
+    def connect(sockets: list[socket.socket], mine: threading.Event = _connected) -> Any:
         from torch.distributed.distributed_c10d import PrefixStore
 
         before.wait()
         try:
-            life = base.add(f"ckpt/{name}/life/{rank}", 1)
-            return PrefixStore(f"ckpt/{name}/{life}", _cloned(base, port))
+            own = _cloned(base, port, sockets)
+            life = own.add(f"ckpt/{name}/life/{rank}", 1)
+            return PrefixStore(f"ckpt/{name}/{life}", own)
         finally:
             mine.set()
 
-    return Store(Connection(connect, host, port))
+    return Store(Connection(connect, f"{host}:{port}" if host is not None else type(base).__name__, host))
 
 
 def _served_at(store: Any) -> tuple[str | None, int | None]:
@@ -204,36 +236,62 @@ def _served_at(store: Any) -> tuple[str | None, int | None]:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else (None, None)
 
 
-def _cloned(store: Any, port: int | None) -> Any:
-    before = _descriptors()
+def _cloned(store: Any, port: int | None, sockets: list[socket.socket]) -> Any:
+    before = _open_sockets()
     try:
         own = store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
         return store
-    for descriptor in _descriptors() - before:
-        with suppress(OSError):  # another thread's file, which is closed again or no socket
-            _keep_alive(descriptor, port)
+    for descriptor, _ in _open_sockets() - before:
+        with suppress(OSError):  # another thread's, which is closed again
+            sock = _socket_of(descriptor)
+            if _leads_to(sock, port):
+                _keep_alive(sock)
+                sockets.append(sock)
+            else:
+                sock.close()
     return own
 
 
-def _descriptors() -> set[int]:
-    try:
-        return {int(name) for name in os.listdir("/proc/self/fd")}
-    except OSError:  # not Linux
-        return set()
+def _open_sockets() -> set[tuple[int, str]]:
+    """Descriptor and identity of each socket of this process."""
+    sockets: set[tuple[int, str]] = set()
+    with suppress(OSError):  # not Linux
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed again
+                sockets.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return {(descriptor, link) for descriptor, link in sockets if link.startswith("socket:")}
 
 
-def _keep_alive(descriptor: int, port: int | None) -> None:
-    """If this is a connection to ``port``: have the kernel find out that its other end is gone."""
+def _socket_of(descriptor: int) -> socket.socket:
     own = os.dup(descriptor)
     try:
-        sock = socket.socket(fileno=own)
+        return socket.socket(fileno=own)
     except OSError:
         os.close(own)
         raise
-    with sock:
-        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
+
+
+def _leads_to(sock: socket.socket, port: int | None) -> bool:
+    with suppress(OSError):  # it is not connected
+        return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
+    return False
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the kernel find out that the other end is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
+
+
+def _forget_parent() -> None:
+    """A forked child has none of the threads."""
+    global _connected
+    _connected = threading.Event()
+    _connected.set()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

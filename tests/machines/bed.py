@@ -1,13 +1,13 @@
 """Several machines on one: each host is a set of Linux namespaces (network, hostname, processes, mounts, shared memory) with an /etc/hosts,
-a boot id and network cards of its own; a bridge for each network joins them. All hosts see the same files otherwise, as with shared storage.
+a boot id and network cards of its own; a bridge for each network joins them. All hosts see the same files, as with shared storage.
 
     with Bed([Host("h0"), Host("h1"), Host("h2")], folder) as bed:
         job = Job(bed, work.run, [...], hosts=(0, 1, 2))      # jobs.py: ranks, with torch.distributed over the bed's network
         bed.cut(1)                                            # silently: what is sent is lost
         bed.kill(2)                                           # cut, and SIGKILL for everything that runs there
 
-A situation that is not here yet is a ``Host`` with other cards, routes or /etc/hosts: see test_addresses.py. Nothing outlives the process that
-made the bed: a host ends when its standard input is closed, and its namespaces with it.
+A situation that is not here yet is a ``Host`` with other cards, routes or /etc/hosts: see test_addresses.py. Nothing outlives the process
+that made the bed: a host ends when its standard input is closed, and its namespaces with it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """``hosts``: the lines of /etc/hosts after that of localhost; by default every host of the bed at its first card's address. ``route``: the
-    card of the default route, or None for no such route."""
+    """``hosts``: the lines of /etc/hosts after that of localhost; by default every host of the bed at its first card's address. ``route``:
+    the card of the default route, or None for no such route."""
 
     name: str
     cards: tuple[Card, ...] = (Card(),)
@@ -95,7 +95,9 @@ class Bed:
         _ip(running, "link set lo up")
         for card in host.cards:
             port = _port(card, i)
-            _ip(running, f"link add {card.name} type veth peer name {port} netns {self._switch.pid}")
+            # an address of its own that stays: the others remember it when the host is started again
+            mac = ":".join(f"{int(x):02x}" for x in ["2", *card.network.split("."), "0", str(i + 1)])
+            _ip(running, f"link add {card.name} address {mac} type veth peer name {port} netns {self._switch.pid}")
             _ip(running, f"addr add {card.network}.{i + 1}/24 dev {card.name}", f"link set {card.name} up")
             _ip(self._switch, f"link set {port} up")
         if host.route is not None:

@@ -1,7 +1,7 @@
 """Jobs on a bed: one process for each rank, in the namespaces of its host, with torch.distributed over gloo.
 
-Ranks are forked from a server that has imported torch once (tests/distributed/ranks.py). What a rank's function returns or raises comes back as
-a file, with the time: the clock ``time.monotonic`` is the same on all hosts.
+Ranks are forked from a server that has imported torch once (tests/distributed/ranks.py). What a rank's function returns or raises comes
+back as a file, with the time: the clock ``time.monotonic`` is the same on all hosts.
 """
 
 from __future__ import annotations

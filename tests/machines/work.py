@@ -14,6 +14,7 @@ import torch
 
 import ckpt
 from ckpt import Flat, GlobalShape, Layout, Replicate, Shard
+from ckpt.policies import OnPreemption
 
 PHASES = ("begin", "write", "written", "commit", "committed", "match", "read", "exchange")
 """Of a save: before its begin, before the data are written, when they are; on the leader before index and record are written, and after.
@@ -36,6 +37,19 @@ class Task:
 def run(tasks: list[Task]) -> list[str]:
     """Do all; gives a text for each that says what came out."""
     return [_do(task) for task in tasks]
+
+
+def train(root: str, timeout: float, seconds: float) -> int:
+    """Steps of training for so many seconds, with a policy for which ranks talk to each other all the time; then a save."""
+    state = {"same": torch.ones(1000)}
+    with ckpt.Checkpointer(root, save=OnPreemption(), timeout=timeout) as checkpointer:
+        end, step = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            step += 1
+            checkpointer.step(step, state)
+            time.sleep(0.05)
+        checkpointer.save(step, state)
+    return step
 
 
 def _do(task: Task) -> str:
