@@ -308,7 +308,6 @@ class Exchange:
         waiting = {*(r for r, views in self.outgoing.items() if not views.idle), *self.incoming}
         if self._full():
             waiting -= {*self.queue} - {*self.incoming}  # it is their turn later
-        self._look_for_failures(now)
         silent = [r for r in waiting if now - self.moved[r] >= self.port.timeout]
         if silent:
             tried = "; ".join(f"rank {r} at {dial}" for r in silent if (dial := self.dialer.dials.get(r)) is not None)
@@ -316,6 +315,7 @@ class Exchange:
                 f"nothing moved to or from {ranks_text(silent)} for {self.port.timeout:g} s" + (f" ({tried})" if tried else ""),
                 hint="look whether they died or hang; a larger timeout= gives a slow network more time",
             )
+        self._look_for_failures(now)
 
     def _look_for_failures(self, now: float) -> None:
         """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""

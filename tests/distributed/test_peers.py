@@ -199,8 +199,9 @@ def one_dies(how: str) -> tuple[str, str, float]:
 def test_a_rank_that_dies_or_hangs_is_named(ranks: Ranks, how: str) -> None:
     first, lost, third = ranks.run(3, one_dies, how, allow_death=True, timeout=8.0)
     assert isinstance(lost, Lost)
+    assert "DeadlineError" in (first[0], third[0])
     for kind, text, seconds in (first, third):
-        assert kind == "DeadlineError"
+        assert kind in ("DeadlineError", "RankFailedError")  # who finds it later may hear of it before
         assert "rank 1" in text
         assert seconds < (2 if how.startswith("killed") else 5)
 
@@ -358,6 +359,7 @@ def forgotten() -> tuple[int, int]:
         del pg, group
     gc.collect()
     group = current_group()
+    peers_of(group)  # its connection to the store is there
     open_before = len(os.listdir("/proc/self/fd"))
     for n in range(5):
         call = group.call("test", f"{n}", 10.0)
@@ -369,4 +371,4 @@ def forgotten() -> tuple[int, int]:
 def test_nothing_is_left_of_groups_and_calls_that_are_over(ranks: Ranks) -> None:
     for alive, opened in ranks.run(2, forgotten):
         assert alive == 0
-        assert opened <= 1
+        assert opened <= 0
