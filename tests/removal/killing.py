@@ -1,7 +1,7 @@
 """What ``test_kills.py`` does in processes that are killed while they change a storage, and what has to be there afterwards.
 
 One warm process, which has imported everything and started no thread, forks for each attempt: so SIGKILL never lands in imports, but
-at, or some microseconds after, the operation on the storage that was chosen for it. All checks run in forks, too.
+at, or some milliseconds after, the operation on the storage that was chosen for it. All checks run in forks, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tests.failures.states import state, stored
 CHANGES = frozenset({"create", "share", "publish", "delete", "write", "commit", "flush", "abort", "forget"})
 COMMITS = ("checkpoint.json", "convert.json", "model.safetensors.index.json")
 OLD, NEW, LATER = 1, 2, 3
-LONGEST = 0.001
-"""Seconds from the operation to the kill, at most."""
+SHORT, LONG = 0.001, 0.03
+"""Seconds from the operation to the kill, at most: within it, or within those after it."""
 
 
 class Counted:
@@ -288,7 +288,7 @@ def killed(kind: str, folder: str, kills: int, seed: int) -> dict[str, int]:
         root = f"{folder}/{number}"
         shutil.copytree(before, root)
         at = chance.choice(near if chance.random() < 0.5 and near else range(len(log)))
-        delay = chance.choice([0.0, chance.uniform(0, LONGEST)])
+        delay = chance.choice([0.0, chance.uniform(0, SHORT), chance.uniform(0, LONG)])
         if _killed(this, root, at, delay):
             found["kills"] += 1
             found["within a commit"] += at in near

@@ -28,4 +28,4 @@ def test_killed_while_it_writes_or_commits(ranks: Ranks, tmp_path: Path, kind: s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_many_times_while_it_writes_or_commits(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    print(f"{kind}: {kill(ranks, tmp_path, kind, MANY, seed=22)}")
+    print(f"{kind}: {kill(ranks, tmp_path, kind, MANY, seed=22 + [*KINDS].index(kind))}")
