@@ -28,6 +28,8 @@ ARE_DIRECTORIES: Ports = (
     (r"os\.path\.isfile\(", "os.path.exists("),
     (r"\.is_file\(\)", ".exists()"),
     (r"patch\(\"torch\.save\"", 'patch("ckpt.integrations.lightning.save_state"'),  # how often something is saved
+    (r"torch\.save\.call_count", 'sys.modules["ckpt.integrations.lightning"].save_state.call_count'),
+    (r"\nimport torch\n", "\nimport sys\nimport torch\n"),
 )
 
 
@@ -120,7 +122,7 @@ SUITES = {
         inside="tests.peers.inside_lightning",
         mode="CkptIO",
         ports=ARE_DIRECTORIES,
-        packages=("cloudpickle", "jsonargparse"),
+        packages=("cloudpickle", "jsonargparse", "tensorboardX", "protobuf"),
         beside=["tests_pytorch"],
     ),
 }
