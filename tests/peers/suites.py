@@ -28,8 +28,6 @@ ARE_DIRECTORIES: Ports = (
     (r"os\.path\.isfile\(", "os.path.exists("),
     (r"\.is_file\(\)", ".exists()"),
     (r"patch\(\"torch\.save\"", 'patch("ckpt.integrations.lightning.save_state"'),  # how often something is saved
-    (r"torch\.save\.call_count", 'sys.modules["ckpt.integrations.lightning"].save_state.call_count'),
-    (r"\nimport torch\n", "\nimport sys\nimport torch\n"),
 )
 
 
