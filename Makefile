@@ -14,7 +14,7 @@ WORKERS ?= 3
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test lint format bench api clean s3-server machines
+.PHONY: venv demo test lint format bench api peers clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -58,6 +58,10 @@ demo: venv
 
 api: venv
 	$(BIN)/python docs/build_api.py
+
+# tests of PyTorch and Lightning on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
+peers: venv
+	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks

@@ -136,13 +136,13 @@ class CheckpointCallback(TrainerCallback):
             if self._step is None and given:
                 hint = "resume_from_checkpoint=None goes on if there is one, and starts from the beginning if not"
                 raise UsageError(f"no valid checkpoint found in {self.root}", hint=hint)
-            return None if self._step is None else self.checkpointer.steps()[-1].url
-        if not given or committed_id(open_backend(os.fspath(given))) is None:
+            return None if self._step is None else str(self.checkpointer.steps()[-1].url)
+        url = os.fspath(given) if given else ""
+        if not url or committed_id(open_backend(url)) is None:
             return None
-        url = os.fspath(given)
         own = (s.number for s in self.checkpointer.steps() if open_backend(s.url).url == open_backend(url).url)
         self._step = next(own, None)
-        return url
+        return str(url)
 
     def load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """In place of ``Trainer._load_from_checkpoint``: the model is loaded with the optimizer, when both are where they will be."""

@@ -34,7 +34,7 @@ EXPECTED = Path(__file__).parent / "expected.toml"
 
 def run_suite(name: str, suite: Suite, mode: str, only: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Outcome and first words of each test, by file, class and name. Each file is a process of its own."""
-    folder = CACHE / "run" / name
+    folder = CACHE / "run" / (name if mode == suite.mode else f"{name}-{mode}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "pytest.ini").write_text("[pytest]\n")

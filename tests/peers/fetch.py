@@ -113,7 +113,8 @@ def transformers() -> Path:
 def packages(*names: str) -> Path:
     """A folder with Python packages that the tests of others import and ckpt does not need."""
     folder = CACHE / "site"
-    missing = [name for name in names if not (folder / name.replace("-", "_")).exists()]
+    there = {path.name.partition("-")[0].lower() for path in folder.glob("*.dist-info")}
+    missing = [name for name in names if name.replace("-", "_").lower() not in there]
     if missing:
         ran(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *missing)
     return folder

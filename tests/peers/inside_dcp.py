@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.testing._internal.common_distributed as common
-from torch.distributed.checkpoint import _fsspec_filesystem, filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import _fsspec_filesystem, _storage_utils, filesystem, state_dict_loader, state_dict_saver
 
 import ckpt
 from ckpt.integrations import dcp as ours
@@ -102,7 +102,7 @@ def old_load(state_dict: Any, storage_reader: Any, process_group: Any = None, *a
 
 
 def replace() -> None:
-    places = {dcp, filesystem, _fsspec_filesystem}
+    places = {dcp, filesystem, _fsspec_filesystem, _storage_utils}
     if MODE == "storage":
         for place in places:
             for name in ("FileSystemWriter", "FsspecWriter"):

@@ -20,6 +20,9 @@ TO_CPU: Ports = (
     (r"cuda:(?:\d|\{[^}]*\})", "cpu"),
     (r"(device=|device_type=|init_device_mesh\(\s*)\"cuda\"", r'\1"cpu"'),
     (r"cpu:gloo,cuda:nccl", "gloo"),
+    (r"\"losses\": loss_bytes,", '"losses": loss_bytes.getvalue(),'),  # what the error of an io.BytesIO in a state says
+    (r"state_dict\[\"losses\"\]\.seek\(0\)", ""),
+    (r"torch\.load\(state_dict\[\"losses\"\]\)", 'torch.load(BytesIO(state_dict["losses"]))'),
     (r"device=(?:self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
 )
 
@@ -120,7 +123,7 @@ SUITES = {
         inside="tests.peers.inside_lightning",
         mode="CkptIO",
         ports=ARE_DIRECTORIES,
-        packages=("cloudpickle", "jsonargparse"),
+        packages=("cloudpickle", "jsonargparse", "tensorboardX", "protobuf"),
         beside=["tests_pytorch"],
     ),
 }
