@@ -1,7 +1,8 @@
 """A load: match on every rank, then read. Nothing in the state changes before every rank has found that everything fits.
 
-*match*: each rank binds its state to the checkpoint; the leader puts all problems of all ranks into one report. *read*: each rank fills its
-tensors, and sets its values. *set*: where ranks read for each other, they set their values here, when what was handed out wrong is read again.
+*match*: each rank binds its state to the checkpoint; the leader puts all problems of all ranks into one report. *read*: each rank fills
+its tensors and sets its values. *set*: where ranks read for each other, they set their values only here, after what was handed out wrong
+is read again.
 """
 
 from __future__ import annotations
