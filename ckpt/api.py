@@ -60,6 +60,7 @@ def save(
             that differ.
         StorageError: the storage failed; NoSpaceError, AccessError, ConflictError tell how.
         RankFailedError, DeadlineError: another rank raised, died or hangs.
+        ExchangeError: what another rank sent came damaged.
     """
     from .engine.background import settle
     from .engine.save import save_state
@@ -186,7 +187,7 @@ def load(
             partly overwritten.
         StateError, LayoutError: as for :func:`save`; or something cannot be filled in place.
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
-        StorageError, RankFailedError, DeadlineError: as for :func:`save`.
+        StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     from .engine.background import settle
     from .engine.load import LoadOptions, load_state

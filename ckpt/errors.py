@@ -24,6 +24,7 @@ The tree (the builtin that each class also is stands in brackets; the number is 
     ├── CancelledError                        130    the caller cancelled it
     └── GroupError                             31    another rank
         ├── RankFailedError                    31    raised
+        ├── ExchangeError                      31    sent bytes that came damaged
         └── DeadlineError [TimeoutError]       31    died or hangs
 
 Each message says what, where and what to do. ``hint`` is the last of the three, kept apart so that the command line can print it
@@ -173,6 +174,10 @@ class GroupError(CkptError):
 
 class RankFailedError(GroupError):
     """Another rank raised; the message has its name and its error."""
+
+
+class ExchangeError(GroupError):
+    """What another rank sent was damaged on the way. That says nothing about what is stored."""
 
 
 class DeadlineError(GroupError, TimeoutError):

@@ -65,7 +65,7 @@ class Peers:
         Raises:
             DeadlineError: a rank died or cannot be reached, or nothing moved to or from it for ``timeout`` seconds.
             RankFailedError: the exchange failed on another rank.
-            CorruptError: bytes were damaged on the way.
+            ExchangeError: bytes were damaged on the way.
             ConsistencyError: two ranks do not agree how much moves between them.
             GroupError: an earlier exchange failed.
             UsageError: a rank is not in the group, or this rank is in the middle of another exchange.

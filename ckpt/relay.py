@@ -17,7 +17,7 @@ from typing import Protocol
 
 import xxhash
 
-from .errors import CorruptError
+from .errors import ExchangeError
 from .streams import Views
 
 RECORD = struct.Struct("<IIIIQ")
@@ -142,7 +142,7 @@ class Taker(Protocol):
         """Copy what is wanted out of a slot; whether this was the last piece of the last parcel.
 
         Raises:
-            CorruptError: the slot has other bytes.
+            ExchangeError: the slot has other bytes.
         """
 
     def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
@@ -174,7 +174,7 @@ class Inlet:
 
         Raises:
             ConnectionError: the other end is gone.
-            CorruptError: bytes were damaged on the way.
+            ExchangeError: bytes were damaged on the way.
         """
         if self._views.receive(sock):
             if self._room is None:
@@ -205,8 +205,8 @@ class Inlet:
         self._done = self._taker.filled(parcel, piece)
 
 
-def damaged(rank: int) -> CorruptError:
-    return CorruptError(
+def damaged(rank: int) -> ExchangeError:
+    return ExchangeError(
         f"what rank {rank} sent was damaged on the way",
         hint="try again; if it comes back, look at the network and the memory of these machines",
     )

@@ -13,10 +13,10 @@ from functools import partial
 import xxhash
 
 from ckpt.catalog import DataFile
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.header import Header, StoredChunk, parse_header
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.reread import read_checked
+from ckpt.reread import READS, read_checked
 
 BUFFER = 16 << 20
 """Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
@@ -25,8 +25,8 @@ Job = Callable[[], int]
 """Gives the bytes that it has done."""
 
 Take = Callable[[int, memoryview], None]
-"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again
-if it did not fit."""
+"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again if it did not
+fit."""
 
 _buffers = threading.local()
 
@@ -57,6 +57,10 @@ class FileCopy:
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._left = 0
+        self._taken: set[int] = set()
+        """Offsets of what was written."""
+        self._spoiled = False
+        """Something of it was read wrong, and cannot be written anew by itself."""
 
     def jobs(self) -> Iterator[Job]:
         """Raises CorruptError, here or in a job, if the file is not as the index says."""
@@ -71,16 +75,38 @@ class FileCopy:
             self._left -= 1
             last = self._left == 0
         if last:
-            assert self._writer is not None
-            self._writer.commit()
-            self._made.append(self._file.path)
+            self._finish()
         return count
 
     def _take(self, offset: int, data: memoryview) -> None:
         with self._lock:
             if self._writer is None:
                 self._writer = self._target.create(self._file.path, self._file.size)
-        self._writer.write(offset, [data])
+            again = offset in self._taken
+            self._taken.add(offset)
+        try:
+            self._writer.write(offset, [data])
+        except StorageError:
+            if not again:
+                raise
+            self._spoiled = True  # an object store may have it in a part that was sent: the whole file is sent again
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        for _ in range(READS):
+            if not self._spoiled:
+                break
+            self._writer.abort()
+            self._writer, self._spoiled = None, False
+            self._taken.clear()
+            for job in _checked(self._source, self._file, self._take):
+                job()
+        if self._spoiled:
+            where = f"{self._source.url.rstrip('/')}/{self._file.path}"
+            hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
+            raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
+        self._writer.commit()
+        self._made.append(self._file.path)
 
     def abort(self) -> None:
         """Leave nothing of the file at the target, unless it is committed. No job may run any more."""

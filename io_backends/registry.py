@@ -21,7 +21,7 @@ from .checks import check_path
 from .memory import MemoryBackend
 from .posix import PosixBackend
 from .protocol import Backend
-from .storage_options import LOCAL, Configured, check_no_password, configured_for
+from .storage_options import LOCAL, Configured, canonical, check_no_password, configured_for
 
 log = logging.getLogger("ckpt")
 
@@ -80,6 +80,16 @@ def absolute_url(url: str) -> str:
         UsageError: it is no URL.
     """
     return url if _scheme(url) else os.path.abspath(url)
+
+
+def real_url(url: str) -> str:
+    """Where a URL leads, to be compared and not to be opened: equal for a path, ``file://`` and links to the same place, and for the names
+    of one scheme.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+    return os.path.realpath(PosixBackend(url).url) if _scheme(url) in ("", "file") else canonical(url)
 
 
 def join_url(root: str, *parts: str) -> str:

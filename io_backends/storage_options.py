@@ -74,8 +74,8 @@ def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None
 
 
 def _checked(url: str, configured: Configured) -> str:
-    """The key of a URL that may have these options."""
-    key = _key(url)
+    """The canonical form of a URL that may have these options."""
+    key = canonical(url)
     check_no_password(url)
     scheme = key.partition("://")[0]
     if scheme in LOCAL and (configured.options or (configured.filesystem is not None and scheme != "memory")):
@@ -102,7 +102,7 @@ def configured_for(url: str) -> Configured:
     table = {**_of_file(path), **_table} if path is not None else _table
     if not table:
         return NOTHING
-    scheme, _, place = _key(url).partition("://")
+    scheme, _, place = canonical(url).partition("://")
     while True:
         known = table.get(f"{scheme}://{place}")
         if known is not None or not place:
@@ -142,7 +142,12 @@ def check_no_password(url: str) -> None:
         raise UsageError("the URL holds a password, and URLs are logged", where=shown, hint=hint)
 
 
-def _key(url: str) -> str:
+def canonical(url: str) -> str:
+    """A URL with one name for its scheme, and without a slash at its end.
+
+    Raises:
+        UsageError: it is no str.
+    """
     if not isinstance(url, str):
         raise UsageError(f"a URL is a str, not {type(url).__name__}", where=str(url), hint="pass str(path)")
     scheme, separator, rest = url.partition("://")

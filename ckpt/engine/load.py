@@ -1,7 +1,8 @@
 """A load: match on every rank, then read. Nothing in the state changes before every rank has found that everything fits.
 
-Two phases. *match*: each rank binds its state to the checkpoint; the leader puts all problems of all ranks into one report.
-*read*: each rank fills its tensors and sets its values.
+*match*: each rank binds its state to the checkpoint; the leader puts all problems of all ranks into one report. *read*: each rank fills
+its tensors and sets its values. *set*: where ranks read for each other, they set their values only here, after what was handed out wrong
+is read again.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ class _Load:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
             again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), handed_out_wrong)
-            if again:
-                self.call.agree("read again", lambda: self.noticing(lambda: self.read_again(again)), lambda rows: None)
+            if names["refused"] is not None:
+                self.call.agree("set", lambda: self.noticing(lambda: self.correct(again)), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
@@ -314,7 +315,8 @@ class _Load:
         )
 
     def read(self, names: Row) -> Row:
-        """Every rank: give memory to what has none, and fill it, with what other ranks read for it too."""
+        """Every rank: give memory to what has none, and fill it, with what other ranks read for it too. Where they do, values wait: some
+        come of tensors, and what takes them may keep or refuse what it gets."""
         assert self.binding is not None and self.catalog is not None
         options = self.options
         self.ask()
@@ -329,24 +331,31 @@ class _Load:
         self.touched = True
         self.reader.run(plan, self.carrier)
         changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
-        self.apply()
+        if self.carrier is None:
+            self.apply()
         return {"again": self.carrier.again if self.carrier is not None else []}
 
-    def read_again(self, again: Sequence[tuple[str, int]]) -> Row:
-        """Every rank: what it wants of chunks that other ranks handed out before a digest showed that they had read them wrong."""
+    def correct(self, again: Sequence[tuple[str, int]]) -> Row:
+        """Every rank: set the values, when it has the right bytes of what was handed out wrong."""
+        if again:
+            self.read_again(again)
+        self.apply()
+        return {}
+
+    def read_again(self, again: Sequence[tuple[str, int]]) -> None:
+        """What this rank wants of chunks that other ranks handed out before a digest showed that they had read them wrong."""
         assert self.binding is not None and self.catalog is not None and self.reader is not None
         chunks: dict[str, set[int]] = {}
         for name, number in again:
             chunks.setdefault(name, set()).add(number)
         jobs = [job for job in map(Job._make, self.binding.targets.values()) if stored_name(job) in chunks and job.entry.rank is None]
         if not jobs:
-            return {}
+            return
         left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
         reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
         reader.run(replace(reader.plan(jobs, left_out), padding=()))
         self.reader.fetch.read += reader.fetch.read
         self.reader.fetch.verified += reader.fetch.verified
-        return self.apply()
 
     def ask(self) -> None:
         """Let the objects of the state take theirs before any tensor changes."""
@@ -368,7 +377,7 @@ class _Load:
         near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
         return Carrier(sharing, self.reader.fetch, near, self.reader.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
-    def apply(self) -> Row:
+    def apply(self) -> None:
         """Set the values, now that all bytes are there."""
         assert self.binding is not None
         try:
@@ -377,7 +386,6 @@ class _Load:
             raise
         except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
             raise _refused(err, self.call.url) from err
-        return {}
 
 
 def handed_out_wrong(rows: dict[int, Row]) -> list[tuple[str, int]]:

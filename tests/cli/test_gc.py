@@ -111,14 +111,14 @@ def test_killed_in_the_middle_of_removing(root: str) -> None:
         assert 4 in numbers(root)
 
 
-@pytest.mark.parametrize("name", ["step-00000006", "imported"])
-def test_what_a_virtual_checkpoint_points_into_stays(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "scheme"), [("step-00000006", ""), ("imported", ""), ("step-00000006", "file://")])
+def test_what_a_virtual_checkpoint_points_into_stays(tmp_path: Path, name: str, scheme: str) -> None:
     root = tmp_path / "run"
     for n in (1, 5):
         ckpt.save(str(root / f"step-{n:08d}"), {"w": torch.full((4,), float(n))})
     import_checkpoint(str(root / "step-00000001"), str(root / name))
     ckpt.save(str(root / "step-00000007"), {"w": torch.full((4,), 7.0)})
-    told = run("gc", str(root), "--keep", "latest=2" if name.startswith("step") else "latest=1", "--yes")
+    told = run("gc", f"{scheme}{root}", "--keep", "latest=2" if name.startswith("step") else "latest=1", "--yes")
     assert told.exit_code == 0
     assert sorted(p.name for p in root.iterdir()) == sorted(["step-00000001", name, "step-00000007"])
     assert ("used by imported" if name == "imported" else "step 6") in told.stdout

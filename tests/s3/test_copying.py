@@ -20,8 +20,10 @@ from ckpt.debris import find_debris, remove_debris
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance_reading import everything
+from ckpt.io_backends.registry import wrap_backends
 from ckpt.transfer import copy_checkpoint
 from tests.cli.checkpoints import sample, write_checkpoint
+from tests.failures.flips import Flip
 from tests.formats import oracle
 
 
@@ -48,6 +50,17 @@ def test_there_and_back(tmp_path: Path, source: str, s3_url: str) -> None:
     for url in (f"{s3_url}/a", f"{s3_url}/run/step-7", f"{s3_url}/b", str(tmp_path / "back")):
         assert everything(open_backend(url)) == expected
     assert oracle.read(tmp_path / "back") == oracle.read(source)
+    assert list(open_backend(s3_url).unfinished()) == []
+
+
+def test_a_bit_that_flips_after_a_part_was_sent(source: str, s3_url: str) -> None:
+    """The chunk is read again, but what was sent of it shares its parts with other bytes."""
+    (file,) = (Path(source) / "data").iterdir()
+    flip = Flip(str(file), 20_000_000)
+    with wrap_backends(flip.wrap):
+        assert copy_checkpoint(source, f"{s3_url}/a").committed
+    assert flip.happened == 1
+    assert everything(open_backend(f"{s3_url}/a")) == everything(open_backend(source))
     assert list(open_backend(s3_url).unfinished()) == []
 
 
