@@ -22,8 +22,8 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """List the checkpoints below ROOT, the newest step last.
 
     ROOT is the directory that holds the steps of a run, or a single checkpoint. Saves that did not finish and damaged
-    checkpoints are listed with the reason, checkpoints of other formats with the name of the format; -q prints only the
-    URLs of committed ones.
+    checkpoints are listed with the reason, checkpoints of other formats with the name of the format. A step that is a link says
+    where it leads; links such as `latest` are named beside the step that they lead to. -q prints only the URLs of committed ones.
 
     \b
     Example:
@@ -31,11 +31,12 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
       ckpt ls -q runs/a | tail -1     # the newest that can be loaded
     """
     from ckpt.formats.registry import list_foreign
+    from ckpt.io_backends.registry import join_url
     from ckpt.runs import list_steps, none_here
 
     output = Output(json=as_json, quiet=quiet)
     steps = list_steps(root)
-    foreign = list_foreign(root, {step.url for step in steps})
+    foreign = list_foreign(root, {step.url for step in steps} | {join_url(root, name) for step in steps for name in step.also})
     if not steps and not foreign:
         raise none_here(root)
     if output.json:
@@ -46,8 +47,8 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
             if step.committed:
                 output.line(step.url)
     else:
-        rows = [_row(step) for step in steps] + [(url, "", name, "", "", "", "", "") for url, name in foreign.items()]
-        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "WHY NOT"), rows)
+        rows = [_row(step) for step in steps] + [(url, "", name, "", "", "", "", "", "") for url, name in foreign.items()]
+        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "LINKS", "WHY NOT"), rows)
 
 
 def _fields(step: Step) -> dict[str, object]:
@@ -66,5 +67,6 @@ def _row(step: Step) -> tuple[str, ...]:
         "" if step.world_size is None else str(step.world_size),
         units.age(step.created) if step.committed else "",
         ", ".join(step.tags),
+        ", ".join([*([f"leads to {step.link}"] if step.link else []), *step.also]),
         step.reason or "",
     )

@@ -160,7 +160,8 @@ def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
     if code in _REGION or 300 <= status < 400:
         return StorageError(message, where=where, hint=_elsewhere(headers))
     if status in (401, 403) or code in _REFUSED or is_stale_key(err):
-        return AccessError(message, where=where, hint="check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws) and what they allow")
+        hint = "check the credentials (storage options, FSSPEC_S3_KEY, AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws) and what they allow"
+        return AccessError(message, where=where, hint=hint)
     if status == 412:
         return ConflictError(message, where=where, hint="another save was first; read it again and decide anew")
     if status == 405:

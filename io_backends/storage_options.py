@@ -61,12 +61,13 @@ def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None
         filesystem: an existing fsspec file system, which then does all the work.
 
     Raises:
-        UsageError: ``url`` is a path, which has no options; or both are given; or the file system is one for coroutines.
+        UsageError: ``url`` is a path or ``memory://``, which have no options; or both are given; or the file system is one for coroutines.
     """
     if storage_options is not None and filesystem is not None:
         raise UsageError("storage_options and a file system at once", where=url, hint="give one; a file system has its options already")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url)
+        hint = 'give {"key": …, "secret": …}, for example'
+        raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url, hint=hint)
     if filesystem is not None and not hasattr(filesystem, "cat_file"):
         raise UsageError(f"{type(filesystem).__name__} is no fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
     configured = Configured(options=_copied(storage_options or {}), filesystem=filesystem)
@@ -79,7 +80,7 @@ def _checked(url: str, configured: Configured) -> str:
     check_no_password(url)
     scheme = key.partition("://")[0]
     if scheme in LOCAL and (configured.options or (configured.filesystem is not None and scheme != "memory")):
-        raise UsageError("files and directories have no storage options", where=url, hint="give them for a URL, such as s3://bucket")
+        raise UsageError("paths, file:// and memory:// have no storage options", where=url, hint="give them for a URL, such as s3://bucket")
     if getattr(configured.filesystem, "asynchronous", False) or configured.options.get("asynchronous"):
         raise UsageError("asynchronous: a file system for coroutines cannot be used", where=url, hint="make it without asynchronous=True")
     return key

@@ -50,6 +50,27 @@ def test_the_index_has_every_page() -> None:
     assert [p.name for p in DOCS.rglob("*.md") if f"({p.relative_to(DOCS)})" not in index] == ["README.md"]
 
 
+@pytest.mark.parametrize(
+    "room",
+    [
+        "ckpt",
+        "ckpt/adapters",
+        "ckpt/engine",
+        "ckpt/plan",
+        "ckpt/integrations",
+        "io_backends",
+        "converters",
+        "formats",
+        "formats/native",
+        "formats/megatron",
+    ],
+)
+def test_the_architecture_names_every_module(room: str) -> None:
+    text = (DOCS / "architecture.md").read_text()
+    modules = [path.stem for path in (ROOT / room).glob("*.py") if not path.stem.startswith("_")]
+    assert modules and [m for m in modules if not re.search(rf"`(\w+/)*{m}(\.py)?`", text)] == []
+
+
 # ---------------------------------------------------------------------------------------------------------------- messages
 
 

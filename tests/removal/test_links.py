@@ -110,6 +110,8 @@ def test_a_checkpoint_with_two_names_counts_once(tmp_path: Path, name: str) -> N
         save(root / f"step-{n}", n)
     (root / name).symlink_to("step-5")
     assert numbers(root) == [3, 4, 5] and list_steps(str(root))[-1].also == (name,)
+    assert json.loads(run("ls", root, "--json").stdout)["foreign"] == []
+    assert run("ls", root).stdout.rstrip().endswith(name) and len(run("ls", root).stdout.splitlines()) == 4  # a column, not a row
     told = run("gc", root, "--keep", "latest=2", "--yes")
     assert told.exit_code == 0 and f"links to it: {name}" in told.stdout
     assert numbers(root) == [4, 5] and stored(str(root / name)) == 5
