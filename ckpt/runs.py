@@ -6,7 +6,6 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_debris
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import absolute_url, is_file_system, join_url, open_backend
+from ckpt.io_backends.registry import join_url, open_backend, place_of
 
 from .errors import CorruptError, FormatError, NotFoundError
 from .policies import StepInfo
@@ -158,8 +157,8 @@ def remove_at(url: str) -> None:
     """
     here = open_backend(url)
     parent, _, name = here.url.rstrip("/").rpartition("/")
-    if here.link() is None and (not parent or parent.endswith("/")):
-        remove_checkpoint(here)  # a root without a parent: no link can be there
+    if here.link() is None and not (parent and here.url.startswith("/")):
+        remove_checkpoint(here)  # no link can come there, and what was said of this URL need not hold for the one above
     else:
         _remove_named(open_backend(parent or "/"), name, None)
 
@@ -206,13 +205,8 @@ def _points_into(user: Step, step: Step) -> bool:
     if not user.sources:
         return False
     root = step.url.rstrip("/").rpartition("/")[0]
-    places = [_place(url) for url in (step.url, *(join_url(root, name) for name in step.also))]
-    return any(source == place or source.startswith(f"{place}/") for source in map(_place, user.sources) for place in places)
-
-
-def _place(url: str) -> str:
-    """Where a URL leads, links on the way resolved."""
-    return os.path.realpath(url) if is_file_system(url) and "://" not in url else absolute_url(url).rstrip("/")
+    places = [place_of(url) for url in (step.url, *(join_url(root, name) for name in step.also))]
+    return any(source == place or source.startswith(f"{place}/") for source in map(place_of, user.sources) for place in places)
 
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:

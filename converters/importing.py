@@ -27,7 +27,7 @@ from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import is_file_system, join_url, open_backend
+from ckpt.io_backends.registry import join_url, open_backend, place_of
 from ckpt.plan.match import several
 from ckpt.plan.views import View
 from ckpt.reread import read_checked
@@ -142,15 +142,10 @@ def import_checkpoint(
 def _check_apart(target: Backend, source: Backend, previous: bytes | None, replaced: Sequence[str], contents: Contents) -> None:
     """Raise UsageError if the checkpoint would point into itself, or at files that go when it replaces ``previous``; whatever the two URLs
     look like: a link, or another name of the same bucket, leads to the same files."""
-    same = _place(target.url) == _place(source.url) or (previous is not None and read_record(source) == previous)
-    gone = {_place(join_url(target.url, path)) for path in replaced}
-    if same or (gone and any(_place(join_url(s.root, s.path)) in gone for s in contents.sources)):
+    same = place_of(target.url) == place_of(source.url) or (previous is not None and read_record(source) == previous)
+    gone = {place_of(join_url(target.url, path)) for path in replaced}
+    if same or (gone and any(place_of(join_url(s.root, s.path)) in gone for s in contents.sources)):
         raise UsageError("a checkpoint cannot point into itself", where=target.url, hint="import to another URL")
-
-
-def _place(url: str) -> str:
-    """Where a URL that a backend gave leads, without links."""
-    return os.path.realpath(url) if is_file_system(url) and "://" not in url else url.rstrip("/")
 
 
 def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[str] = (), skip: Sequence[str] = ()) -> str:

@@ -21,7 +21,7 @@ from .checks import check_path
 from .memory import MemoryBackend
 from .posix import PosixBackend
 from .protocol import Backend
-from .storage_options import LOCAL, Configured, check_no_password, configured_for
+from .storage_options import ALIASES, LOCAL, Configured, check_no_password, configured_for
 
 log = logging.getLogger("ckpt")
 
@@ -79,7 +79,20 @@ def absolute_url(url: str) -> str:
     Raises:
         UsageError: it is no URL.
     """
-    return url if _scheme(url) else os.path.abspath(url)
+    return url if _scheme(url) else PosixBackend(url).url
+
+
+def place_of(url: str) -> str:
+    """Where a URL leads, to compare: two names of one place give the same, with links on the way resolved.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+    scheme = _scheme(url)
+    if scheme in ("", "file"):
+        return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
+    place = url.partition("://")[2].rstrip("/")
+    return os.path.realpath(place) if scheme == "local" else f"{ALIASES.get(scheme, scheme)}://{place}"
 
 
 def join_url(root: str, *parts: str) -> str:

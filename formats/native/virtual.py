@@ -6,7 +6,6 @@ without a digest the stamp.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
 from ckpt.formats.read_only import ReadOnly
 from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
-from ckpt.io_backends.registry import absolute_url, join_url, open_backend
+from ckpt.io_backends.registry import join_url, open_backend, place_of
 
 from .commit import VERSION, CommitRecord
 from .extents import source_path
@@ -93,7 +92,7 @@ class Sources(ReadOnly):
     def __init__(self, url: str, sources: Sequence[Source], allowed: Sequence[str] | None) -> None:
         self._url = url
         self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
-        self._allowed = None if allowed is None else tuple(map(_resolved, allowed))
+        self._allowed = None if allowed is None else tuple(map(place_of, allowed))
         self._backends: dict[str, Backend] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._lock = threading.Lock()
@@ -112,7 +111,7 @@ class Sources(ReadOnly):
     def _check_allowed(self, source: Source) -> None:
         if self._allowed is None:
             return
-        place = _resolved(join_url(source.root, source.path))
+        place = place_of(join_url(place_of(source.root), source.path))
         if not any(place == root or place.startswith(f"{root.rstrip('/')}/") for root in self._allowed):
             raise AccessError(
                 f"this virtual checkpoint points at {source.path} below {source.root}, which is not among the sources that may be read",
@@ -179,9 +178,3 @@ class Sources(ReadOnly):
         head = f"{prefix.rstrip('/')}/" if prefix else ""
         below = {p[len(head) :].partition("/") for p in self._sources if p.startswith(head)}
         return sorted(name + slash for name, slash, _ in below)
-
-
-def _resolved(url: str) -> str:
-    """The place that a URL leads to: a local path without links and ``..``, so that neither leads out of an allowed root."""
-    local = url.removeprefix("file://") if url.startswith("file://") else url
-    return os.path.realpath(local) if "://" not in local else absolute_url(url).rstrip("/")
