@@ -157,8 +157,8 @@ def remove_at(url: str) -> None:
     """
     here = open_backend(url)
     parent, _, name = here.url.rstrip("/").rpartition("/")
-    if here.link() is None and (not parent or parent.endswith("/")):
-        remove_checkpoint(here)  # a root without a parent: no link can be there
+    if here.link() is None and not (parent and here.url.startswith("/")):
+        remove_checkpoint(here)  # no link can come there, and what was said of this URL need not hold for the one above
     else:
         _remove_named(open_backend(parent or "/"), name, None)
 

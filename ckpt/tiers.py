@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import is_file_system, join_url, open_backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 
 from .errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
 from .group import Group, Row
@@ -65,7 +65,7 @@ class Tiers:
         self._shared = local is None
         if local is not None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
-        if local is not None and open_backend(local).url == open_backend(root).url:
+        if local is not None and real_url(local) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
 
     def place(self, n: int) -> str:

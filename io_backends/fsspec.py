@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -249,12 +250,29 @@ class FsspecBackend(Backend):
     def delete(self, path: str) -> None:
         """See ``Backend.delete``. Empty directories go where ``rmdir`` is known to be safe; elsewhere they may stay."""
         key = self._place.key(path)
+        self._check_no_link(path)
         with self._place.errors(self._place.where(path), "delete"):
-            if self._exists(path):
+            if self._place.on_this_machine(path) is not None and self.link(path) is not None:
+                self._fs.rm_file(key)
+            elif self._exists(path):
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(key)
             if self._place.speaks(STRICT_RMDIR):
                 self._prune(key.rpartition("/")[0])
+
+    def _check_no_link(self, path: str) -> None:
+        parts = path.split("/") if self._place.on_this_machine() is not None else []
+        for parent in accumulate(parts[:-1], "{}/{}".format):
+            target = self.link(parent)
+            if target is not None:
+                told = f"nothing is removed beyond a symbolic link, and this is one to {target}"
+                hint = "remove the link itself, or what is behind it by its own path"
+                raise StorageError(told, where=self._place.where(parent), hint=hint)
+
+    def link(self, path: str = "") -> str | None:
+        """See ``Backend.link``: links of this machine's file systems are known, whatever name fsspec has for these."""
+        file = self._place.on_this_machine(path)
+        return f"{self._place.scheme}://{os.path.realpath(file)}" if file is not None and os.path.islink(file) else None
 
     def _prune(self, directory: str) -> None:
         while directory != self._place.root:

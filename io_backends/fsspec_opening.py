@@ -20,6 +20,7 @@ DIRECTORIES = frozenset({"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "
 """Protocols with real directories, whose writes show before they are whole: what is published there is written aside and moved."""
 STRICT_RMDIR = frozenset({"file", "local", "sftp", "ssh", "smb"})
 """Protocols whose ``rmdir`` refuses directories that are not empty. Others may remove all that is in them."""
+THIS_MACHINE = frozenset({"file", "local"})
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "ocilake", "obs", "tos", "tosfs", "bos", "r2"})
 """Protocols of object stores: objects in buckets (containers), which nobody makes by writing into them."""
 _PACKAGES = dict.fromkeys(("gs", "gcs"), "gcsfs") | dict.fromkeys(("az", "abfs", "abfss"), "adlfs") | {"hf": "huggingface_hub"}

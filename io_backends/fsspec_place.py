@@ -16,7 +16,7 @@ from ckpt.errors import NotFoundError, UsageError
 from .checks import check_path
 from .fsspec_conditions import conditional, is_known, try_it
 from .fsspec_errors import fsspec_errors, is_absence
-from .fsspec_opening import BUCKETS, DIRECTORIES, after_fork, opened, protocols_of, secrets_of
+from .fsspec_opening import BUCKETS, DIRECTORIES, THIS_MACHINE, after_fork, opened, protocols_of, secrets_of
 
 TRIES = 8
 
@@ -67,6 +67,13 @@ class Place:
         while isinstance(fs, DirFileSystem):
             fs = fs.fs
         return not protocols.isdisjoint(protocols_of(fs))
+
+    def on_this_machine(self, path: str = "") -> str | None:
+        """The file of a path (by default the root) if the file system is one of this machine."""
+        fs, key = self.fs, self.key(path) if path else self.root
+        while isinstance(fs, DirFileSystem):
+            fs, key = fs.fs, fs._join(key)
+        return key if THIS_MACHINE.intersection(protocols_of(fs)) else None
 
     def key(self, path: str) -> str:
         return f"{self.root}/{check_path(path)}"

@@ -31,6 +31,7 @@ from .posix_files import (
     regular_size,
     remove_file,
     storage_errors,
+    suppress_loops,
     sync_directories,
     write_all,
 )
@@ -51,8 +52,17 @@ def _root_of(url: str) -> str:
         path = "/" + unquote(rest)
     if not path or "\0" in path:
         raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
-    path = os.path.abspath(os.path.expanduser(path))
+    path = os.path.abspath(_without_parents(os.path.expanduser(path)))
     return "/" + path.lstrip("/")  # POSIX lets abspath keep two leading slashes
+
+
+def _without_parents(path: str) -> str:
+    """The same place without ``..``, as the system sees it: after a link, that is the parent of where the link leads."""
+    parts = path.split("/")
+    if ".." not in parts:
+        return path
+    after = len(parts) - parts[::-1].index("..")
+    return os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
 
 
 class PosixBackend(Backend):
@@ -245,10 +255,11 @@ def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
     try:
         with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
             for entry in entries:
-                if entry.is_dir():
-                    found.append((entry.name + "/", entry))
-                elif entry.is_file():
-                    found.append((entry.name, entry))
+                with suppress_loops():
+                    if entry.is_dir():
+                        found.append((entry.name + "/", entry))
+                    elif entry.is_file():
+                        found.append((entry.name, entry))
     except NotFoundError:
         return []
     return sorted(found, key=lambda item: item[0])

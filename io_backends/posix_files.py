@@ -19,7 +19,7 @@ from ckpt.errors import AccessError, CkptError, CorruptError, NoSpaceError, NotF
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _PLACE = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
@@ -78,6 +78,16 @@ def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError
         )
     mapped.errno = code
     return mapped
+
+
+@contextmanager
+def suppress_loops() -> Iterator[None]:
+    """Leave out links that lead to each other: like those that lead nowhere, they have nothing behind them."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno != errno.ELOOP:
+            raise
 
 
 def regular_size(status: os.stat_result, file: str) -> int:

@@ -79,7 +79,7 @@ def absolute_url(url: str) -> str:
     Raises:
         UsageError: it is no URL.
     """
-    return url if _scheme(url) else os.path.abspath(url)
+    return url if _scheme(url) else PosixBackend(url).url
 
 
 def real_url(url: str) -> str:
@@ -89,7 +89,10 @@ def real_url(url: str) -> str:
     Raises:
         UsageError: it is no URL.
     """
-    return os.path.realpath(PosixBackend(url).url) if _scheme(url) in ("", "file") else canonical(url)
+    scheme = _scheme(url)
+    if scheme in ("", "file"):
+        return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
+    return os.path.realpath(url.partition("://")[2]) if scheme == "local" else canonical(url)
 
 
 def join_url(root: str, *parts: str) -> str:

@@ -22,7 +22,7 @@ from ckpt.errors import UsageError
 
 LOCAL = ("", "file", "memory")
 """Schemes whose backends take no options."""
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 """Scheme → the one that means the same storage."""
 _PASSWORD = re.compile(r"^(?!git)[^/]*://[^/@]*:[^/@]*@")
 """``github://org:repo@sha`` has none."""
@@ -155,7 +155,7 @@ def canonical(url: str) -> str:
     if not separator:
         return f"://{url}"
     scheme = scheme.lower()
-    return f"{_ALIASES.get(scheme, scheme)}://{rest.rstrip('/')}"
+    return f"{ALIASES.get(scheme, scheme)}://{rest.rstrip('/')}"
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Sources(ReadOnly):
     def _check_allowed(self, source: Source) -> None:
         if self._allowed is None:
             return
-        place = real_url(join_url(source.root, source.path))
+        place = real_url(join_url(real_url(source.root), source.path))
         if not any(place == root or place.startswith(f"{root.rstrip('/')}/") for root in self._allowed):
             raise AccessError(
                 f"this virtual checkpoint points at {source.path} below {source.root}, which is not among the sources that may be read",

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from click.testing import CliRunner
@@ -81,6 +82,22 @@ def test_a_link_does_not_lead_out_of_a_root(virtual: str, tmp_path: Path) -> Non
         ckpt.open(virtual, sources=str(tmp_path / "models"))["w"][...]
 
 
+def test_a_root_does_not_lead_out_of_those_that_may_be_read(virtual: str, tmp_path: Path) -> None:
+    (tmp_path / "mod").mkdir()
+    pointing_at(f"file://{tmp_path}/mod/%2e%2e/models/a", virtual)
+    with pytest.raises(AccessError):
+        ckpt.open(virtual, sources=[str(tmp_path / "mod"), f"file://{tmp_path}/mod", f"local://{tmp_path}/mod"])["w"][...]
+    assert torch.equal(ckpt.open(virtual, sources=str(tmp_path / "models"))["w"][...], W)
+
+
+def pointing_at(root: str, virtual: str) -> None:
+    copy = Copy(virtual)
+    table = copy.table("sources.arrow")
+    types = {field.name: field.type for field in copy.arrow("sources.arrow").schema}
+    table["root"], table["stamp"] = [root] * len(table["root"]), [None] * len(table["root"])
+    copy.set_index("sources.arrow", arrow_file({c: pa.array(v, types[c]) for c, v in table.items()}))
+
+
 def test_sources_that_are_no_roots(virtual: str) -> None:
     for wrong in ([""], [3]):
         with pytest.raises(UsageError, match="sources"):
@@ -89,13 +106,7 @@ def test_sources_that_are_no_roots(virtual: str) -> None:
 
 @pytest.mark.parametrize("root", ["../../../..", "models/a", "", ".", "/data/../etc", "zip::file:///etc", "simplecache::s3://x/y", "a\0b"])
 def test_roots_that_cannot_be_meant_are_refused(virtual: str, tmp_path: Path, root: str) -> None:
-    copy = Copy(virtual)
-    table = copy.table("sources.arrow")
-    types = {field.name: field.type for field in copy.arrow("sources.arrow").schema}
-    import pyarrow as pa
-
-    table["root"] = [root] * len(table["root"])
-    copy.set_index("sources.arrow", arrow_file({c: pa.array(v, types[c]) for c, v in table.items()}))
+    pointing_at(root, virtual)
     assert json.loads((Path(virtual) / "checkpoint.json").read_text())["features"] == ["extents"]
     with pytest.raises(CorruptError, match="root"):
         ckpt.open(virtual)

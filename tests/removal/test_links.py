@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +23,7 @@ from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.exporting import export
 from ckpt.converters.importing import import_checkpoint
 from ckpt.engine.verify import verify
-from ckpt.errors import ConflictError, StorageError
+from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.integrations.dcp import Writer
 from ckpt.io_backends import open_backend
@@ -140,6 +141,10 @@ def test_a_link_elsewhere_without_a_number_is_kept(started: Path, shared: Path) 
 def test_dangling_links_are_nobodys(tmp_path: Path) -> None:
     save(tmp_path / "run" / "step-5", 5)
     (tmp_path / "run" / "step-1").symlink_to(tmp_path / "gone")
+    (tmp_path / "run" / "step-7").symlink_to("step-8")
+    (tmp_path / "run" / "step-8").symlink_to("step-7")
+    (tmp_path / "run" / "step-3").mkdir()
+    (tmp_path / "run" / "step-3" / "checkpoint.json").symlink_to("checkpoint.json")
     assert numbers(tmp_path / "run") == [5]
     assert run("gc", tmp_path / "run", "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
     assert os.path.islink(tmp_path / "run" / "step-1")
@@ -170,17 +175,65 @@ def test_gc_of_a_link_to_a_checkpoint_removes_nothing(tmp_path: Path, shared: Pa
     assert (shared / "data" / "0123456789abcdef-00000.safetensors").exists()
 
 
-def test_what_a_virtual_checkpoint_points_into_stays_whatever_the_way_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["{}/runs", "file://{}/disk", "file://localhost{}/runs/", "~/disk", "{}/runs/../disk", "local://{}/runs"])
+def test_what_a_virtual_checkpoint_points_into_stays_whatever_the_way_there(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     save(tmp_path / "runs" / "step-1", 1)
     import_checkpoint(str(tmp_path / "disk" / "step-1"), str(tmp_path / "disk" / "step-2"))
     save(tmp_path / "runs" / "step-3", 3)
-    assert run("gc", tmp_path / "runs", "--keep", "latest=2", "--yes").exit_code == 0
+    assert run("gc", way.format(tmp_path), "--keep", "latest=2", "--yes").exit_code == 0
     assert numbers(tmp_path / "runs") == [1, 2, 3] and verify(str(tmp_path / "runs" / "step-2")).ok
 
 
+def test_two_dots_after_a_link_lead_where_the_system_says(tmp_path: Path) -> None:
+    """To the parent of the place behind the link, whose runs the user sees there; not to a run of that name beside the link."""
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "a").symlink_to(tmp_path / "disk" / "a")
+    for place in ("disk", "home"):
+        for n in (1, 2):
+            save(tmp_path / place / "b" / f"step-{n}", n)
+    assert run("gc", f"{tmp_path}/home/a/../b", "--keep", "latest=1", "--yes").exit_code == 0
+    assert (numbers(tmp_path / "disk" / "b"), numbers(tmp_path / "home" / "b")) == ([2], [1, 2])
+
+
+def test_a_local_tier_that_is_the_root_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    with pytest.raises(UsageError, match="same place as the root"):
+        ckpt.Checkpointer(f"file://{tmp_path}/runs", local=str(tmp_path / "disk"))
+
+
 # ---- what is removed by hand
+
+
+def test_what_was_said_of_a_url_holds_when_it_is_removed(tmp_path: Path) -> None:
+    """Options of a checkpoint's own URL, as Lightning gives them with a save, say nothing of the URL above."""
+    url = "gs://bucket/run/a.ckpt"
+    ckpt.configure_storage(url, filesystem=fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file")))
+    try:
+        ckpt.save(url, state(1))
+        remove_at(url)
+        assert contents(tmp_path) == {}
+    finally:
+        ckpt.configure_storage(url)
+
+
+def test_file_systems_of_fsspec_on_this_machine(tmp_path: Path, shared: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").symlink_to(shared)
+    before = contents(shared)
+    url = f"local://{tmp_path}/run"
+    with pytest.raises(ConflictError, match=f"symbolic link to local://{shared}"):
+        ckpt.save(f"{url}/latest", state(9))
+    with pytest.raises(StorageError, match="beyond a symbolic link"):
+        open_backend(url).delete("latest/checkpoint.json")
+    remove_at(f"{url}/latest")
+    assert contents(shared) == before and os.listdir(tmp_path / "run") == []
 
 
 LIGHTNING = """
