@@ -88,6 +88,13 @@ def is_stale_key(err: BaseException) -> bool:
     return code_of(err) in _STALE_KEY or (code_of(err) == "400" and status_of(err) == 400)
 
 
+def is_refused(err: BaseException) -> bool:
+    """Whether there are no credentials, or the store refuses them or what they ask for: it often does not say which."""
+    if isinstance(err, NoCredentialsError | PartialCredentialsError | SSOError | TokenRetrievalError):
+        return True
+    return status_of(err) in (401, 403) and code_of(err) not in _CLOCK
+
+
 def is_changed(err: BaseException) -> bool:
     """Whether other bytes arrived than were sent, by their checksum."""
     return isinstance(err, ChangedError) or code_of(err) in _CHANGED
