@@ -74,6 +74,10 @@ class ChangedError(OSError):
         self.tag = tag
 
 
+class NoTagError(OSError):
+    """The answer about an object has no ETag: half an answer, or a store that gives none."""
+
+
 def code_of(err: BaseException) -> str:
     """The store's word for what went wrong; its HTTP status where there is no word (answers to HEAD have no body)."""
     return str(err.response.get("Error", {}).get("Code", "")) if isinstance(err, ClientError) else ""
@@ -101,7 +105,9 @@ def is_changed(err: BaseException) -> bool:
 
 
 def tag_of(answer: Mapping[str, Any]) -> str:
-    """The ETag of an answer; TruncatedError if it was cut off."""
+    """The ETag of an answer; NoTagError if there is none, TruncatedError if it was cut off."""
+    if "ETag" not in answer:
+        raise NoTagError("the answer has no ETag")
     tag = str(answer["ETag"])
     if tag.startswith('"') and (len(tag) < 2 or not tag.endswith('"')):
         raise TruncatedError(f"half an answer: the ETag is {tag}")
@@ -142,6 +148,9 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     message = f"cannot {what}: {words_of(err)}{f', {tries} times' if tries > 1 else ''}"
     if is_changed(err):
         hint = "something between this process and the store changes bytes: check proxies, network cards and memory"
+        return StorageError(message, where=where, hint=hint)
+    if isinstance(err, NoTagError):
+        hint = "ckpt needs ETags to read all bytes of one version: set up the store to give them (JuiceFS gateway: --keep-etag)"
         return StorageError(message, where=where, hint=hint)
     return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where)
 
