@@ -19,7 +19,7 @@ from ckpt import settings
 from ckpt.errors import CkptError, StorageError
 
 from .s3_checksums import Checks
-from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_stale_key, translated
+from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_refused, is_stale_key, translated
 from .s3_options import DEFAULT, S3Options
 from .s3_tries import Acquaintance, Tries
 
@@ -84,7 +84,7 @@ class S3Client:
             except FAILURES as err:
                 if boto is None and not isinstance(err, CredentialRetrievalError):
                     raise translated(err, "set up the client", where) from err
-                if is_stale_key(err) and self._renew(boto):
+                if self._has_new_keys(err, boto):
                     continue
                 tries.again(err)
             except RecursionError as err:  # botocore asks for the bucket's region, is sent elsewhere again, and so on
@@ -123,6 +123,18 @@ class S3Client:
                     _sign_bodies(self._boto, on=True)
                 self._checksums = self._boto.meta.config.request_checksum_calculation != "when_required"
             return self._boto
+
+    def _has_new_keys(self, err: Exception, boto: Any) -> bool:
+        """Whether files and variables were read again, since the store does not take our credentials any more.
+
+        If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has them read.
+        """
+        if is_stale_key(err) or (is_refused(err) and self._store.accepted):
+            return self._renew(boto)
+        if is_refused(err):
+            with self._lock:
+                self._boto = None if self._boto is boto else self._boto
+        return False
 
     def _renew(self, boto: Any) -> bool:
         """Look credentials up anew; False if that was done just now and did not help."""

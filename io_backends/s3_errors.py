@@ -74,6 +74,10 @@ class ChangedError(OSError):
         self.tag = tag
 
 
+class NoTagError(OSError):
+    """The answer about an object has no ETag: half an answer, or a store that gives none."""
+
+
 def code_of(err: BaseException) -> str:
     """The store's word for what went wrong; its HTTP status where there is no word (answers to HEAD have no body)."""
     return str(err.response.get("Error", {}).get("Code", "")) if isinstance(err, ClientError) else ""
@@ -88,13 +92,22 @@ def is_stale_key(err: BaseException) -> bool:
     return code_of(err) in _STALE_KEY or (code_of(err) == "400" and status_of(err) == 400)
 
 
+def is_refused(err: BaseException) -> bool:
+    """Whether there are no credentials, or the store refuses them or what they ask for: it often does not say which."""
+    if isinstance(err, NoCredentialsError | PartialCredentialsError | SSOError | TokenRetrievalError):
+        return True
+    return status_of(err) in (401, 403) and code_of(err) not in _CLOCK
+
+
 def is_changed(err: BaseException) -> bool:
     """Whether other bytes arrived than were sent, by their checksum."""
     return isinstance(err, ChangedError) or code_of(err) in _CHANGED
 
 
 def tag_of(answer: Mapping[str, Any]) -> str:
-    """The ETag of an answer; TruncatedError if it was cut off."""
+    """The ETag of an answer; NoTagError if there is none, TruncatedError if it was cut off."""
+    if "ETag" not in answer:
+        raise NoTagError("the answer has no ETag")
     tag = str(answer["ETag"])
     if tag.startswith('"') and (len(tag) < 2 or not tag.endswith('"')):
         raise TruncatedError(f"half an answer: the ETag is {tag}")
@@ -135,6 +148,9 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     message = f"cannot {what}: {words_of(err)}{f', {tries} times' if tries > 1 else ''}"
     if is_changed(err):
         hint = "something between this process and the store changes bytes: check proxies, network cards and memory"
+        return StorageError(message, where=where, hint=hint)
+    if isinstance(err, NoTagError):
+        hint = "ckpt needs ETags to read all bytes of one version: set up the store to give them (JuiceFS gateway: --keep-etag)"
         return StorageError(message, where=where, hint=hint)
     return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from botocore.exceptions import ClientError
 
 from ckpt import settings
-from ckpt.errors import CkptError, ConflictError, StorageError
+from ckpt.errors import AccessError, CkptError, ConflictError, StorageError
 
 from .s3_checksums import OFF, WAYS, Checks, Sums, md5_in
 from .s3_errors import code_of, is_changed, is_passing, status_of, tag_of
@@ -74,9 +74,7 @@ def probe(key: Key) -> None:
 
 @contextmanager
 def _beside(key: Key) -> Iterator[Key]:
-    folder = key.key.rpartition("/")[0]
-    name = f".prepare-{secrets.token_hex(8)}.tmp"
-    beside = replace(key, key=f"{folder}/{name}" if folder else name)
+    beside = _named_beside(key)
     try:
         yield beside
     except BaseException:
@@ -84,6 +82,12 @@ def _beside(key: Key) -> Iterator[Key]:
             delete(beside)
         raise
     delete(beside)
+
+
+def _named_beside(key: Key) -> Key:
+    folder = key.key.rpartition("/")[0]
+    name = f".prepare-{secrets.token_hex(8)}.tmp"
+    return replace(key, key=f"{folder}/{name}" if folder else name)
 
 
 def _keeps_conditions(key: Key) -> bool:
@@ -126,10 +130,9 @@ def part_checks_of(key: Key) -> Checks:
     known = key.client.part_checks
     if key.bucket not in known:
         whole = checks_of(key)
-        with _beside(key) as beside:
-            after = _candidates(settings.s3_checksum(), secure=key.client.secure())
-            ways = after[[c.way for c in after].index(whole.way) :] if whole != OFF else ()
-            known[key.bucket] = whole if not ways else _first_compared(beside, ways, None)
+        after = _candidates(settings.s3_checksum(), secure=key.client.secure())
+        ways = after[[c.way for c in after].index(whole.way) :] if whole != OFF else ()
+        known[key.bucket] = whole if not ways else _first_compared(_named_beside(key), ways, None)
     return known[key.bucket]
 
 
@@ -175,7 +178,10 @@ def _scratch(key: Key, checks: Checks, send: _Send | None) -> Iterator[_Send]:
     try:
         yield lambda boto, sums: tag_of(boto.upload_part(**what, **sums.names))
     finally:
-        forget(key, upload)
+        try:
+            forget(key, upload)
+        except AccessError as err:  # the bytes that are to be saved need no such right
+            log.warning("%s; the upload of a few bytes stays there until a rule of the bucket ends it", err)
 
 
 def _compared(key: Key, checks: Checks, send: _Send) -> Checks | None:

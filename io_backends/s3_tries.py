@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 
 from ckpt.errors import CancelledError
 
-from .s3_errors import code_of, is_changed, is_misconfigured, is_passing, status_of, translated, words_of
+from .s3_errors import NoTagError, code_of, is_changed, is_misconfigured, is_passing, status_of, translated, words_of
 
 log = logging.getLogger("ckpt")
 
@@ -69,7 +69,7 @@ class Tries:
             self._store.note(err)
         if self._over is not None and self._over():
             raise CancelledError(f"cannot {self.what}: it was given up", where=self.where) from err
-        if is_changed(err) or (code_of(err) == "SignatureDoesNotMatch" and self._store.accepted):
+        if is_changed(err) or isinstance(err, NoTagError) or (code_of(err) == "SignatureDoesNotMatch" and self._store.accepted):
             self._again_unchanged(err)
             return
         trying = time.monotonic() - self._began
@@ -82,7 +82,8 @@ class Tries:
         time.sleep(random.uniform(longest / 2, longest))
 
     def _again_unchanged(self, err: Exception) -> None:
-        """A changed body breaks its checksum, a changed header the signature. Time does not help, and a few tries do or nothing does."""
+        """A changed body breaks its checksum, a changed header the signature, half a head has no ETag. Time does not help, and a few tries do
+        or nothing does."""
         self._changed += 1
         if self._changed >= MOST_CHANGED:
             raise translated(err, self.what, self.where, tries=self.failed) from err

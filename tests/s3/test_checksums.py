@@ -90,6 +90,20 @@ def test_a_store_that_compares_checksums_of_objects_but_not_of_parts(moto_store:
     assert list(S3Backend(url).unfinished()) == []
 
 
+def test_without_the_right_to_end_uploads(
+    moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that ends well needs no such right, so the trial of parts does not either."""
+    use(moto_store, monkeypatch)
+    seen = watch(monkeypatch, lambda s: answer(s.request, 403, "AccessDenied") if s.operation == "AbortMultipartUpload" else None)
+    url = moto_store.new_prefix()
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        put(S3Backend(url, part=5 * MIB), "a", DATA)
+    assert everything(S3Backend(url)) == {"a": DATA}
+    assert "stays there until a rule of the bucket ends it" in caplog.text
+    assert [s.operation for s in seen].count("DeleteObject") == 1  # of the object that was tried; parts make none
+
+
 def test_a_checksum_that_is_asked_for_and_not_compared(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_S3_CHECKSUM", "crc32")
     with pytest.raises(StorageError, match=r"(?s)does not compare the crc32 checksums of objects.*CKPT_S3_CHECKSUM=auto"):

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.awsrequest import AWSResponse
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, StorageError
-from ckpt.io_backends import Writer, open_backend, s3_tries
+from ckpt.io_backends import Writer, open_backend, s3_client, s3_tries
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.s3 import S3Backend
-from tests.s3.meddling import Seen, answer, cutting, lost_answer, lost_request, watch
+from tests.s3.meddling import Seen, _Raw, answer, cutting, lost_answer, lost_request, watch
 from tests.s3.stores import KEYS, ObjectStore, use
 
 MIB = 1 << 20
@@ -232,6 +233,37 @@ def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, mo
     backend.publish("a", b"x", replaces=None)
     assert backend.read("a") == b"x"
     assert sum(b"Credential=old/" in s.request.headers["Authorization"] for s in seen) == 1
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "AccessDenied", ""])
+def test_keys_that_are_replaced(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Stores say that the old one is refused, not that it has expired. And a file that was missing at first is read once it is there."""
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    revoked = False
+
+    def store(seen: Seen) -> Any:
+        if b"Credential=old/" not in seen.request.headers["Authorization"]:
+            return None
+        headers = {"content-length": "7", "etag": '"x"'}
+        return answer(seen.request, 403, code) if revoked else AWSResponse(seen.request.url, 200, headers, _Raw(b""))
+
+    seen = watch(monkeypatch, store)
+    backend = open_backend(s3_url)
+    with pytest.raises(AccessError, match="NoCredentials"):
+        backend.size("a")
+    file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = x\n")
+    assert backend.size("a") == 7
+    revoked = True
+    with pytest.raises(AccessError):
+        backend.size("a")
+    assert len(seen) == 3  # one more try: the file has not changed
+    file.write_text(f"[default]\naws_access_key_id = {KEYS['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {KEYS['AWS_SECRET_ACCESS_KEY']}\n")
+    monkeypatch.setattr(s3_client, "_RENEW", 0.0)
+    backend.publish("a", b"x", replaces=None)
+    assert backend.size("a") == 1
 
 
 def test_a_part_that_could_not_even_be_sent_is_no_success(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

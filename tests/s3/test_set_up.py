@@ -174,6 +174,14 @@ def test_a_store_that_redirects_everything(monkeypatch: pytest.MonkeyPatch) -> N
     assert "answers every request with a redirect" in error_of_a_read(StorageError)
 
 
+def test_a_store_without_etags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the gateway of JuiceFS by default. The first answer may have been half of one."""
+    seen = watch(monkeypatch, lambda s: AWSResponse(s.request.url, 200, {"content-length": "1"}, _Raw(b"")))
+    with pytest.raises(StorageError, match="JuiceFS gateway: --keep-etag"):
+        open_backend("s3://bucket/run").size("a")
+    assert len(seen) == 5
+
+
 def test_a_store_that_never_answered_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not one that has: that is a network that comes back."""
     monkeypatch.setattr(s3_tries, "STRANGE", 0.5)
