@@ -92,11 +92,10 @@ class FileCopy:
             self._spoiled = True  # an object store may have it in a part that was sent: the whole file is sent again
 
     def _finish(self) -> None:
-        assert self._writer is not None
         for _ in range(READS):
             if not self._spoiled:
                 break
-            self._writer.abort()
+            self.abort()
             self._writer, self._spoiled = None, False
             self._taken.clear()
             for job in _checked(self._source, self._file, self._take):
@@ -105,6 +104,7 @@ class FileCopy:
             where = f"{self._source.url.rstrip('/')}/{self._file.path}"
             hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
+        assert self._writer is not None
         self._writer.commit()
         self._made.append(self._file.path)
 

@@ -27,7 +27,7 @@ from ckpt.api import open as open_view
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StateError, UsageError
 from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
 
 from .agreed import agreed_latest
@@ -140,7 +140,7 @@ class CheckpointCallback(TrainerCallback):
         url = os.fspath(given) if given else ""
         if not url or committed_id(open_backend(url)) is None:
             return None
-        own = (s.number for s in self.checkpointer.steps() if open_backend(s.url).url == open_backend(url).url)
+        own = (s.number for s in self.checkpointer.steps() if real_url(s.url) == real_url(url))
         self._step = next(own, None)
         return str(url)
 
