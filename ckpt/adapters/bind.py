@@ -206,6 +206,7 @@ class _Walk(Binder):
         entry = self.referred(stored)
         new = self._own[stored] = self.room_for(entry)
         local = self.placer.add_own(f"{stored}>", new)
+        self.found.given.add(id(local))
         self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
         return new
 

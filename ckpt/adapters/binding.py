@@ -47,6 +47,8 @@ class Binding:
     values: list[str] = field(default_factory=list)
     objects: list[StatefulObject] = field(default_factory=list)
     """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
+    given: set[int] = field(default_factory=set)
+    """``id`` of the memories that objects of the state are given, which may keep and change them: filled anew before they are given again."""
     create: list[Callable[[], None]] = field(default_factory=list)
     apply: list[Callable[[], None]] = field(default_factory=list)
 
@@ -197,7 +199,9 @@ class Binder:
             new = self.room_for(entry, device if now is None else real_device(now))
         fresh[stored] = new
         if name not in self.placer.tensors:
-            self.target(name, self.placer.add(name, new))
+            local = self.placer.add(name, new)
+            self.found.given.add(id(local))
+            self.target(name, local)
 
     def referred(self, stored: str) -> TensorEntry:
         """The stored tensor that a value of the checkpoint refers to."""

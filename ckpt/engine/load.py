@@ -333,15 +333,22 @@ class _Load:
         return {"again": self.carrier.again if self.carrier is not None else []}
 
     def read_again(self, again: Sequence[tuple[str, int]]) -> Row:
-        """Every rank: what it wants of chunks that other ranks handed out before a digest showed that they had read them wrong."""
+        """Every rank: what it wants of chunks that other ranks handed out before a digest showed that they had read them wrong.
+
+        Then all values are set again, so what objects were given the first time, and may have changed, is read again too.
+        """
         assert self.binding is not None and self.catalog is not None and self.reader is not None
         chunks: dict[str, set[int]] = {}
         for name, number in again:
             chunks.setdefault(name, set()).add(number)
-        jobs = [job for job in map(Job._make, self.binding.targets.values()) if stored_name(job) in chunks and job.entry.rank is None]
-        if not jobs:
+        every = list(map(Job._make, self.binding.targets.values()))
+        wrong = [job for job in every if stored_name(job) in chunks and job.entry.rank is None]
+        if not wrong:
             return {}
-        left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
+        given = [job for job in every if id(job.target) in self.binding.given]
+        left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in wrong}
+        left_out |= {id(job.target): set() for job in given}
+        jobs = list({id(job.target): job for job in [*wrong, *given]}.values())
         reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
         reader.run(replace(reader.plan(jobs, left_out), padding=()))
         self.reader.fetch.read += reader.fetch.read

@@ -25,12 +25,25 @@ SIZE = (3000, 900)
 """Of float32: chunks of five pieces."""
 
 
+class Scaled:
+    """An object that keeps the tensor it is given, and changes it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"].mul_(2)
+
+
 def whole(name: str) -> torch.Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(ord(name)))
 
 
 def save(url: str) -> None:
-    ckpt.save(url, {**{name: whole(name) for name in NAMES}, "small": torch.arange(1000)})
+    ckpt.save(url, {**{name: whole(name) for name in NAMES}, "small": torch.arange(1000), "object": Scaled(torch.arange(500))})
 
 
 def load(url: str, places: list[tuple[str, int]], kind: str, options: dict[str, Any]) -> tuple[bool, int, int, int]:
@@ -46,14 +59,14 @@ def load(url: str, places: list[tuple[str, int]], kind: str, options: dict[str, 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     spread = [Replicate() if kind == "whole" else Shard(0 if kind == "rows" else 1)]
     state: dict[str, Any] = {name: distribute_tensor(torch.zeros(SIZE), mesh, spread) for name in NAMES}
-    state["small"] = torch.zeros(1000, dtype=torch.int64)
+    state |= {"small": torch.zeros(1000, dtype=torch.int64), "object": Scaled(torch.zeros(500, dtype=torch.int64))}
     flips = [Flip(path, at) for path, at in places]
     with ExitStack() as wrapped:
         for one in flips:
             wrapped.enter_context(wrap_backends(one.wrap))
         report = ckpt.load(url, state, **options)
     same = all(torch.equal(t.full_tensor(), whole(n)) for n, t in state.items() if isinstance(t, DTensor))
-    same = same and torch.equal(state["small"], torch.arange(1000))
+    same = same and torch.equal(state["small"], torch.arange(1000)) and torch.equal(state["object"].values, 2 * torch.arange(500))
     return same, sum(f.happened for f in flips), report.bytes_unverified, sum("read again, and right" in line for line in lines)
 
 
