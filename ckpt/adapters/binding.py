@@ -48,7 +48,7 @@ class Binding:
     objects: list[StatefulObject] = field(default_factory=list)
     """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
     given: set[int] = field(default_factory=set)
-    """``id`` of the memories that objects of the state are given, which may keep and change them: filled anew before they are given again."""
+    """``id`` of memories that objects of the state are given, and may keep and change: filled anew before they are given again."""
     create: list[Callable[[], None]] = field(default_factory=list)
     apply: list[Callable[[], None]] = field(default_factory=list)
 
