@@ -82,8 +82,8 @@ class Tries:
         time.sleep(random.uniform(longest / 2, longest))
 
     def _again_unchanged(self, err: Exception) -> None:
-        """A changed body breaks its checksum, a changed header the signature, half a head has no ETag. Time does not help, and a few tries do
-        or nothing does."""
+        """A changed body breaks its checksum, a changed header the signature, half a head has no ETag. Time does not help; a few tries
+        do, or nothing does."""
         self._changed += 1
         if self._changed >= MOST_CHANGED:
             raise translated(err, self.what, self.where, tries=self.failed) from err

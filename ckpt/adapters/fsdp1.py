@@ -122,6 +122,7 @@ def flat_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
         rows = zip(flat._param_infos, flat._shapes, _starts(flat), flat._shard_param_infos, owners, strict=True)
         for info, shape, start, shard, owner in rows:
             part = found[id(info.module), info.param_name] = _part(handle, mesh, local, tuple(shape), start, owner)
+            part.counted = (flat, owner)  # FSDP gives them this memory by ``.data``, so each counts for itself
             if handle.uses_sharded_strategy and (shard.numel_in_shard or 0) != part.count:
                 text = f"FSDP says that this rank has {shard.numel_in_shard or 0} elements of {info.param_name}, its sizes say {part.count}"
                 raise StateError(text, where=where, hint="this version of torch flattens otherwise: use fully_shard")

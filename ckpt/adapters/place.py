@@ -49,6 +49,7 @@ class Placer:
     unique."""
     _more: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """The others that begin there and are not the same."""
+    _counted: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _anew: dict[str, Placement] = field(default_factory=dict)
     _unproven: set[str] = field(default_factory=set)
 
@@ -82,7 +83,9 @@ class Placer:
         else:
             local = from_placed(said, placed, part.memory, self.rank)
         self._unproven.add(local.info.name)
-        return self._register(local, part.memory, part.memory)
+        registered = self._register(local, part.memory, part.memory)
+        self._counted += [(registered.info.name, tensor) for tensor in part.counted]
+        return registered
 
     def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, DTensor):
@@ -198,8 +201,8 @@ class Placer:
         return local
 
     def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it."""
-        return ((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values()))
+        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it; and as others know it."""
+        return chain(((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values())), self._counted)
 
     def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
         """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""

@@ -21,13 +21,15 @@ from ckpt.splits import Boxes, Shard
 class Sharded:
     """This rank's part of a tensor of global ``shape``: ``memory`` has the shape that ``layout`` gives it.
 
-    With a layout of listed boxes ``blocks`` are the memory of each, in their order.
+    With a layout of listed boxes ``blocks`` are the memory of each, in their order. ``counted`` are other tensors of this memory, whose
+    versions count what is done to it through them.
     """
 
     memory: torch.Tensor
     shape: tuple[int, ...]
     layout: TensorLayout
     blocks: tuple[torch.Tensor, ...] = ()
+    counted: tuple[torch.Tensor, ...] = ()
 
 
 def is_sharded_tensor(value: object) -> bool:

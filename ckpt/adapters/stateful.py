@@ -31,7 +31,7 @@ def take_all(objects: Sequence[StatefulObject]) -> Refusal | None:
     """Let the objects take their stored state. If one refuses, it and those before it get back what they had."""
     taken: list[tuple[StatefulObject, Any]] = []
     for each in objects:
-        taken.append((each, copy.deepcopy(each.old)))
+        taken.append((each, _copied(each.old)))
         try:
             each.take()
         except Exception as err:  # noqa: BLE001  whatever an object of the user's raises: the caller raises it
@@ -40,7 +40,16 @@ def take_all(objects: Sequence[StatefulObject]) -> Refusal | None:
     return None
 
 
+def _copied(old: Any) -> Any:
+    try:
+        return copy.deepcopy(old)
+    except Exception:  # noqa: BLE001  a lock, a file, what only is there before the first load: no reason not to load
+        return None
+
+
 def _given_back(each: StatefulObject, old: Any) -> bool:
+    if old is None:
+        return False
     try:
         each.target.load_state_dict(old)
     except Exception:  # noqa: BLE001  an object that refuses its own state: the error of the load says that the state was touched

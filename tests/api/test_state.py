@@ -7,6 +7,7 @@ import enum
 import io
 import math
 import random
+import threading
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -589,6 +590,23 @@ def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(url: str) 
         ckpt.load(url, state)
     assert "second" in str(caught.value)
     assert [state["w"].tolist(), state["first"].count, state["second"].count, state["n"]] == [[0, 0, 0], 1, 2, 0]
+
+
+class Locked(Counts):
+    """One whose state, before its first load, has something in it that cannot be copied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count or threading.Lock()}
+
+
+def test_an_object_whose_old_state_cannot_be_copied(url: str) -> None:
+    """It takes its state; if it or another one refuses, that cannot be undone, and the error says so."""
+    ckpt.save(url, {"w": torch.ones(3), "locked": Locked(5)})
+    state = {"w": torch.zeros(3), "locked": Locked(0)}
+    ckpt.load(url, state)
+    assert state["locked"].count == 5 and state["w"].tolist() == [1, 1, 1]
+    with pytest.raises(ckpt.CkptError, match="too many; the state given to load is now partly overwritten"):
+        ckpt.load(url, {"w": torch.zeros(3), "locked": Locked(0, most=3)})
 
 
 def test_a_scaler_that_was_not_enabled(url: str) -> None:

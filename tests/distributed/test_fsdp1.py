@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.engine.capture import Capture
 from ckpt.engine.verify import verify
 from tests.distributed.gathered import Full, differences, full_state, spoil
 from tests.distributed.models import LEARNING_RATE, Model, Trained, fsdp, loss_of, mesh_of, trained, whole_model
@@ -166,6 +168,7 @@ def more(root: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     before, _ = save("orig2", f"{root}/async", "async")
     told["async"] = differences(load("orig2", f"{root}/async", 0)[0], before)
+    told["by hand"] = [changed_by_hand(f"{root}/by-hand-{layout}", layout) for layout in ("flat2", "orig2", "grad-op2", "no-shard2")]
     which = build("flat2", 1, tied=True).steps(2)
     ckpt.save(f"{root}/tied", which.state())
     again = build("flat2", 2, tied=True)
@@ -178,9 +181,27 @@ def more(root: str) -> dict[str, Any]:
     return told
 
 
+def changed_by_hand(url: str, layout: str) -> str:
+    """Parameters of FSDP have their memory by ``.data``: what is done to one counts in no other tensor of that memory."""
+    which = build(layout, 1).steps(1)
+    held = threading.Event()
+    capture = Capture.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "run", lambda self, *args: (held.wait(30), capture(self, *args)))
+        handle = ckpt.save_async(url, {"model": which.model})
+        loss_of(which.model).backward()  # which is no change
+        with torch.no_grad():
+            next(p for p in which.model.parameters() if p.numel()).add_(1)
+        held.set()
+        with pytest.raises(ckpt.CkptError) as caught:
+            handle.result()
+    return str(caught.value)
+
+
 def test_in_the_background_tied_and_refused(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks.run(2, more, str(tmp_path)):
         assert told["async"] == [] and told["tied"] == []
+        assert len(told["by hand"]) == 4 and all("changed before the save had captured it" in text for text in told["by hand"])
         assert "summon_full_params" in told["inside"] and "FSDP module" in told["inside"]
 
 

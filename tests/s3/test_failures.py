@@ -260,9 +260,8 @@ def test_keys_that_are_replaced(s3_url: str, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(AccessError):
         backend.size("a")
     assert len(seen) == 3  # one more try: the file has not changed
-    file.write_text(
-        f"[default]\naws_access_key_id = {KEYS['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {KEYS['AWS_SECRET_ACCESS_KEY']}\n"
-    )
+    access, secret = KEYS["AWS_ACCESS_KEY_ID"], KEYS["AWS_SECRET_ACCESS_KEY"]
+    file.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {secret}\n")
     monkeypatch.setattr(s3_client, "_RENEW", 0.0)
     backend.publish("a", b"x", replaces=None)
     assert backend.size("a") == 1
