@@ -6,7 +6,7 @@ tensors are filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -117,9 +117,14 @@ class _Walk(Binder):
         if stored is not None and len(stored) != len(loaded):
             self.found.misfits.append(f"{path}: {len(stored)} elements in the checkpoint, {len(loaded)} in the state")
             return
+        before = len(self.found.values)
         for i, item in enumerate(target):
             at = join(path, i)
             self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
+        if stored is not None and not tree.refers(node):  # then the stored list is a leaf as a whole: taken if all in it is
+            taken = set(self.found.values[before:])
+            if all(_is_below(taken, join(path, i), where) for i, item in enumerate(stored) for where, _ in tree.leaves(item)):
+                self.found.values.append(path)
         if isinstance(target, list):
             self.found.apply.append(lambda: target.__setitem__(slice(None), loaded))
         else:
@@ -215,6 +220,11 @@ def _item_setter(container: Any, key: Any) -> Setter:
         container[key] = value
 
     return put
+
+
+def _is_below(taken: Set[str], at: str, where: str) -> bool:
+    """Whether the path ``where`` below ``at``, or something that contains it and is not above ``at``, was taken."""
+    return any(p in taken for p in (at, *(f"{at}.{where[:i]}" for i, c in enumerate(f"{where}.") if c == "." and i)))
 
 
 def _has_live(value: object) -> bool:

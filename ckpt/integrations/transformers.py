@@ -79,12 +79,16 @@ class CheckpointCallback(TrainerCallback):
         return found
 
     def _trainer_state(self) -> str:
+        return json.dumps(dataclasses.asdict(self.trainer.state) | {"stateful_callbacks": self._callback_states()})
+
+    def _callback_states(self) -> dict[str, Any]:
+        """As the trainer's own checkpoints have them: by the name of the class, a list if there are several of one class."""
         trainer = self.trainer
-        callbacks: dict[str, list[Any]] = {}
+        states: dict[str, list[Any]] = {}
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
-                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
-        return json.dumps(dataclasses.asdict(trainer.state) | {"stateful_callbacks": callbacks})
+                states.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: several if len(several) > 1 else several[0] for name, several in states.items()}
 
     # ---- saving
 
@@ -102,6 +106,7 @@ class CheckpointCallback(TrainerCallback):
         if self._saved == step:
             return
         self.trainer.store_flos()
+        self.trainer.state.stateful_callbacks = self._callback_states()  # so does the method that this replaces
         logged = {k: v for entry in self.trainer.state.log_history if entry.get("step") == step for k, v in entry.items()}
         metrics = {k: float(v) for k, v in logged.items() if k not in ("step", "epoch") and isinstance(v, int | float)}
         self.checkpointer.save(step, self.state(), metrics=metrics)

@@ -364,6 +364,17 @@ def test_objects_in_lists_and_under_only(url: str) -> None:
     assert same(targets[1].value, torch.ones(1))
 
 
+def test_lists_of_objects_that_have_no_tensors(url: str) -> None:
+    save(url, {"l": [Holder(1), Holder({"a": 2})], "t": (Holder(3), 4)})
+    first, second, third = (Holder(0) for _ in range(3))
+    state = {"l": [first, second], "t": (third, 0)}
+    assert not ckpt.load(url, state).unexpected
+    assert (first.value, second.value, third.value, state["t"][1]) == (1, {"a": 2}, 3, 4)
+    save(url, {"l": [{"a": Holder(1), "b": 2}]})
+    with pytest.raises(NamesError, match=r"unexpected in the checkpoint \(1\):\n    l\n"):
+        ckpt.load(url, {"l": [{"a": Holder(0)}]})
+
+
 def test_a_missing_object_is_reported(url: str) -> None:
     save(url, {})
     with pytest.raises(NamesError, match="\n    o\n"):
