@@ -25,7 +25,9 @@ from ckpt.converters.importing import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError, StorageError
+from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
+from ckpt.formats.native.writer import committed_id, set_tags
 from ckpt.io_backends import MemoryBackend, open_backend
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
@@ -141,6 +143,52 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
                 failed, whole = failed + (error is not None), whole + (error is None)
     assert failed > 20 and whole > 20
     print(f"{failed} saves failed, {whole} were whole")
+
+
+@pytest.mark.parametrize("meanwhile", ["gc", "tag"])
+def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str) -> None:
+    """Also if a ``ckpt gc`` takes the checkpoint before it for debris meanwhile, or somebody tags the new one."""
+    root = "memory://clearing/run"
+    url = prepared(root, replacing=True)
+    counted, clearing = FaultyProcess(), Clearing(root, 12)
+    with wrap_backends(counted.wrap):
+        ckpt.save(url, state(NEW), threads=1)
+    publish = counted.log.index("publish checkpoint.json")
+    url = prepared(root, replacing=True)
+
+    def gc() -> None:
+        backend = open_backend(root)
+        found = find_debris(backend, grace=3600, now=time.time())
+        assert {d.id: d.goes for d in found}[first] is False
+        remove_debris(backend, found)
+
+    first = committed_id(open_backend(url))
+    then = {publish + 1: gc} if meanwhile == "gc" else {publish + 5: lambda: set_tags(open_backend(url), ["mine"])}
+    process = Stopping({publish: clearing.start, **then})
+    with pytest.raises(StorageError), wrap_backends(process.wrap):
+        ckpt.save(url, state(NEW), threads=1)
+    assert not process.hooks
+    clearing.release()
+    assert stored(url) == OLD and not list_steps(url)[0].tags
+
+
+def test_a_clearing_leaves_the_mark_of_another_that_may_go_on() -> None:
+    """It finds the save committed and removes nothing; the other may be about to remove a file, which the save has to see."""
+    url = prepared("memory://clearing/run", replacing=True)
+    backend, id = open_backend(url), str(committed_id(open_backend(url)))
+    put(backend, f"index-{id}/clearing", b"")
+    assert not clear(backend, id, "", [f"data/{id}-00000.safetensors"], lambda: id)
+    assert backend.size(f"index-{id}/clearing") == 0 and stored(url) == OLD
+    assert not clear(backend, "0" * 16, "", [], lambda: "0" * 16) and "clearing" not in str(list(backend.list(f"index-{'0' * 16}")))
+
+
+def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> None:
+    url = prepared("memory://clearing/run", replacing=True)
+    backend, id = open_backend(url), str(committed_id(open_backend(url)))
+    full = FaultyBackend(backend, Fault(at=0, kind="no_space"))
+    answers = iter([None, id, id, id])  # it is committed since
+    assert not clear(full, id, "", [e.path for e in backend.list() if "/" in e.path][:2], lambda: next(answers))
+    assert stored(url) == OLD
 
 
 @pytest.mark.parametrize("how", ["cp", "convert", "import", "publish"])
