@@ -93,8 +93,8 @@ def _problem(backend: Backend, id: str, sizes: Mapping[str, int]) -> StorageErro
         )
         return StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
-        hint = "look for a `ckpt gc` that runs there, and try again"
-        return StorageError("somebody is clearing this save away as debris", where=backend.url, hint=hint)
+        hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
+        return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
     return None
 
 
@@ -103,6 +103,27 @@ def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
         backend.publish(COMMIT_PATH, previous, replaces=record)
     else:
         backend.delete(COMMIT_PATH)
+
+
+def claim(backend: Backend, id: str) -> None:
+    """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``.
+
+    Raises:
+        ConflictError: it is committed, by another copy.
+    """
+    mark = index_path(id, CLEARING)
+    mine = True
+    try:
+        backend.publish(mark, b"", replaces=None)
+    except ConflictError:
+        mine = False
+    data = read_record(backend)
+    if data is None or CommitRecord.from_bytes(data, backend.url).id != id:
+        return
+    if mine:
+        backend.delete(mark)
+    told = "another copy of this checkpoint was committed here meanwhile"
+    raise ConflictError(told, where=backend.url, hint="copy again: that compares the files that are there, and copies what is missing")
 
 
 def resume(backend: Backend, id: str) -> None:

@@ -24,7 +24,7 @@ from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
-from ckpt.errors import CkptError, NotCommittedError, NotFoundError, StorageError
+from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
 from ckpt.formats.native.writer import committed_id, set_tags
@@ -35,7 +35,7 @@ from ckpt.io_backends.posix import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Latest
 from ckpt.runs import list_steps
-from ckpt.transfer import copy_checkpoint
+from ckpt.transfer import Transfer, copy_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 from tests.failures.states import state, stored
 
@@ -231,6 +231,60 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
         assert bool(committed) or error is not None, f"{how}, cleared before {counted.log[at]}: nothing is there, and nothing was said"
         assert all(verify(s.url).ok for s in committed), f"{how}, cleared before {counted.log[at]}"
     assert failed or how == "publish", "a publish is tried again, the others raise"
+
+
+@pytest.mark.parametrize("first", ["whole", "at its commit"])
+def test_two_copies_of_one_checkpoint_to_one_place(tmp_path: Path, first: str) -> None:
+    """The second finds a half file, which the first finishes meanwhile: then nothing of it goes, or the first is not committed. The second
+    is killed when it has written the end of its file, before the rest."""
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    ckpt.save(source, {"x": torch.arange(100_000)})
+    (data,) = (tmp_path / "source").glob("data/*")
+    half = tmp_path / "target" / "data" / data.name
+    half.parent.mkdir(parents=True)
+    half.write_bytes(data.read_bytes()[:100])
+    told: list[CkptError | None] = []
+
+    def copy() -> None:
+        try:
+            copy_checkpoint(source, target, threads=1)
+            told.append(None)
+        except CkptError as err:
+            told.append(err)
+
+    def second() -> None:
+        run = Transfer(source, target)
+        room = run._make_room
+
+        def meanwhile(bad: set[str]) -> None:
+            if first == "whole":
+                copy()
+            room(bad)
+            half.parent.mkdir(exist_ok=True)
+            half.write_bytes(bytes(data.stat().st_size))
+            raise SimulatedCrash
+
+        run._make_room = meanwhile  # type: ignore[method-assign]
+        with pytest.raises(ConflictError if first == "whole" else SimulatedCrash):
+            run.copy(run.sizes, 1, None)
+
+    if first == "whole":
+        second()
+    else:
+        counted = FaultyProcess()
+        with wrap_backends(lambda b: counted.wrap(b) if b.url == target else b):
+            copy_checkpoint(source, str(target), threads=1)
+        shutil.rmtree(target)
+        half.parent.mkdir(parents=True)
+        half.write_bytes(data.read_bytes()[:100])
+        publish = counted.log.index("publish checkpoint.json")
+        process = Stopping({publish: lambda: (half.write_bytes(half.read_bytes()[:100]), second())})
+        with wrap_backends(lambda b: process.wrap(b) if b.url == target else b):
+            copy()
+    committed = [s for s in list_steps(target) if s.committed]
+    assert bool(committed) == (told == [None]) and all(verify(s.url).ok for s in committed), told
+    copy_checkpoint(source, target)
+    assert verify(target).ok
 
 
 def test_what_a_killed_clearing_left_does_not_keep_a_copy_from_going_on(tmp_path: Path) -> None:
