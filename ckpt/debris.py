@@ -1,9 +1,10 @@
 """What killed and failed saves, copies and conversions left below a run, and whether it may go. No torch.
 
 A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
-of a save, a copy or a conversion that goes on. One case needs no time: beside a committed checkpoint, a save that began before it can
-never commit any more. Touched is what the storage says of the files, and so is the present time; where it keeps no times, the begin of the
-save counts, which its id tells by the clock of the machine that saved.
+of a save, a copy or a conversion that goes on. One case needs less time: beside a committed checkpoint, a save that began before it can
+never commit any more, unless that commit is taken back at once (``clearing``): then it is the checkpoint again. Touched is what the storage
+says of the files, and so is the present time; where it keeps no times, the begin of the save counts, which its id tells by the clock of the
+machine that saved.
 
 Invariant: nothing goes that is beyond a symbolic link. The root may be one, if it is that of a run.
 """
@@ -28,6 +29,9 @@ from .debris_conversions import Conversions, Left, is_still
 
 GRACE = 86_400.0
 """Seconds; the default."""
+
+SETTLED = 600.0
+"""Seconds after which a commit is not taken back any more. One that lost its files to somebody is, as soon as the save has looked."""
 
 _TEMPORARY = re.compile(r"(?:.*/)?\.(?:publish|prepare)-[0-9a-f]{16}\.tmp")
 _THREADS = 8
@@ -65,7 +69,7 @@ class Debris:
 class _Directory:
     """What one listing shows of a place that may hold a checkpoint."""
 
-    record: bool = False
+    record: Entry | None = None
     saves: dict[str, list[Entry]] = field(default_factory=dict)
 
 
@@ -83,6 +87,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
     found: list[Debris] = []
     conversions = Conversions()
     age = partial(_judge, backend, grace=grace, now=now)
+    settled = partial(_judge, backend, grace=min(grace, SETTLED), now=now)
     for entry in backend.list():
         directory, inner = _split(entry.path)
         save = id_of(inner)
@@ -90,7 +95,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
             goes, reason = age([entry], None)
             found.append(Debris(what="temporary", directory=directory, entries=(entry,), goes=goes, reason=reason))
         elif inner == COMMIT_PATH:
-            directories.setdefault(directory, _Directory()).record = True
+            directories.setdefault(directory, _Directory()).record = entry
         elif save is not None:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
@@ -103,7 +108,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
 
     found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
     for name, held in directories.items():
-        found += _saves(backend, name, held, age)
+        found += _saves(backend, name, held, age, settled)
     return _on_this_side(backend, found + uploads)
 
 
@@ -128,11 +133,13 @@ def _split(path: str) -> tuple[str, str]:
     return ("", path) if path == COMMIT_PATH or id_of(path) is not None else (first, rest)
 
 
-def _saves(backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]]) -> Iterator[Debris]:
-    if held.record and len(held.saves) < 2:
+def _saves(
+    backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]], settled: partial[tuple[bool, str]]
+) -> Iterator[Debris]:
+    if held.record is not None and len(held.saves) < 2:
         return  # one checkpoint and nothing else: no need to read its record
     try:
-        committed = _committed(backend, directory) if held.record else None
+        committed = _committed(backend, directory) if held.record is not None else None
     except (CorruptError, FormatError) as err:
         for id, entries in held.saves.items():
             reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
@@ -141,8 +148,13 @@ def _saves(backend: Backend, directory: str, held: _Directory, age: partial[tupl
     for id, entries in held.saves.items():
         if id == committed:
             continue
-        if committed is not None and id < committed:
-            goes, reason = True, "it began before the save that is committed there, and cannot commit any more"
+        if held.record is not None and committed is not None and id < committed:
+            goes, reason = settled([held.record], committed)
+            reason = (
+                "it began before the save that is committed there, and cannot commit any more"
+                if goes
+                else f"it may be what the save that is committed there replaces, and that may be taken back: {reason}"
+            )
         else:
             goes, reason = age(entries, id)
         yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=goes, reason=reason)

@@ -140,7 +140,7 @@ class Publisher:
             if step is None:
                 call.see_off()
                 return False
-            call.agree("copy", lambda: self._copy(call, found["name"]), lambda rows: self._commit())
+            call.agree("copy", lambda: self._copy(call, found["name"]), self._commit)
             turn.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
             if self._leads:
@@ -183,8 +183,9 @@ class Publisher:
         open_backend(join_url(self._tiers.root, name)).prepare()
         return {"behind": [s.number for s in reversed(behind)], "step": behind[0].number, "id": behind[0].id, "name": name}
 
-    def _commit(self) -> None:
+    def _commit(self, rows: dict[int, Row]) -> None:
         assert self._transfer is not None
+        self._transfer.made_room = any(row["made_room"] for row in rows.values())
         self._transfer.commit()
 
     # ---- on every rank
@@ -199,7 +200,7 @@ class Publisher:
             mine |= self._transfer.index.keys()
         beat: Callable[[int, int], None] = lambda done, total: call.beat()  # noqa: E731
         self._transfer.copy(mine, self._threads, beat)
-        return {}
+        return {"made_room": self._transfer.made_room}
 
 
 def _text(err: BaseException) -> str:

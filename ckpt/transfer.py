@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
-from ckpt.formats.native.clearing import check_no_link, check_there, resume
+from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, INDEX_NAMES, SPANS, index_path
 from ckpt.formats.native.replaced import replacement_noticed
@@ -130,6 +130,8 @@ class Transfer:
         self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
         self.made: list[str] = []
         """Files that this call committed."""
+        self.made_room = False
+        """Files were deleted, to be copied again; no other copy can commit before this one does."""
 
     def _record_bytes(self) -> bytes:
         """The record as it is stored: this software may not know all of its members."""
@@ -226,13 +228,16 @@ class Transfer:
             return False
 
     def _make_room(self, bad: set[str]) -> None:
-        """Delete what an interrupted copy left half."""
+        """Delete what an interrupted copy left half. If that copy goes on after all, it sees this, or this sees that it is committed."""
         if bad and self.committed_before:
             raise CorruptError(
                 f"the same checkpoint is there already, but {len(bad)} of its files are damaged; the first is {min(bad)}",
                 where=self.target.url,
                 hint="remove it there and copy again, or copy to another URL",
             )
+        if bad:
+            self.made_room = True
+            claim(self.target, self.record.id)
         for path in sorted(bad):
             self.target.delete(path)
 
@@ -268,6 +273,8 @@ class Transfer:
         if self.committed_before:
             check_there(self.target, self.record.id, self.sizes)
             return
+        if self.made_room:
+            resume(self.target, self.record.id)
         try:
             commit_copy(self.target, self.record_bytes, self.sizes, self.replaced)
         except ConflictError:

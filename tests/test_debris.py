@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.debris import find_debris, remove_debris
+from ckpt.debris import SETTLED, find_debris, remove_debris
 from ckpt.formats.native.commit import began, new_id
 from ckpt.io_backends import Backend, MemoryBackend, open_backend
 from ckpt.io_backends.conformance_reading import everything, put
@@ -76,7 +76,7 @@ def test_files_that_are_still_written_keep_an_old_save(tmp_path: Path) -> None:
 
 
 def test_beside_a_committed_checkpoint(root: str) -> None:
-    """What began before it goes at once; what began after it may be a save that replaces it."""
+    """What began before it goes when the commit cannot be taken back any more; what began after it may be a save that replaces it."""
     url = f"{root}/step-1"
     older = unfinished(url)
     time.sleep(0.002)
@@ -86,7 +86,8 @@ def test_beside_a_committed_checkpoint(root: str) -> None:
     write_checkpoint(url, {"x": np.ones(9)}, commit=False)
     newer = {p for p in everything(open_backend(url)) if p not in before}
     backend = open_backend(root)
-    found = {d.id: d for d in find_debris(backend, grace=HOUR, now=time.time())}
+    assert not any(d.goes for d in find_debris(backend, grace=HOUR, now=time.time()))
+    found = {d.id: d for d in find_debris(backend, grace=HOUR, now=time.time() + SETTLED + 1)}
     assert {id: d.goes for id, d in found.items()} == {older: True, next(iter(newer))[5:21]: False}
     remove_debris(backend, found.values())
     left = set(everything(open_backend(url)))
@@ -174,8 +175,8 @@ def test_a_root_that_is_one_checkpoint(root: str) -> None:
     time.sleep(0.002)
     write_checkpoint(root, {"x": np.zeros(9)})
     backend = open_backend(root)
-    (found,) = find_debris(backend, grace=HOUR, now=time.time())
+    (found,) = find_debris(backend, grace=HOUR, now=time.time() + SETTLED + 1)
     assert (found.id, found.goes, found.path) == (older, True, "")
     remove_debris(backend, [found])
-    assert find_debris(backend, grace=0, now=time.time()) == []
+    assert find_debris(backend, grace=0, now=time.time() + SETTLED + 1) == []
     assert backend.read("checkpoint.json")

@@ -61,14 +61,23 @@ def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes
     """
     try:
         problem = _problem(backend, id, sizes)
-        record = read_record(backend) if problem is not None else None
+        if problem is None:
+            return
+        record = read_record(backend)
     except StorageError as err:  # no sign that anything is missing
         log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
         return
-    if problem is None or (record is not None and CommitRecord.from_bytes(record, backend.url).id != id):
-        return
-    if record is not None:
-        _take_back(backend, record, previous)
+    while record is not None:
+        if CommitRecord.from_bytes(record, backend.url).id != id:
+            return
+        try:
+            _take_back(backend, record, previous)
+            break
+        except ConflictError:  # another save is committed by now, or this one was tagged
+            record = read_record(backend)
+        except CkptError as err:
+            log.error("%s lacks files, and its commit record could not be taken back: %s", backend.url, err)
+            break
     raise problem
 
 
@@ -84,21 +93,37 @@ def _problem(backend: Backend, id: str, sizes: Mapping[str, int]) -> StorageErro
         )
         return StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
-        hint = "look for a `ckpt gc` that runs there, and try again"
-        return StorageError("somebody is clearing this save away as debris", where=backend.url, hint=hint)
+        hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
+        return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
     return None
 
 
 def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
+    if previous is not None:
+        backend.publish(COMMIT_PATH, previous, replaces=record)
+    else:
+        backend.delete(COMMIT_PATH)
+
+
+def claim(backend: Backend, id: str) -> None:
+    """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``.
+
+    Raises:
+        ConflictError: it is committed, by another copy.
+    """
+    mark = index_path(id, CLEARING)
+    mine = True
     try:
-        if previous is not None:
-            backend.publish(COMMIT_PATH, previous, replaces=record)
-        else:
-            backend.delete(COMMIT_PATH)
+        backend.publish(mark, b"", replaces=None)
     except ConflictError:
-        return  # another save is committed by now
-    except CkptError as err:
-        log.error("%s lacks files, and its commit record could not be taken back: %s", backend.url, err)
+        mine = False
+    data = read_record(backend)
+    if data is None or CommitRecord.from_bytes(data, backend.url).id != id:
+        return
+    if mine:
+        backend.delete(mark)
+    told = "another copy of this checkpoint was committed here meanwhile"
+    raise ConflictError(told, where=backend.url, hint="copy again: that compares the files that are there, and copies what is missing")
 
 
 def resume(backend: Backend, id: str) -> None:
@@ -114,17 +139,17 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
         StorageError: the storage failed. What is left is still debris.
     """
     mark = f"{within}{index_path(id, CLEARING)}"
-    marked = True
+    marked = mine = True
     try:
         backend.publish(mark, b"", replaces=None)
     except ConflictError:
-        pass  # somebody else's does as well
+        mine = False  # somebody else's does as well
     except NoSpaceError:
-        marked = False  # nobody can publish a record either
+        marked = False  # a save can hardly publish a record either; but others may have a quota of their own
     went = committed() != id
 
     def remove(path: str) -> bool:
-        if marked and not _is_there(backend, mark):
+        if not (_is_there(backend, mark) if marked else committed() != id):
             return False
         backend.delete(path)
         return True
@@ -132,7 +157,8 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     if went:
         with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-clear") as pool:
             went = all(list(pool.map(remove, (path for path in paths if path != mark))))
-    backend.delete(mark)
+    if mine or went:  # while the save is there, somebody else's mark says that they may be about to remove a file
+        backend.delete(mark)
     return went
 
 

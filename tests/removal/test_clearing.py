@@ -24,8 +24,10 @@ from ckpt.converters.converting import convert_checkpoint
 from ckpt.converters.importing import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
-from ckpt.errors import CkptError, NotCommittedError, NotFoundError, StorageError
+from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
+from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
+from ckpt.formats.native.writer import committed_id, set_tags
 from ckpt.io_backends import MemoryBackend, open_backend
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
@@ -33,7 +35,7 @@ from ckpt.io_backends.posix import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Latest
 from ckpt.runs import list_steps
-from ckpt.transfer import copy_checkpoint
+from ckpt.transfer import Transfer, copy_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 from tests.failures.states import state, stored
 
@@ -143,6 +145,52 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
     print(f"{failed} saves failed, {whole} were whole")
 
 
+@pytest.mark.parametrize("meanwhile", ["gc", "tag"])
+def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str) -> None:
+    """Also if a ``ckpt gc`` takes the checkpoint before it for debris meanwhile, or somebody tags the new one."""
+    root = "memory://clearing/run"
+    url = prepared(root, replacing=True)
+    counted, clearing = FaultyProcess(), Clearing(root, 12)
+    with wrap_backends(counted.wrap):
+        ckpt.save(url, state(NEW), threads=1)
+    publish = counted.log.index("publish checkpoint.json")
+    url = prepared(root, replacing=True)
+
+    def gc() -> None:
+        backend = open_backend(root)
+        found = find_debris(backend, grace=3600, now=time.time())
+        assert {d.id: d.goes for d in found}[first] is False
+        remove_debris(backend, found)
+
+    first = committed_id(open_backend(url))
+    then = {publish + 1: gc} if meanwhile == "gc" else {publish + 5: lambda: set_tags(open_backend(url), ["mine"])}
+    process = Stopping({publish: clearing.start, **then})
+    with pytest.raises(StorageError), wrap_backends(process.wrap):
+        ckpt.save(url, state(NEW), threads=1)
+    assert not process.hooks
+    clearing.release()
+    assert stored(url) == OLD and not list_steps(url)[0].tags
+
+
+def test_a_clearing_leaves_the_mark_of_another_that_may_go_on() -> None:
+    """It finds the save committed and removes nothing; the other may be about to remove a file, which the save has to see."""
+    url = prepared("memory://clearing/run", replacing=True)
+    backend, id = open_backend(url), str(committed_id(open_backend(url)))
+    put(backend, f"index-{id}/clearing", b"")
+    assert not clear(backend, id, "", [f"data/{id}-00000.safetensors"], lambda: id)
+    assert backend.size(f"index-{id}/clearing") == 0 and stored(url) == OLD
+    assert not clear(backend, "0" * 16, "", [], lambda: "0" * 16) and "clearing" not in str(list(backend.list(f"index-{'0' * 16}")))
+
+
+def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> None:
+    url = prepared("memory://clearing/run", replacing=True)
+    backend, id = open_backend(url), str(committed_id(open_backend(url)))
+    full = FaultyBackend(backend, Fault(at=0, kind="no_space"))
+    answers = iter([None, id, id, id])  # it is committed since
+    assert not clear(full, id, "", [e.path for e in backend.list() if "/" in e.path][:2], lambda: next(answers))
+    assert stored(url) == OLD
+
+
 @pytest.mark.parametrize("how", ["cp", "convert", "import", "publish"])
 def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is not committed is cleared away before each operation in turn, by somebody whose clock is ahead."""
@@ -183,6 +231,60 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
         assert bool(committed) or error is not None, f"{how}, cleared before {counted.log[at]}: nothing is there, and nothing was said"
         assert all(verify(s.url).ok for s in committed), f"{how}, cleared before {counted.log[at]}"
     assert failed or how == "publish", "a publish is tried again, the others raise"
+
+
+@pytest.mark.parametrize("first", ["whole", "at its commit"])
+def test_two_copies_of_one_checkpoint_to_one_place(tmp_path: Path, first: str) -> None:
+    """The second finds a half file, which the first finishes meanwhile: then nothing of it goes, or the first is not committed. The second
+    is killed when it has written the end of its file, before the rest."""
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    ckpt.save(source, {"x": torch.arange(100_000)})
+    (data,) = (tmp_path / "source").glob("data/*")
+    half = tmp_path / "target" / "data" / data.name
+    half.parent.mkdir(parents=True)
+    half.write_bytes(data.read_bytes()[:100])
+    told: list[CkptError | None] = []
+
+    def copy() -> None:
+        try:
+            copy_checkpoint(source, target, threads=1)
+            told.append(None)
+        except CkptError as err:
+            told.append(err)
+
+    def second() -> None:
+        run = Transfer(source, target)
+        room = run._make_room
+
+        def meanwhile(bad: set[str]) -> None:
+            if first == "whole":
+                copy()
+            room(bad)
+            half.parent.mkdir(exist_ok=True)
+            half.write_bytes(bytes(data.stat().st_size))
+            raise SimulatedCrash
+
+        run._make_room = meanwhile  # type: ignore[method-assign]
+        with pytest.raises(ConflictError if first == "whole" else SimulatedCrash):
+            run.copy(run.sizes, 1, None)
+
+    if first == "whole":
+        second()
+    else:
+        counted = FaultyProcess()
+        with wrap_backends(lambda b: counted.wrap(b) if b.url == target else b):
+            copy_checkpoint(source, str(target), threads=1)
+        shutil.rmtree(target)
+        half.parent.mkdir(parents=True)
+        half.write_bytes(data.read_bytes()[:100])
+        publish = counted.log.index("publish checkpoint.json")
+        process = Stopping({publish: lambda: (half.write_bytes(half.read_bytes()[:100]), second())})
+        with wrap_backends(lambda b: process.wrap(b) if b.url == target else b):
+            copy()
+    committed = [s for s in list_steps(target) if s.committed]
+    assert bool(committed) == (told == [None]) and all(verify(s.url).ok for s in committed), told
+    copy_checkpoint(source, target)
+    assert verify(target).ok
 
 
 def test_what_a_killed_clearing_left_does_not_keep_a_copy_from_going_on(tmp_path: Path) -> None:
