@@ -66,8 +66,7 @@ def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None
     if storage_options is not None and filesystem is not None:
         raise UsageError("storage_options and a file system at once", where=url, hint="give one; a file system has its options already")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        hint = 'give {"key": …, "secret": …}, for example'
-        raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url, hint=hint)
+        raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url, hint='such as {"anon": True}')
     if filesystem is not None and not hasattr(filesystem, "cat_file"):
         raise UsageError(f"{type(filesystem).__name__} is no fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
     configured = Configured(options=_copied(storage_options or {}), filesystem=filesystem)

@@ -81,6 +81,8 @@ def test_ls_json(run_root: Path) -> None:
         "tags",
         "id",
         "sources",
+        "link",
+        "also",
     }
 
 

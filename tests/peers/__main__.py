@@ -115,10 +115,12 @@ def differences(found: dict[str, tuple[str, str]], table: dict[str, Any], *, who
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all by default")
-    parser.add_argument("--mode", help="in place of the suite's own: off runs the tests without ckpt")
-    parser.add_argument("--only", action="append", default=[], help="files whose name has this in it; may be given again")
+    parser.add_argument("--mode", help="what is replaced, instead of the suite's own mode: off runs the tests without ckpt")
+    parser.add_argument("--only", action="append", default=[], help="only test files whose name contains this; may be given several times")
     parser.add_argument("--write", action="store_true", help="print lines for expected.toml")
     given = parser.parse_args()
+    if unknown := [name for name in given.suites if name not in SUITES]:
+        parser.error(f"there is no suite {unknown[0]}; there are {', '.join(SUITES)}")
     table = tomllib.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     failed = False
     for name in given.suites or SUITES:
