@@ -107,7 +107,7 @@ def _chosen(known: list[InterfaceAddress]) -> list[InterfaceAddress] | None:
         except UsageError as err:
             if variable.startswith("CKPT_"):
                 raise
-            _warn(f"{variable} is not followed: {err}")  # whoever it is for complains himself, if he is in use
+            _warn(f"{variable} is not followed: {err.message}")  # whoever it is for complains himself, if he is in use
     return None
 
 

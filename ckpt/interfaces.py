@@ -70,7 +70,8 @@ def choose(variable: str, text: str, addresses: list[InterfaceAddress]) -> list[
         for a in addresses:
             known.setdefault(a.interface, []).append(a.host)
         listed = ", ".join(f"{name} ({' '.join(hosts)})" for name, hosts in known.items()) or "none that can be listed on this system"
-        raise UsageError(f"{text!r} names no network interface that has an address; there are {listed}", where=variable)
+        message = f"{text!r} names no network interface that has an address; there are {listed}"
+        raise UsageError(message, where=variable, hint="name one of these: eth for all names that begin so, =eth0 for one whole name")
     return chosen
 
 
