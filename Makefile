@@ -59,7 +59,7 @@ demo: venv
 api: venv
 	$(BIN)/python docs/build_api.py
 
-# tests of PyTorch and Lightning on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
+# tests of other projects on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
 peers: venv
 	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 

@@ -1,8 +1,9 @@
 """Where the tests of other projects come from. Nothing of them is kept in the repository: they are fetched into ``.peers/``.
 
-PyTorch's are in Debian's source package, which apt fetches and checks; its pip package has no tests. Neither has Lightning's, nor that of
-transformers: theirs come from the tag of the installed version with git. ``PEERS_LIGHTNING`` and ``PEERS_TRANSFORMERS`` name a repository
-or a mirror that git can read, where the network reaches none.
+PyTorch's are in Debian's source package, which apt fetches and checks; its pip package has none. accelerate's are in its source package,
+which pip downloads. Lightning's package has none, that of transformers none of its Trainer: theirs come from the tag of the installed
+version with git. ``PEERS_LIGHTNING`` and ``PEERS_TRANSFORMERS`` name a repository or a mirror that git can read, where the network reaches
+none.
 """
 
 from __future__ import annotations
@@ -103,11 +104,25 @@ def lightning() -> Path:
 
 
 def transformers() -> Path:
-    """A checkout with the tests of transformers' Trainer."""
+    """A checkout with the tests of transformers' Trainer, which its source package lacks."""
     from importlib.metadata import version
 
     tags = [f"v{version('transformers')}"]
-    return from_git("transformers", "https://github.com/huggingface/transformers", tags, ["tests/trainer", "tests/__init__.py"])
+    return from_git("transformers", "https://github.com/huggingface/transformers", tags, ["tests/trainer"])
+
+
+def accelerate() -> Path:
+    """The folder ``tests`` of accelerate's source package, at the installed version."""
+    from importlib.metadata import version
+
+    folder = CACHE / "accelerate"
+    inside = folder / f"accelerate-{version('accelerate')}"
+    if not (inside / "tests").exists():
+        source = f"accelerate=={version('accelerate')}"
+        ran(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "accelerate", "--dest", str(folder), source)
+        with tarfile.open(folder / f"{inside.name}.tar.gz") as tar:
+            tar.extractall(folder, members=[m for m in tar if m.name.startswith(f"{inside.name}/tests/")], filter="data")
+    return inside / "tests"
 
 
 def packages(*names: str) -> Path:

@@ -53,6 +53,7 @@ def on_cpu() -> None:
 
     dist.init_process_group = with_gloo
     torch.cuda.set_device = lambda device: None
+    torch.accelerator.current_device_index = lambda: "cpu"  # where ShardedTensors are compared
 
     def forked(self: Any) -> None:  # a process that imports torch anew takes seconds
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -89,8 +90,12 @@ def save(state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = No
 
 
 def load(state_dict: Any, *, checkpoint_id: Any = None, storage_reader: Any = None, process_group: Any = None, **options: Any) -> Any:
-    partial = not options.get("strict", True)
-    return ckpt.load(where(storage_reader, checkpoint_id), state_dict, strict=not partial)
+    """``dcp.load`` takes a part of a checkpoint, and wants everything that the state names."""
+    url = where(storage_reader, checkpoint_id)
+    report = ckpt.load(url, state_dict, strict=False)
+    if report.missing and not getattr(options.get("planner"), "allow_partial_load", False):
+        raise ckpt.NamesError(f"the checkpoint has no {', '.join(report.missing)}", where=url)
+    return report
 
 
 def old_save(state_dict: Any, storage_writer: Any, process_group: Any = None, *args: Any, **options: Any) -> Any:
@@ -108,7 +113,7 @@ def replace() -> None:
             for name in ("FileSystemWriter", "FsspecWriter"):
                 if hasattr(place, name):
                     setattr(place, name, PathWriter)
-    if MODE in ("storage", "reader"):
+    if MODE != "off":  # native: what DCP reads besides, such as load_sharded_optimizer_state_dict
         for place in places:
             for name in ("FileSystemReader", "FsspecReader"):
                 if hasattr(place, name):

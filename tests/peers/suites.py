@@ -23,6 +23,10 @@ TO_CPU: Ports = (
     (r"\"losses\": loss_bytes,", '"losses": loss_bytes.getvalue(),'),  # what the error of an io.BytesIO in a state says
     (r"state_dict\[\"losses\"\]\.seek\(0\)", ""),
     (r"torch\.load\(state_dict\[\"losses\"\]\)", 'torch.load(BytesIO(state_dict["losses"]))'),
+    (  # the generators of CPUs do not go on alike on ranks that draw different numbers of elements, those of GPUs do
+        r"(\"replicated\": torch\.rand\(tensor_size), device=self\.rank\)",
+        r"\1, generator=torch.Generator().manual_seed(4 * specs.index(save_spec) + specs.index(load_spec)))",
+    ),
     (r"device=(?:self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
 )
 
@@ -30,8 +34,26 @@ TO_CPU: Ports = (
 ARE_DIRECTORIES: Ports = (
     (r"os\.path\.isfile\(", "os.path.exists("),
     (r"\.is_file\(\)", ".exists()"),
+    (r"default_root_dir=\"memory:", 'logger=False, default_root_dir="memory:'),  # tensorboardX makes a directory "memory:"
     (r"patch\(\"torch\.save\"", 'patch("ckpt.integrations.lightning.save_state"'),  # how often something is saved
 )
+
+
+ARE_STEPS: Ports = (
+    (r"(?<!best_model_checkpoint = os\.path\.join\(tmp_dir, )\"checkpoint-(\d+)\"", r'"step-%08d" % \1'),
+    (r"f\"checkpoint-\{([^}]*)\}\"", r'f"step-{\1:08d}"'),
+    (r"self\.check_saved_checkpoints\(", "tests.peers.inside_transformers.check_saved("),
+    (
+        r"TrainerState\.load_from_json\(os\.path\.join\((\w+), \"trainer_state\.json\"\)\)",
+        r"tests.peers.inside_transformers.trainer_state(\1)",
+    ),
+    (r"= get_last_checkpoint\(", "= tests.peers.inside_transformers.last_step("),
+    (r"= safetensors\.torch\.load_file\(", "= tests.peers.inside_transformers.weights("),
+    (r"self\.convert_to_sharded_checkpoint\(checkpoint\)", ""),  # cuts a file of the checkpoint in two
+    (r"SAFE_WEIGHTS_NAME\)", '"checkpoint.json")'),
+    (r"No valid checkpoint found in output directory", "no valid checkpoint found in"),
+)
+"""A trainer's checkpoints are steps of its output_dir, and their files are ckpt's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,5 +147,22 @@ SUITES = {
         ports=ARE_DIRECTORIES,
         packages=("cloudpickle", "jsonargparse", "tensorboardX", "protobuf"),
         beside=["tests_pytorch"],
+    ),
+    "transformers": Suite(
+        source=fetch.transformers,
+        files=["tests/trainer/test_trainer_checkpointing.py"],
+        inside="tests.peers.inside_transformers",
+        mode="use",
+        ports=ARE_STEPS,
+        environment={"HF_HUB_OFFLINE": "1"},
+        arguments=("-k", "CheckpointSave or ResumeTraining or AutoBatchSize or CheckpointRotation or InterruptedTraining"),
+        beside=["tests/trainer"],
+    ),
+    "accelerate": Suite(
+        source=fetch.accelerate,
+        files=["test_state_checkpointing.py"],
+        inside="tests.peers.inside_accelerate",
+        mode="save_state",
+        packages=("parameterized",),
     ),
 }
