@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,8 @@ from .binding import Binder, Setter, inline_only, real_device, real_like
 from .collect import stored_param_name
 from .dtensor import DTensor
 from .fsdp1 import FlatPart
-from .optimizers import ParamNames, on_host, params_of, set_options, state_path
+from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers, state_path
+from .stateful import StatefulObject
 from .tensors import torch_dtype
 
 
@@ -115,7 +117,10 @@ class OptimizerBinder:
             if other is not None:
                 self.found.misfits.append(f"{path}: {other}")
                 return
-            self.found.apply.append(lambda: set_options(optimizer, group, _options(node)))
+            target = GroupOptions(group)
+            take = partial(_take_options, group, node)
+            self.found.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
+            self.found.apply.append(lambda: settle_numbers(optimizer, group))
 
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
@@ -184,6 +189,10 @@ def _plain_group(node: Node) -> tuple[Node, list[str]]:
     names = next((v for k, v in pairs if k == "params" and isinstance(v, list)), [])
     options = [(k, v) for k, v in pairs if k not in ("params", "param_names")]
     return tree.mapping_node(options), [name for name in names if isinstance(name, str)]
+
+
+def _take_options(group: dict[str, Any], node: Node) -> None:
+    set_options(group, _options(node))
 
 
 def _options(node: Node) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Binding:
     values: list[str] = field(default_factory=list)
     objects: list[StatefulObject] = field(default_factory=list)
     """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
+    options: list[StatefulObject] = field(default_factory=list)
+    """Of optimizers' groups: set before ``objects`` are asked, since a scheduler may set the learning rate when it takes its state."""
     create: list[Callable[[], None]] = field(default_factory=list)
     apply: list[Callable[[], None]] = field(default_factory=list)
 

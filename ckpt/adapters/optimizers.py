@@ -110,7 +110,22 @@ def decode_inline(payload: Any) -> torch.Tensor:
     return (torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
-def set_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, eq=False, slots=True)
+class GroupOptions:
+    """The options of one parameter group, as an object that can take back what it had."""
+
+    group: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.group.items() if key not in ("params", "param_names")}
+
+    def load_state_dict(self, options: Mapping[str, Any]) -> None:
+        for key in self.state_dict().keys() - options.keys():
+            del self.group[key]
+        set_options(self.group, options)
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps.
 
     Raises:
@@ -128,10 +143,9 @@ def set_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[st
                 ) from err
         else:
             group[key] = value
-    _settle_numbers(optimizer, group)
 
 
-def _settle_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+def settle_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     """Move single numbers of the state to where the group's options want them: a fused step needs them on the device."""
     for param in group["params"]:
         state = optimizer.state.get(param, {})

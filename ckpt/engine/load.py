@@ -360,9 +360,14 @@ class _Load:
     def ask(self) -> None:
         """Let the objects of the state take theirs before any tensor changes."""
         assert self.binding is not None
-        refusal = take_all(self.binding.objects)
+        if not self.binding.objects:
+            self.binding.apply[:0] = [each.take for each in self.binding.options]
+            return
+        refusal = take_all([*self.binding.options, *self.binding.objects])
         if refusal is not None:
             self.touched = not refusal.undone
+            if isinstance(refusal.error, CkptError):
+                raise refusal.error
             raise _refused(refusal.error, f"{refusal.path} in {self.call.url}") from refusal.error
 
     def divide(self, sharing: Sharing, names: Row) -> Carrier:

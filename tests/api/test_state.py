@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import enum
 import io
@@ -23,6 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import ckpt
 from ckpt import PerRank, tree
+from ckpt.adapters.optimizers import set_options
 from ckpt.errors import MismatchError, NamesError, NotFoundError, StateError
 from tests.api.checked import described, empty_directory, pattern, same, save
 from tests.golden import generate as golden
@@ -601,6 +603,43 @@ def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(url: str) 
         ckpt.load(url, state)
     assert "second" in str(caught.value)
     assert [state["w"].tolist(), state["first"].count, state["second"].count, state["n"]] == [[0, 0, 0], 1, 2, 0]
+
+
+class Override:
+    """A scheduler that goes on with its own learning rate, and sets it when it takes its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, n: int, most: int = 10) -> None:
+        self.optimizer, self.n, self.most = optimizer, n, most
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.5
+        if state["n"] > self.most:
+            raise ValueError("too many")
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_an_object_that_changes_an_optimizer_has_the_last_word(url: str, rate: Any) -> None:
+    """As with load_state_dict of the optimizer, then of the scheduler; and if one refuses, the optimizer has its own options again."""
+
+    def made() -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=copy.copy(rate), momentum=0.9, foreach=False)
+        return optimizer, {"model": model, "optimizer": optimizer}
+
+    optimizer, state = made()
+    optimizer.param_groups[0]["added"] = 1
+    ckpt.save(url, {**state, "scheduler": Override(optimizer, 5)})
+    optimizer, state = made()
+    set_options(optimizer.param_groups[0], {"lr": 0.25, "momentum": 0.7})
+    with pytest.raises(ckpt.CkptError, match="too many; nothing in the state was changed"):
+        ckpt.load(url, {**state, "scheduler": Override(optimizer, 0, most=1)})
+    assert [optimizer.param_groups[0][key] for key in ("lr", "momentum")] == [0.25, 0.7]
+    assert "added" not in optimizer.param_groups[0]
+    ckpt.load(url, {**state, "scheduler": Override(optimizer, 0)})
+    assert [optimizer.param_groups[0][key] for key in ("lr", "momentum")] == [0.5, 0.9]
 
 
 class Locked(Counts):
