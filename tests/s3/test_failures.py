@@ -260,7 +260,9 @@ def test_keys_that_are_replaced(s3_url: str, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(AccessError):
         backend.size("a")
     assert len(seen) == 3  # one more try: the file has not changed
-    file.write_text(f"[default]\naws_access_key_id = {KEYS['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {KEYS['AWS_SECRET_ACCESS_KEY']}\n")
+    file.write_text(
+        f"[default]\naws_access_key_id = {KEYS['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {KEYS['AWS_SECRET_ACCESS_KEY']}\n"
+    )
     monkeypatch.setattr(s3_client, "_RENEW", 0.0)
     backend.publish("a", b"x", replaces=None)
     assert backend.size("a") == 1
