@@ -56,7 +56,7 @@ class S3Client:
         """Buckets, and the checksums of whole objects that they compare."""
         self.part_checks: dict[str, Checks] = {}
         """The same for parts."""
-        self._store = Acquaintance()
+        self._store = Acquaintance(options=options)
         self._signs = False
         self._lock = threading.Lock()
         self._renewed = -_RENEW
@@ -83,7 +83,7 @@ class S3Client:
                 raise
             except FAILURES as err:
                 if boto is None and not isinstance(err, CredentialRetrievalError):
-                    raise translated(err, "set up the client", where) from err
+                    raise translated(err, "set up the client", where, options=self._options) from err
                 if self._has_new_keys(err, boto):
                     continue
                 tries.again(err)
@@ -92,7 +92,7 @@ class S3Client:
                 raise StorageError(f"cannot {what}: the store answers every request with a redirect", where=where, hint=hint) from err
             except HALF_ANSWERS as err:
                 if boto is None:
-                    raise translated(err, "set up the client", where) from err
+                    raise translated(err, "set up the client", where, options=self._options) from err
                 tries.again(TruncatedError(f"half an answer: {type(err).__name__}: {err}"))
 
     def body(self, data: memoryview | bytes) -> memoryview | bytes:

@@ -36,6 +36,8 @@ from urllib3.exceptions import HTTPError
 
 from ckpt.errors import AccessError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
 
+from .s3_options import DEFAULT, S3Options
+
 FAILURES = (BotoCoreError, ClientError, HTTPError, http.client.HTTPException, OSError)
 """What a request raises, apart from our own errors, which are OSErrors in part."""
 
@@ -143,8 +145,16 @@ def is_misconfigured(err: BaseException) -> bool:
 # ---- in our words
 
 
-def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> CkptError:
-    """The error of ours for what a request raised."""
+def translated(err: Exception, what: str, where: str, *, tries: int = 1, options: S3Options = DEFAULT) -> CkptError:
+    """The error of ours for what a request raised. Hints are about the environment; options that win over it are named behind them."""
+    ours = _in_our_words(err, what, where, tries, options)
+    about_settings = not isinstance(err, ClientError) or isinstance(ours, AccessError) or code_of(err) == "NoSuchBucket"
+    if options.names and about_settings:
+        ours.hint = f"{ours.hint}; storage options, or fsspec's configuration, win over the environment: {', '.join(options.names)}"
+    return ours
+
+
+def _in_our_words(err: Exception, what: str, where: str, tries: int, options: S3Options) -> CkptError:
     message = f"cannot {what}: {words_of(err)}{f', {tries} times' if tries > 1 else ''}"
     if is_changed(err):
         hint = "something between this process and the store changes bytes: check proxies, network cards and memory"
@@ -152,7 +162,7 @@ def translated(err: Exception, what: str, where: str, *, tries: int = 1) -> Ckpt
     if isinstance(err, NoTagError):
         hint = "ckpt needs ETags to read all bytes of one version: set up the store to give them (JuiceFS gateway: --keep-etag)"
         return StorageError(message, where=where, hint=hint)
-    return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where)
+    return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where, options)
 
 
 def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
@@ -195,11 +205,11 @@ def _elsewhere(headers: Mapping[str, str]) -> str:
     return "the bucket is served elsewhere: check AWS_REGION and AWS_ENDPOINT_URL"
 
 
-def _of_client(err: Exception, message: str, where: str) -> CkptError:
+def _of_client(err: Exception, message: str, where: str, options: S3Options) -> CkptError:
     if isinstance(err, SSLError):
-        return _of_tls(err, message, where)
+        return _of_tls(err, message, where, options)
     if isinstance(err, SSOError | TokenRetrievalError):
-        profile = os.environ.get("AWS_PROFILE")
+        profile = options.profile or os.environ.get("AWS_PROFILE")
         return AccessError(message, where=where, hint=f"log in: aws sso login{f' --profile {profile}' if profile else ''}")
     if isinstance(err, FileNotFoundError | PermissionError) and err.filename:
         hint = f"credentials come from {err.filename}: check AWS_WEB_IDENTITY_TOKEN_FILE, and credential_process in ~/.aws/config"
@@ -219,10 +229,15 @@ def _of_client(err: Exception, message: str, where: str) -> CkptError:
     return StorageError(message, where=where, hint="check the store and the network to it, and try again")
 
 
-def _of_tls(err: SSLError, message: str, where: str) -> CkptError:
+def _of_tls(err: SSLError, message: str, where: str, options: S3Options) -> CkptError:
     text = str(err)
     if any(words in text for words in _BUNDLE):
-        bundle = os.environ.get("AWS_CA_BUNDLE") or "the file that ca_bundle of ~/.aws/config names"
+        verify = options.client.get("verify")
+        bundle = (
+            (verify if isinstance(verify, str) else None)
+            or os.environ.get("AWS_CA_BUNDLE")
+            or "the file that ca_bundle of ~/.aws/config names"
+        )
         return UsageError(f"{message}: the certificates in {bundle} cannot be read", where=where, hint="check AWS_CA_BUNDLE and ca_bundle")
     if "WRONG_VERSION_NUMBER" in text:
         return StorageError(message, where=where, hint="the port speaks no TLS: write http:// in AWS_ENDPOINT_URL, or another port")

@@ -17,6 +17,7 @@ PROTOCOLS = ("s3", "s3a")
 """What s3fs calls itself, in the order in which fsspec reads its configuration."""
 
 _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
+_SHORT = {long: short for short, long in _CREDENTIALS.items()}
 _SPELLED = {"username": "key", "password": "secret"}
 _CLIENT = {*_CREDENTIALS.values(), "region_name", "endpoint_url", "use_ssl", "verify"}
 _CONFIG = {
@@ -44,6 +45,12 @@ class S3Options:
     """Arguments of botocore's ``Config``."""
     anonymous: bool = False
     requester_pays: bool = False
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The settings that are not left to the environment; values do not show."""
+        flags = (("profile", self.profile), ("anon", self.anonymous), ("requester_pays", self.requester_pays))
+        return tuple(sorted([name for name, value in flags if value] + [_SHORT.get(name, name) for name in (*self.client, *self.config)]))
 
     @cached_property
     def token(self) -> str:

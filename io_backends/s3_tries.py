@@ -13,6 +13,7 @@ from botocore.exceptions import ClientError
 from ckpt.errors import CancelledError
 
 from .s3_errors import NoTagError, code_of, is_changed, is_misconfigured, is_passing, status_of, translated, words_of
+from .s3_options import DEFAULT, S3Options
 
 log = logging.getLogger("ckpt")
 
@@ -23,7 +24,7 @@ STRANGE = 20.0
 SILENT = 5.0
 """Seconds of trying before the log hears of it."""
 MOST_CHANGED = 5
-"""Times that a request is sent whose bytes do not arrive as they were sent."""
+"""Times that a request is sent whose bytes do not arrive as they were sent, or whose answer has no ETag."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +35,8 @@ class Acquaintance:
     """It has answered at all."""
     accepted: bool = False
     """It has accepted one of our signatures."""
+    options: S3Options = DEFAULT
+    """What decides, beside the environment, which store that is."""
 
     def note(self, err: ClientError | None) -> None:
         """An answer came: an error, or success."""
@@ -74,7 +77,7 @@ class Tries:
             return
         trying = time.monotonic() - self._began
         if not is_passing(err) or trying >= self._patience_for(err):
-            raise translated(err, self.what, self.where, tries=self.failed) from err
+            raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
         if trying > SILENT and not self._told:
             self._told = True
             log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, words_of(err))
@@ -82,11 +85,13 @@ class Tries:
         time.sleep(random.uniform(longest / 2, longest))
 
     def _again_unchanged(self, err: Exception) -> None:
-        """A changed body breaks its checksum, a changed header the signature, half a head has no ETag. Time does not help; a few tries
-        do, or nothing does."""
+        """A changed body breaks its checksum, a changed header the signature; half a head has no ETag.
+
+        Time does not help: a few tries do, or nothing does.
+        """
         self._changed += 1
         if self._changed >= MOST_CHANGED:
-            raise translated(err, self.what, self.where, tries=self.failed) from err
+            raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
         log.warning("cannot %s %s: %s; sending it again", self.what, self.where, words_of(err))
         time.sleep(random.uniform(FIRST / 2, FIRST))
 

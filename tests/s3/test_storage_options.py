@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from ckpt.errors import AccessError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.errors import AccessError, CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.integrations.dcp import Reader, Writer
 from ckpt.io_backends import open_backend, s3_client, storage_options
 from ckpt.io_backends.conformance_reading import everything
@@ -322,6 +322,31 @@ def test_without_keys_the_hint_says_how_to_read_public_buckets(
     with pytest.raises(AccessError, match="NoCredentialsError") as raised:
         ckpt.list_steps(f"{scheme}://tests/run")
     assert "FSSPEC_S3_ANON=true" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"key": "x", "secret": "hush"}, "win over the environment: endpoint_url, key, secret"),
+        ({"anon": True}, "win over the environment: anon, endpoint_url"),
+        (
+            {"anon": True, "client_kwargs": {"verify": "/nowhere.pem"}},
+            "the certificates in /nowhere.pem cannot be read",
+        ),
+    ],
+)
+def test_errors_name_the_options_that_decide(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], words: str
+) -> None:
+    """And not variables that count for nothing beside them."""
+    if object_store.kind == "moto":
+        pytest.skip("moto lets everybody in")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/not/this/one.pem")
+    endpoint = object_store.endpoint.replace("http:", "https:") if "client_kwargs" in given else object_store.endpoint
+    ckpt.configure_storage("s3://tests", {**given, "endpoint_url": endpoint})
+    with pytest.raises(CkptError) as raised:
+        open_backend("s3://tests/run").read("a")
+    assert words in str(raised.value) and "hush" not in str(raised.value) and "/not/this" not in str(raised.value)
 
 
 # ---- guarantees
