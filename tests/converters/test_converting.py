@@ -484,7 +484,7 @@ def test_processes_divide_the_files(tmp_path: Path, to: str) -> None:
     command = [
         sys.executable,
         "-c",
-        "from ckpt.cli.main import main; main()",
+        "from ckpt.cli.start import main; main()",
         "convert",
         "--json",
         "--to",

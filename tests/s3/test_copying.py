@@ -69,7 +69,7 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
 
 def _killed(source: str, target: str, begun: Callable[[], bool]) -> bool:
     """Copy in another process, and kill it once it has begun; whether it did not come to its end."""
-    process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.main import main; main()", "cp", "-q", source, target])
+    process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.start import main; main()", "cp", "-q", source, target])
     deadline = time.monotonic() + 60
     while not begun() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
