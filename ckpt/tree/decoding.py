@@ -72,7 +72,7 @@ class _Decoder:
             return self.map(payload, path)
         items = self.items(payload, path)
         if tag == "$complex":
-            parts = [x for x in items if isinstance(x, (int, float))]
+            parts = [x for x in items if isinstance(x, (int, float)) and not isinstance(x, bool)]
             if len(items) != 2 or len(parts) != 2:
                 raise _malformed(tag, path)
             return complex(*parts)

@@ -28,9 +28,9 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
     waiting: list[tuple[Any, Set[str], int]] = [(root, references, 0)]
     while waiting:
         node, allowed, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            return f"nodes are nested more than {MAX_DEPTH} deep"
         if isinstance(node, (list, dict)):
+            if depth > MAX_DEPTH:
+                return f"nodes are nested more than {MAX_DEPTH} deep"
             below = _below(node)
             if below is None or tag_of(node) in REFERENCES - allowed:
                 return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"

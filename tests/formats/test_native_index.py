@@ -15,6 +15,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.formats.native.index import decode_index, encode_index
+from ckpt.formats.native.nodes import MAX_DEPTH, node_problem
 from tests.box_strategies import grids, shapes
 from tests.formats.native_sample import NAMES
 
@@ -272,6 +273,16 @@ def test_writers_refuse_files(change, word):
 def test_state_that_is_not_json(state):
     with pytest.raises(StateError, match="not JSON"):
         encode_index(Contents(tensors=(), files=(), state=state))
+
+
+@pytest.mark.parametrize("leaf", [1, 1.5, None, "x"])
+def test_how_deep_nodes_may_lie(leaf):
+    """Only containers count: a float lies as deep as an integer may."""
+    node = leaf
+    for _ in range(MAX_DEPTH):
+        node = [node]
+    assert node_problem({"x": node}) is None
+    assert "nested" in node_problem({"x": [node]})
 
 
 def altered(name, column, new, **others):
