@@ -78,7 +78,6 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
     assert everything(open_backend(target)) == everything(open_backend(source))
 
 
-<<<<<<< HEAD
 DYING = """
 import os, signal, sys
 from ckpt.cli.start import main
@@ -99,16 +98,6 @@ s3_client._make = made
 main()
 """
 """Runs a command and is killed by the first answer to one operation, the trial of what the store can do apart."""
-=======
-def _killed(source: str, target: str, begun: Callable[[], bool]) -> bool:
-    """Copy in another process, and kill it once it has begun; whether it did not come to its end."""
-    process = subprocess.Popen([sys.executable, "-c", "from ckpt.cli.start import main; main()", "cp", "-q", source, target])
-    deadline = time.monotonic() + 60
-    while not begun() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    return process.wait() == -signal.SIGKILL and "checkpoint.json" not in everything(open_backend(target))
->>>>>>> h-foreign2
 
 
 def _leave_an_upload(backend: Backend, path: str) -> None:
