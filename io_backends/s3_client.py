@@ -56,6 +56,8 @@ class S3Client:
         """Buckets, and the checksums of whole objects that they compare."""
         self.part_checks: dict[str, Checks] = {}
         """The same for parts."""
+        self.trying = threading.RLock()
+        """Held while a bucket is tried: whether bodies are signed is one switch for all buckets, and a trial turns it."""
         self._store = Acquaintance(options=options)
         self._signs = False
         self._lock = threading.Lock()

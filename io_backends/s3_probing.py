@@ -64,7 +64,7 @@ def probe(key: Key) -> None:
         StorageError: nothing can be written there, or a checksum that was asked for is not compared.
     """
     client, bucket = key.client, key.bucket
-    with _beside(key) as beside:
+    with client.trying, _beside(key) as beside:
         if bucket in client.conditional and bucket in client.checks:
             put(beside, _PROBE, {}, client.checks[bucket])
             return
@@ -128,11 +128,12 @@ def checks_of(key: Key) -> Checks:
 def part_checks_of(key: Key) -> Checks:
     """The same of the parts of an upload."""
     known = key.client.part_checks
-    if key.bucket not in known:
-        whole = checks_of(key)
-        after = _candidates(settings.s3_checksum(), secure=key.client.secure())
-        ways = after[[c.way for c in after].index(whole.way) :] if whole != OFF else ()
-        known[key.bucket] = whole if not ways else _first_compared(_named_beside(key), ways, None)
+    with key.client.trying:
+        if key.bucket not in known:
+            whole = checks_of(key)
+            after = _candidates(settings.s3_checksum(), secure=key.client.secure())
+            ways = after[[c.way for c in after].index(whole.way) :] if whole != OFF else ()
+            known[key.bucket] = whole if not ways else _first_compared(_named_beside(key), ways, None)
     return known[key.bucket]
 
 
