@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ from ckpt import settings
 from ckpt.errors import CkptError, StorageError
 
 from .s3_checksums import Checks
-from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_refused, is_stale_key, translated
+from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_refused, is_stale_key, tag_of, translated
 from .s3_options import DEFAULT, S3Options
 from .s3_tries import Acquaintance, Tries
 
@@ -100,6 +100,12 @@ class S3Client:
     def body(self, data: memoryview | bytes) -> memoryview | bytes:
         """What botocore takes as a body: with checksums of its own it knows no memoryview."""
         return bytes(data) if self._checksums else data
+
+    def tag_of(self, answer: Mapping[str, Any]) -> str:
+        """The ETag of an answer; raises what ``s3_errors.tag_of`` does. After the first one, an answer without an ETag was cut off."""
+        tag = tag_of(answer)
+        self._store.tagged = True
+        return tag
 
     def secure(self) -> bool:
         """Whether TLS protects the way."""

@@ -17,7 +17,7 @@ from ckpt.workers import run_tasks
 
 from .checks import past_end, too_large
 from .s3_client import S3Client
-from .s3_errors import FAILURES, TruncatedError, status_of, tag_of
+from .s3_errors import FAILURES, TruncatedError, status_of
 from .s3_tries import Tries
 
 RANGE = 8 << 20
@@ -60,7 +60,7 @@ def described(key: Key) -> tuple[int, str, str]:
 
     def request(boto: Any, _: Tries) -> tuple[int, str, str]:
         found = boto.head_object(**key.names)
-        return int(found["ContentLength"]), tag_of(found), str(found.get("VersionId", ""))
+        return int(found["ContentLength"]), key.client.tag_of(found), str(found.get("VersionId", ""))
 
     return key.client.attempt("get the size", key.where, request)
 
@@ -122,7 +122,7 @@ class _Range:
             total = _total(answer, self.offset + self.done, self.key.where)
             if self._reach > total:
                 raise _beyond(boto, self.key, self.offset, self._reach)
-            self.etag = tag_of(answer)
+            self.etag = self.key.client.tag_of(answer)
             self.receive(body, tries)
 
     def receive(self, body: _Body, tries: Tries) -> None:
@@ -153,7 +153,7 @@ class _Rest:
             if self.limit is not None and size > self.limit:
                 raise too_large(self.key.where, size, self.limit)
             self.memory = bytearray(size)
-            self.etag = tag_of(answer)
+            self.etag = self.key.client.tag_of(answer)
             reading = _Range(self.key, self.offset, memoryview(self.memory)[: 2 * RANGE])
             with suppress(*FAILURES):
                 reading.receive(body, tries)

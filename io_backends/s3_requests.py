@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from ckpt.errors import ConflictError, NotFoundError
 
 from .s3_checksums import Checks
-from .s3_errors import ChangedError, code_of, status_of, tag_of
+from .s3_errors import ChangedError, code_of, status_of
 from .s3_reading import Key, read_tagged
 from .s3_tries import Tries
 
@@ -36,7 +36,7 @@ def mark_of(key: Key) -> tuple[str, str] | None:
 
     def request(boto: Any, _: Tries) -> tuple[str, str]:
         answer = boto.head_object(**key.names)
-        return str(answer.get("Metadata", {}).get(_MARK, "")), tag_of(answer)
+        return str(answer.get("Metadata", {}).get(_MARK, "")), key.client.tag_of(answer)
 
     try:
         return key.client.attempt("look at what is there", key.where, request)
@@ -56,7 +56,7 @@ def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: C
 
     def request(boto: Any, tries: Tries) -> str:
         try:
-            tag = tag_of(boto.put_object(**key.names, **marked(mark), **sums.names, Body=key.client.body(data), **holds))
+            tag = key.client.tag_of(boto.put_object(**key.names, **marked(mark), **sums.names, Body=key.client.body(data), **holds))
         except ClientError as err:
             if status_of(err) != 412:
                 raise

@@ -35,6 +35,8 @@ class Acquaintance:
     """It has answered at all."""
     accepted: bool = False
     """It has accepted one of our signatures."""
+    tagged: bool = False
+    """It has given an ETag, so an answer without one was cut off."""
     options: S3Options = DEFAULT
     """What decides, beside the environment, which store that is."""
 
@@ -72,7 +74,8 @@ class Tries:
             self._store.note(err)
         if self._over is not None and self._over():
             raise CancelledError(f"cannot {self.what}: it was given up", where=self.where) from err
-        if is_changed(err) or isinstance(err, NoTagError) or (code_of(err) == "SignatureDoesNotMatch" and self._store.accepted):
+        without_tags = isinstance(err, NoTagError) and not self._store.tagged
+        if is_changed(err) or without_tags or (code_of(err) == "SignatureDoesNotMatch" and self._store.accepted):
             self._again_unchanged(err)
             return
         trying = time.monotonic() - self._began

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ def test_reports_list_their_fields_in_their_docstrings() -> None:
 
 def _python_blocks() -> Iterator[tuple[str, str]]:
     for path in (ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "api.md")):  # which has signatures
-        for n, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)):
-            yield f"{path.name}-{n}", block.replace("…", "...")
+        for n, block in enumerate(re.findall(r"^ *```python\n(.*?)```", path.read_text(), re.DOTALL | re.MULTILINE)):
+            yield f"{path.name}-{n}", textwrap.dedent(block).replace("…", "...")
 
 
 @pytest.mark.parametrize("block", [b for _, b in _python_blocks()], ids=[i for i, _ in _python_blocks()])

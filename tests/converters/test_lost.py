@@ -121,11 +121,11 @@ def test_two_that_finish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ckpt.save(source, HELD)
     publish, inside = writer._publish, []
 
-    def twice(*arguments: Any) -> None:
+    def twice(*arguments: Any, **named: Any) -> None:
         if not inside:
             inside.append(True)
             assert convert(source, url, "native").finished
-        publish(*arguments)
+        publish(*arguments, **named)
 
     monkeypatch.setattr(writer, "_publish", twice)
     assert convert(source, url, "native").finished

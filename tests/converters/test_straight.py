@@ -69,6 +69,24 @@ def chosen_of(url: Path) -> Chosen:
     return Chosen(catalog=catalog, tensors=wanted, state={}, ranks={})
 
 
+class Written:
+    """Where the bytes of items go: into memory, each inside of its item."""
+
+    def __init__(self, items: list[Item], memory: bytearray) -> None:
+        self.items = items
+        self.memory = memory
+
+    def take(self, item: int, start: int, data: memoryview) -> None:
+        assert self.items[item].offset <= start and start + len(data) <= self.items[item].offset + self.items[item].length
+        self.memory[start : start + len(data)] = data
+
+    def mark(self, item: int) -> None:
+        return None
+
+    def back(self, item: int, mark: object) -> None:
+        """What comes again is written over what came before."""
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
@@ -88,10 +106,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
         fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
 
-        def put(item: int, start: int, piece: memoryview) -> None:
-            assert items[item].offset <= start and start + len(piece) <= items[item].offset + items[item].length
-            written[start : start + len(piece)] = piece
-
+        put = Written(items, written)
         assert sum(pour(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
     for number, item in enumerate(items):
         expected = np.ascontiguousarray(EXPECTED[item.name][item.box.slices]).tobytes()
@@ -117,7 +132,7 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
     fetch = Fetch(chosen.catalog, "full", lambda: None, None)
     with pytest.raises(CorruptError, match="tensor a is damaged"):
-        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], lambda item, start, piece: None)
+        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([Item("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
 
 
 def test_without_torch(places: Path, tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ def _replaced_between(root: str, times: int) -> Any:
 
     try:
 
-        def hooked(url: str) -> Any:
+        def hooked(url: str, **options: Any) -> Any:
             if dist.get_rank() == 0:
-                found = open_catalog(url)
+                found = open_catalog(url, **options)
                 dist.barrier()
                 return found
             return late(url)

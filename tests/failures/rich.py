@@ -15,6 +15,7 @@ from ckpt.cli.main import cli
 from ckpt.engine.save import SaveOptions, save_state
 from ckpt.engine.verify import verify
 from ckpt.group import Group
+from ckpt.store import part_of
 
 SHARED = {
     "rows": torch.arange(60, dtype=torch.int32).reshape(12, 5),
@@ -80,7 +81,7 @@ def save(url: str) -> None:
             layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False, merge=False
         )  # boxes, not rows, for ``flat``
         try:
-            save_state(url, states[rank], Group(rank, (0, 1), store), options)
+            save_state(url, states[rank], Group(rank, (0, 1), part_of(store, "rich", rank)), options)
         except BaseException as err:
             errors.append(err)
             raise

@@ -70,7 +70,7 @@ def test_a_save_does_what_these_tests_believe(root: str) -> None:
     assert names.count("publish") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
     after = names[names.index("publish") + 1 :]
     looks = ["list", "list"]  # whether all files are there
-    assert after == looks + ["size", "read", "list"] + ["delete"] * 5 + ["unfinished"]  # what was replaced, with any spans; older
+    assert after == looks + ["size", "size", "read", "list"] + ["delete"] * 5 + ["unfinished"]  # what was replaced, with any spans; older
     assert [line.split()[0] for line in operations(root + "/new", "at a new URL")[-5:]] == ["publish", *looks, "list", "unfinished"]
 
 

@@ -186,7 +186,7 @@ def test_answers_that_break_off_anywhere(
     backend = open_backend(s3_url)
     put(backend, "a", data[:3_000])
     monkeypatch.setattr(s3_tries, "LONGEST", 0.001)
-    cuts = list(range(1, 700, 5))
+    cuts = [6_000, *range(1, 700, 5)]  # one answer is whole, so the store is known to give ETags
     with cutting(object_store.endpoint, cuts) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         while cuts:
