@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
-WORKERS ?= 3
+WORKERS ?= 4
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 

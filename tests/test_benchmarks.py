@@ -59,6 +59,7 @@ def of(document: dict[str, Any], **wanted: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- a small run
 
 
+@pytest.mark.slow
 def test_every_contestant_is_measured_in_every_scenario(run: tuple[Any, dict[str, Any]]) -> None:
     _, document = run
     found = {(r["scenario"], r["ranks"], r["operation"], r["contestant"]) for r in document["results"]}
@@ -73,6 +74,7 @@ def test_every_contestant_is_measured_in_every_scenario(run: tuple[Any, dict[str
     assert {"ckpt", "torch", "numpy"} <= document["versions"].keys()
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_states(run: tuple[Any, dict[str, Any]]) -> None:
     _, document = run
     model = sum(12 * math.prod(shape) + 4 for shape in shapes(SIZE).values())
@@ -89,6 +91,7 @@ def test_the_bytes_are_those_of_the_states(run: tuple[Any, dict[str, Any]]) -> N
         assert row["stored_bytes"] >= row["state_bytes"] / int(row["ranks"][0]) * 0.99 or row["operation"] == "load"
 
 
+@pytest.mark.slow
 def test_rows_hold_medians_and_ratios_of_their_samples(run: tuple[Any, dict[str, Any]]) -> None:
     _, document = run
     for row in document["results"]:
@@ -101,6 +104,7 @@ def test_rows_hold_medians_and_ratios_of_their_samples(run: tuple[Any, dict[str,
             assert row[f"cpu_over_{rival}"] == pytest.approx(row["cpu"] / other["cpu"])
 
 
+@pytest.mark.slow
 def test_planning_counts_the_chunks_of_the_layout(run: tuple[Any, dict[str, Any]]) -> None:
     _, document = run
     planning = document["planning"]
@@ -111,6 +115,7 @@ def test_planning_counts_the_chunks_of_the_layout(run: tuple[Any, dict[str, Any]
     assert all(len(planning["ckpt"][k]) == REPEAT for k in ("rank_cpu", "leader_cpu", "read_cpu"))
 
 
+@pytest.mark.slow
 def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]) -> None:
     done, document = run
     found = [(f["scenario"], len(f["rows"])) for f in document["findings"]]
@@ -125,6 +130,7 @@ def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]
     assert all(f"{f['scenario']}: {f['title']}" in done.stdout for f in document["findings"])
 
 
+@pytest.mark.slow
 def test_the_exit_code_follows_the_printed_checks(run: tuple[Any, dict[str, Any]]) -> None:
     done, document = run
     printed = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]

@@ -168,7 +168,7 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {name: view[name][...].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name in view}
 
 
-@pytest.mark.parametrize("command", [ALONE, TWO_RANKS], ids=["alone", "two-ranks"])
+@pytest.mark.parametrize("command", [pytest.param(ALONE, marks=pytest.mark.slow), TWO_RANKS], ids=["alone", "two-ranks"])
 def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path: Path, command: list[str]) -> None:
     """Run ``a`` trains on while its step 4 is saved. ``b`` ends with step 4, so nothing changes any more, and is started again."""
     train(command, tmp_path / "a", "--steps", "8", "--every", "4")

@@ -19,6 +19,7 @@ from ckpt.group import Group
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.store import part_of
 from tests.failures.states import layout, state, stored
 
 pytestmark = pytest.mark.alone
@@ -54,7 +55,7 @@ def save(url: str, number: int, rank: int = 0, fault: Fault | None = None, timeo
         job.threads[threading.get_ident()] = r
         options = SaveOptions(layout=layout(2), timeout=timeout, check_replicas=True, threads=1, spans=False)
         try:
-            save_state(url, state(number, r, 2), Group(r, (0, 1), store), options)
+            save_state(url, state(number, r, 2), Group(r, (0, 1), part_of(store, "two", r)), options)
         except (ckpt.CkptError, SimulatedCrash) as err:
             job.raised[r] = err
         finally:

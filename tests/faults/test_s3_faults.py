@@ -63,7 +63,7 @@ def loaded(url: str, like: int) -> int | None:
     return number_of(state)
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_saves_and_restores(proxy: FaultProxy, s3_url: str, rounds: int) -> None:
     held: dict[str, int | None] = {}
     told: Counter[str] = Counter()

@@ -43,6 +43,7 @@ def check_what_is_left(store: ObjectStore, bucket: str) -> None:
     assert "Uploads" not in store.client.list_multipart_uploads(Bucket=name)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(object_store: ObjectStore, bucket: str) -> None:
     said = killed(bucket, None, kills=2, seed=1)
     assert "2 kills" in said and "the same bit for bit" in said
