@@ -19,7 +19,7 @@ from tests.distributed.ranks import ROOT
 
 CACHE = ROOT / ".peers"
 PYTORCH = "2.6.0+dfsg-7"
-DEBIAN = "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main\n"
+SOURCES = "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {archive} trixie main\n"
 
 
 class UnavailableError(Exception):
@@ -43,6 +43,18 @@ def ran(*command: str, folder: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
+def _debian_archive() -> str:
+    """Where this machine's apt has Debian from.
+
+    Raises:
+        UnavailableError: it has no Debian.
+    """
+    archives = ran("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian").split()
+    if not archives:
+        raise UnavailableError("apt has no Debian archive among its sources, or no lists of it: run apt-get update")
+    return archives[0]
+
+
 def pytorch() -> Path:
     """The folder ``test/distributed/checkpoint`` of PyTorch."""
     folder = CACHE / "pytorch"
@@ -51,7 +63,7 @@ def pytorch() -> Path:
         apt = folder / "apt"
         (apt / "lists" / "partial").mkdir(parents=True, exist_ok=True)
         (apt / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
-        (apt / "sources.list").write_text(DEBIAN)
+        (apt / "sources.list").write_text(SOURCES.format(archive=_debian_archive()))
         settings = {"Dir::Etc::sourcelist": apt / "sources.list", "Dir::Etc::sourceparts": "-", "Dir::State::lists": apt / "lists"}
         settings |= {"Dir::Cache": apt / "cache"}
         (apt / "apt.conf").write_text("".join(f'{key} "{value}";\n' for key, value in settings.items()))
