@@ -70,12 +70,25 @@ class PosixWriter(Writer):
     def _write_buffered(self, views: list[memoryview], offset: int) -> None:
         for piece in _pieces(views):
             length = sum(view.nbytes for view in piece)
-            with self._turn:  # file systems let one in at a time anyway, and burn the processor of those that wait
-                fd = self._fd
-                write_all(fd, piece, offset)
+            if self._direct.refused:
+                self._reopen()
+            try:
+                fd = self._write_in_turn(piece, offset)
+            except OSError:
+                if not self._direct.refused:
+                    raise
+                self._reopen()  # another thread's direct write was refused meanwhile: the error may be its
+                fd = self._write_in_turn(piece, offset)
             if length >= _PIECE:
                 start_writeback(fd, offset, length)
             offset += length
+
+    def _write_in_turn(self, piece: list[memoryview], offset: int) -> int:
+        """The descriptor that was written to. File systems let one in at a time anyway, and burn the processor of those that wait."""
+        with self._turn:
+            fd = self._fd
+            write_all(fd, list(piece), offset)
+        return fd
 
     def _reopen(self) -> None:
         """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems

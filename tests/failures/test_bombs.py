@@ -169,7 +169,7 @@ def test_sparse_files(directory: Path, name: str) -> None:
 
 def test_a_state_that_takes_more_memory_than_there_is(copy: Copy, request: pytest.FixtureRequest) -> None:
     """No damage: nobody is to go on from an older step for it."""
-    copy.set_state(b'{"state":[' + b"[]," * 1_000_000 + b'[]],"ranks":{}}')
+    copy.set_state(b'{"state":[' + b"[]," * 6_000_000 + b'[]],"ranks":{}}')
     request.getfixturevalue("little_memory")
     leave(40_000_000)
     refused(copy.url, FormatError, match="takes more memory than there is")
