@@ -84,7 +84,7 @@ def test_a_root_that_does_not_answer_is_not_waited_for_again(
         assert [tiers.earlier(n) for n in (1, 2, 3)] == [None] * 3
         assert time.monotonic() - began < 0.6
     assert len(asked) == 1 and "cannot be seen" in caplog.text
-    ckpt.save(f"{tmp_path}/root/step-00000007", state_of(1))
+    ckpt.save(str(tmp_path / "root" / "step-00000007"), state_of(1))
     (step,) = tiers.steps()
     assert tiers.earlier(8) == step.id
     shutil.rmtree(tmp_path / "root")
