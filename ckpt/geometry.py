@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,10 +81,37 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------------- cuts
 
 
-def ceil_cuts(size: int, parts: int) -> tuple[int, ...]:
+class Cuts(tuple[int, ...]):
+    """Boundaries along one dimension: a tuple, of which numpy gets the same array each time. Tensors that are cut alike share it, and a
+    job of 16,384 ranks has as many entries: an array made anew for each tensor would be most of the work of a load's plan."""
+
+    @cached_property
+    def array(self) -> IntArray:
+        """The boundaries; it cannot be written to."""
+        made = np.fromiter(self, dtype=np.int64, count=len(self))
+        made.flags.writeable = False
+        return made
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001  numpy's signature
+        return self.array.astype(dtype or np.int64, copy=bool(copy))
+
+    @classmethod
+    def of(cls, edges: IntArray) -> Cuts:
+        """The boundaries that an array of int64 has, which nobody may write to afterwards."""
+        made = cls(edges.tolist())
+        edges.flags.writeable = False
+        made.__dict__["array"] = edges
+        return made
+
+
+def ceil_cut(size: int, parts: int, number: int) -> int:
+    """Boundary ``number`` of :func:`ceil_cuts`."""
+    return min(number * -(-size // parts), size)
+
+
+def ceil_cuts(size: int, parts: int) -> Cuts:
     """Boundaries of ``torch.chunk``: parts of ``ceil(size / parts)``, the last ones shorter or empty; ``parts + 1`` entries, from 0."""
-    step = -(-size // parts)
-    return (*(min(i * step, size) for i in range(parts)), size)
+    return Cuts.of(np.append(np.minimum(np.arange(parts, dtype=np.int64) * -(-size // parts), size), size))
 
 
 def even_cuts(size: int, parts: int) -> tuple[int, ...]:
@@ -91,9 +120,9 @@ def even_cuts(size: int, parts: int) -> tuple[int, ...]:
     return tuple(i * base + min(i, extra) for i in range(parts + 1))
 
 
-def merge_cuts(*cuts: Sequence[int] | IntArray) -> tuple[int, ...]:
+def merge_cuts(*cuts: Sequence[int] | IntArray) -> Cuts:
     """The union of several boundaries of one dimension, increasing, without repeats."""
-    return tuple(int(c) for c in np.unique(np.concatenate([np.asarray(c, dtype=np.int64) for c in cuts])))
+    return Cuts.of(np.unique(np.concatenate([np.asarray(c, dtype=np.int64) for c in cuts])))
 
 
 def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

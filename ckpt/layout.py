@@ -10,16 +10,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import LayoutError
-from .geometry import Box, IntArray, ceil_cuts, flat_to_boxes, merge_cuts
+from .flat_ranges import FlatBlocks
+from .geometry import Box, Cuts, IntArray, ceil_cut, flat_to_boxes, merge_cuts
 from .mesh import Mesh
-from .splits import Boxes, Flat, Interval, Split, given_cuts, part_of, split_from_json
+from .splits import Boxes, Flat, Interleaved, Interval, Shard, Shares, Split, given_cuts, part_of, split_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,27 @@ class TensorLayout:
 
 @dataclass(frozen=True, eq=False)
 class _Axis:
-    """How one tensor dimension is cut: for each coordinate on ``mesh_axes``, the intervals that it holds, in local order."""
+    """How one tensor dimension of ``size`` elements is cut: by ``splits``, over ``mesh_axes`` of ``counts`` coordinates."""
 
+    size: int
+    splits: tuple[Shard | Interleaved, ...]
     mesh_axes: tuple[int, ...]
-    table: dict[tuple[int, ...], tuple[Interval, ...]]
+    counts: tuple[int, ...]
 
     def intervals(self, where: tuple[int, ...]) -> tuple[Interval, ...]:
-        return self.table[tuple(where[i] for i in self.mesh_axes)]
+        """What the coordinate ``where`` of the mesh holds, in local order."""
+        held: tuple[Interval, ...] = ((0, self.size),)
+        for split, axis, count in zip(self.splits, self.mesh_axes, self.counts, strict=True):
+            held = part_of(split, held, count, where[axis])
+        return held
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What all coordinates on ``mesh_axes`` hold, these numbered row-major."""
+        shares = Shares.all_of(self.size)
+        for split, count in zip(self.splits, self.counts, strict=True):
+            shares = shares.divided(split, count)
+        return shares
 
 
 @lru_cache(maxsize=4096)
@@ -175,20 +190,16 @@ def _no_axes(layout: TensorLayout) -> tuple[_Axis, ...]:
 
 
 def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
-    table: dict[tuple[int, ...], tuple[Interval, ...]] = {(): ((0, size),)}
-    used: list[int] = []
+    splits: list[Shard | Interleaved] = []
     for split in layout.splits:
         if isinstance(split, Flat | Boxes):
             continue
         if not -ndim <= split.dim < ndim:
             raise LayoutError(f"{split} does not fit a tensor of {ndim} dimensions")
-        if split.dim % ndim != dim:
-            continue
-        axis = layout.mesh.axis(split.over)
-        parts = layout.mesh.sizes[axis]
-        table = {(*at, i): part_of(split, held, parts, i) for at, held in table.items() for i in range(parts)}
-        used.append(axis)
-    return _Axis(tuple(used), table)
+        if split.dim % ndim == dim:
+            splits.append(split)
+    axes = tuple(layout.mesh.axis(split.over) for split in splits)
+    return _Axis(size, tuple(splits), axes, tuple(layout.mesh.sizes[axis] for axis in axes))
 
 
 # ------------------------------------------------------------------------------------------------------- pieces, tiling
@@ -223,9 +234,11 @@ def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
 def _flat_range(layout: TensorLayout, numel: int, where: tuple[int, ...]) -> Interval:
     split = layout.splits[-1]
     axis = layout.mesh.axis(split.over)
-    given = split.sizes if isinstance(split, Flat) else None
-    cuts = ceil_cuts(numel, layout.mesh.sizes[axis]) if given is None else given_cuts(given, numel, layout.mesh.sizes[axis])
-    return cuts[where[axis]], cuts[where[axis] + 1]
+    given, parts, number = split.sizes if isinstance(split, Flat) else None, layout.mesh.sizes[axis], where[axis]
+    if given is None:
+        return ceil_cut(numel, parts, number), ceil_cut(numel, parts, number + 1)
+    cuts = given_cuts(given, numel, parts)
+    return cuts[number], cuts[number + 1]
 
 
 def _flat_pieces(layout: TensorLayout, block: list[Piece], where: tuple[int, ...]) -> list[Piece]:
@@ -254,7 +267,7 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
         return _flat_tiling(layout, shape)
     axes = _axes(layout, shape)
     array = layout._submesh()
-    cuts = tuple(_axis_cuts(axis, size) for axis, size in zip(axes, shape, strict=True))
+    cuts = tuple(map(_axis_cuts, axes))
     used = [i for axis in axes for i in axis.mesh_axes]
     free = [i for i in range(array.ndim) if i not in used]
     array = array.transpose(used + free).reshape([array.shape[i] for i in used] + [-1])
@@ -270,23 +283,29 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     return Tiling(cuts=cuts, boxes=None, holders=holders)
 
 
-def _axis_cuts(axis: _Axis, size: int) -> tuple[int, ...]:
-    edges = [edge for intervals in axis.table.values() for interval in intervals for edge in interval]
-    return merge_cuts((0, size), edges) if size else (0, 0)
+def _axis_cuts(axis: _Axis) -> Cuts:
+    return merge_cuts((0, axis.size), axis.shares.start, axis.shares.stop) if axis.size else Cuts((0, 0))
 
 
-def _cell_coordinates(axis: _Axis, cuts: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def _cell_coordinates(axis: _Axis, cuts: Cuts) -> npt.NDArray[np.int64]:
     """For each cell along one dimension, the coordinate on ``axis.mesh_axes`` that holds it."""
-    found = np.zeros((len(cuts) - 1, len(axis.mesh_axes)), dtype=np.int64)
-    for where, intervals in axis.table.items():
-        for a, b in intervals:
-            first, last = np.searchsorted(cuts, (a, b))
-            found[first:last] = where
-    return found
+    shares = axis.shares
+    holder = np.zeros(len(cuts) - 1, dtype=np.int64)
+    first, last = np.searchsorted(cuts.array, shares.start), np.searchsorted(cuts.array, shares.stop)
+    count = last - first
+    inside = np.arange(count.sum(), dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
+    holder[np.repeat(first, count) + inside] = np.repeat(shares.row, count)
+    if not axis.counts:
+        return np.zeros((len(holder), 0), dtype=np.int64)
+    return np.stack(np.unravel_index(holder, axis.counts), axis=1).astype(np.int64)
 
 
 def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     """Explicit boxes: what each rank holds, once per group of ranks that hold the same."""
+    blocks = flat_blocks(layout, shape)
+    if blocks is not None:
+        offsets, shapes, holders = blocks.boxes()
+        return Tiling(cuts=None, boxes=(offsets, shapes), holders=holders)
     array = layout._submesh()
     split_axes = [layout.mesh.axis(s.over) for s in layout.splits]
     free = [i for i in range(array.ndim) if i not in split_axes]
@@ -294,12 +313,27 @@ def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     if math.prod(shape) == 0 or not shape:
         # One cell, at the first coordinate: explicit boxes need at least one box and one dimension.
         return Tiling(cuts=tuple((0, n) for n in shape), boxes=None, holders=groups[:1])
-    boxes: list[Box] = []
-    holders: list[npt.NDArray[np.int64]] = []
-    for group in groups:
-        for piece in layout.pieces(shape, int(group[0])):
-            boxes.append(piece.box)
-            holders.append(group)
-    offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
-    shapes = np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
-    return Tiling(cuts=None, boxes=(offsets, shapes), holders=np.array(holders, dtype=np.int64).reshape(len(boxes), groups.shape[1]))
+    pieces = [(piece.box, group) for group in groups for piece in layout.pieces(shape, int(group[0]))]
+    return Tiling(
+        cuts=None,
+        boxes=(np.array([b.offset for b, _ in pieces], dtype=np.int64), np.array([b.shape for b, _ in pieces], dtype=np.int64)),
+        holders=np.array([group for _, group in pieces], dtype=np.int64),
+    )
+
+
+@lru_cache(maxsize=2048)
+def flat_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | None:
+    """The blocks of a flat layout and who holds their ranges. None where there are no blocks to speak of: an empty tensor, a scalar,
+    interleaved parts, of which a rank holds several, or ranges of given sizes."""
+    flat = layout.splits[-1] if layout.splits else None
+    if not isinstance(flat, Flat) or flat.sizes is not None or math.prod(shape) == 0 or not shape:
+        return None
+    if not all(isinstance(s, Shard) for s in layout.splits[:-1]):
+        return None
+    tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
+    assert tiling.cuts is not None
+    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(allowed) for name, allowed in layout.at}
+    free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
+    holders = tiling.holders.reshape(-1, *(sizes[name] for name in free))
+    holders = np.moveaxis(holders, 1 + free.index(flat.over), 1)
+    return FlatBlocks(cuts=tiling.cuts, holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)))

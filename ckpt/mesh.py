@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -66,9 +67,26 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Place of a rank in the mesh, or None if it is not in it."""
-        if rank not in self.ranks:
+        number = _number(self.ranks, rank)
+        if number is None:
             return None
-        return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.sizes)) if self.sizes else ()
+        where = []
+        for size in reversed(self.sizes):
+            number, at = divmod(number, size)
+            where.append(at)
+        return tuple(reversed(where))
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
+    """The first place of a rank in a list of them. A tuple would be searched from its start for each rank of it."""
+    if isinstance(ranks, range):
+        return rank - ranks.start if rank in ranks else None
+    return _numbers(ranks).get(rank)
+
+
+@lru_cache(maxsize=256)
+def _numbers(ranks: tuple[int, ...]) -> dict[int, int]:
+    return {rank: number for number, rank in enumerate(ranks)}

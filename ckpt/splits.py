@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .errors import LayoutError
-from .geometry import ceil_cuts
+from .geometry import IntArray, ceil_cut, ceil_cuts
 
 Interval = tuple[int, int]
 """First element and one past the last, along one dimension."""
@@ -85,15 +87,77 @@ def _tuples(value: Any) -> Any:
 def part_of(split: Shard | Interleaved, held: tuple[Interval, ...], parts: int, index: int) -> tuple[Interval, ...]:
     """Apply one split to the intervals held so far; returns those of part ``index``."""
     size = sum(b - a for a, b in held)
-    if isinstance(split, Shard):
-        cuts = ceil_cuts(size, parts) if split.sizes is None else given_cuts(split.sizes, size, parts)
+    if isinstance(split, Shard) and split.sizes is not None:
+        cuts = given_cuts(split.sizes, size, parts)
         return slice_of(held, cuts[index], cuts[index + 1])
-    groups = given_cuts(split.groups, size, len(split.groups)) if isinstance(split.groups, tuple) else ceil_cuts(size, split.groups)
     found: list[Interval] = []
-    for a, b in itertools.pairwise(groups):
-        cuts = ceil_cuts(b - a, parts)
-        found += slice_of(held, a + cuts[index], a + cuts[index + 1])
+    for a, b in itertools.pairwise(_group_cuts(split, size)):
+        found += slice_of(held, a + ceil_cut(b - a, parts, index), a + ceil_cut(b - a, parts, index + 1))
     return joined(found)
+
+
+def _group_cuts(split: Shard | Interleaved, size: int) -> Sequence[int]:
+    """Boundaries of the groups that are cut one by one."""
+    if isinstance(split, Shard):
+        return 0, size
+    return given_cuts(split.groups, size, len(split.groups)) if isinstance(split.groups, tuple) else ceil_cuts(size, split.groups)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+    """The intervals of many holders, none empty: holder ``row[i]`` of ``rows`` has ``[start[i], stop[i])``. By row, and in its local
+    order."""
+
+    rows: int
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @classmethod
+    def all_of(cls, size: int) -> Shares:
+        """One holder, of everything."""
+        some = min(size, 1)
+        return cls(rows=1, row=np.zeros(some, np.int64), start=np.zeros(some, np.int64), stop=np.full(some, size, np.int64))
+
+    def divided(self, split: Shard | Interleaved, parts: int) -> Shares:
+        """What one split makes of it: part i of row r becomes row ``r * parts + i``. For all of them what :func:`part_of` is for one.
+
+        A job that cuts a tensor over 16,384 ranks has as many rows: nothing here may be done for each of them in Python, nor for each part
+        over all parts. Rows of one size are cut alike, so their boundaries are made once. Each interval is intersected with each part's
+        range of its own row, group by group: intervals × parts × groups numbers, of which most are kept where a row has one interval.
+        """
+        length = self.stop - self.start
+        before = np.cumsum(length) - length
+        size = np.zeros(self.rows, dtype=np.int64)
+        np.add.at(size, self.row, length)
+        at = before - (np.cumsum(size) - size)[self.row]  # where each interval begins in its row
+        sizes, kind = np.unique(size, return_inverse=True)
+        first, last = (np.stack(edges)[kind.reshape(-1)] for edges in zip(*(_ranges(split, n, parts) for n in sizes.tolist()), strict=True))
+        low = np.maximum(first[self.row], at[:, None, None])  # [intervals, groups, parts]
+        high = np.minimum(last[self.row], (at + length)[:, None, None])
+        interval, group, part = np.nonzero(high > low)
+        row = self.row[interval] * parts + part
+        order = np.lexsort((interval, group, row))
+        interval, shift = interval[order], (self.start - at)[interval[order]]
+        kept = interval, group[order], part[order]
+        found = Shares(rows=self.rows * parts, row=row[order], start=low[kept] + shift, stop=high[kept] + shift)
+        return found._joined()
+
+    def _joined(self) -> Shares:
+        """Neighbours in one row as one."""
+        begins = np.ones(len(self.row), dtype=np.bool_)
+        begins[1:] = (self.row[1:] != self.row[:-1]) | (self.start[1:] != self.stop[:-1])
+        ends = np.append(begins[1:], True)[: len(begins)]
+        return Shares(rows=self.rows, row=self.row[begins], start=self.start[begins], stop=self.stop[ends])
+
+
+def _ranges(split: Shard | Interleaved, size: int, parts: int) -> tuple[IntArray, IntArray]:
+    """Where each part of each group begins and ends in a row of ``size`` elements, ``[groups, parts]`` each."""
+    if isinstance(split, Shard) and split.sizes is not None:
+        edges = np.asarray([given_cuts(split.sizes, size, parts)], dtype=np.int64)
+    else:
+        edges = np.stack([a + ceil_cuts(b - a, parts).array for a, b in itertools.pairwise(_group_cuts(split, size))])
+    return edges[:, :-1], edges[:, 1:]
 
 
 def given_cuts(sizes: tuple[int, ...], size: int, parts: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ PURE = tuple(
             "errors",
             "dtypes",
             "geometry",
+            "flat_ranges",
             "catalog",
             "mesh",
             "splits",

@@ -1,4 +1,4 @@
-"""Tensors that are cut into flat ranges (``Flat``): a regular grid of whole rows for them, or the boxes that the ranges are made of. Pure.
+"""Tensors that are cut into flat ranges (``Flat``): a regular grid of whole rows for them. Pure.
 
 A *cell* is the flat range of one group of replicas. Where the splits before ``Flat`` leave blocks that are contiguous in the row-major
 flattening of the tensor (none, or ``Shard`` of the leading dimensions), the cells follow one another in that flattening and a regular
@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from ckpt.flat_ranges import FlatBlocks
 from ckpt.geometry import IntArray, ceil_cuts, cells
-from ckpt.layout import TensorLayout, Tiling
-from ckpt.splits import Shard
+from ckpt.layout import TensorLayout, flat_blocks
 
 from .parts import caps, refine
 
@@ -71,52 +71,13 @@ class FlatGrid:
         return found.reshape(self.ranges, replicas)
 
 
-# ------------------------------------------------------------------------------------------------------ blocks and their ranges
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Blocks:
-    """What the splits before ``Flat`` leave: the cuts of the blocks, and the ranks ``[blocks, ranges, replicas]`` that hold each."""
-
-    cuts: tuple[tuple[int, ...], ...]
-    holders: IntArray
-
-    @property
-    def widths(self) -> list[IntArray]:
-        edges: list[IntArray] = [np.asarray(c, dtype=np.int64) for c in self.cuts]
-        return [c[1:] - c[:-1] for c in edges]
-
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest block."""
-        return math.prod(int(w.max()) for w in self.widths)
-
-
-@lru_cache(maxsize=2048)
-def _blocks(layout: TensorLayout, shape: tuple[int, ...]) -> _Blocks | None:
-    """None where there are no blocks to speak of: an empty tensor, a scalar, interleaved parts, of which a rank holds several, or ranges
-    of given sizes."""
-    if layout.is_flat and getattr(layout.splits[-1], "sizes", None) is not None:
-        return None
-    if not layout.is_flat or math.prod(shape) == 0 or not shape or not all(isinstance(s, Shard) for s in layout.splits[:-1]):
-        return None
-    tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
-    assert tiling.cuts is not None
-    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(allowed) for name, allowed in layout.at}
-    over = layout.splits[-1].over
-    free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
-    holders = tiling.holders.reshape(-1, *(sizes[name] for name in free))
-    holders = np.moveaxis(holders, 1 + free.index(over), 1)
-    return _Blocks(cuts=tiling.cuts, holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[over], -1)))
-
-
-def _contiguous(blocks: _Blocks) -> bool:
+def _contiguous(blocks: FlatBlocks) -> bool:
     """Whether each block is one range of the tensor's flattening: nothing is cut below the first dimension of which one has several."""
     dim = next((d for d, w in enumerate(blocks.widths) if w.max() > 1), len(blocks.cuts))
     return all(len(c) == 2 for c in blocks.cuts[dim + 1 :])
 
 
-def _cell_edges(blocks: _Blocks) -> IntArray:
+def _cell_edges(blocks: FlatBlocks) -> IntArray:
     """Boundaries of the flat ranges of contiguous blocks, in the flattening of the tensor."""
     sizes = cells(blocks.cuts)[1].prod(axis=1)
     ranges = blocks.holders.shape[1]
@@ -131,7 +92,7 @@ def _cell_edges(blocks: _Blocks) -> IntArray:
 
 def is_whole(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, small: int) -> bool:
     """Whether the blocks are so small (below ``small`` bytes) that each is gathered by one of the ranks that hold parts of it."""
-    blocks = _blocks(layout, shape)
+    blocks = flat_blocks(layout, shape)
     if blocks is None or blocks.largest * itemsize >= small or blocks.holders.shape[1] > FAN_IN:
         return False
     return _contiguous(blocks)
@@ -140,7 +101,7 @@ def is_whole(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, small:
 @lru_cache(maxsize=16384)
 def whole_grid(layout: TensorLayout, shape: tuple[int, ...], number: int) -> FlatGrid:
     """Each block is one chunk, and the holders of its range ``number`` write it."""
-    blocks = _blocks(layout, shape)
+    blocks = flat_blocks(layout, shape)
     assert blocks is not None
     count, ranges, replicas = blocks.holders.shape
     cell_edges = _cell_edges(blocks)
@@ -162,7 +123,7 @@ def row_grid(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, max_ch
     Rows are those of the first dimension of which a block has more than one. If they are so few that every range lies within one, and
     ranges and rows divide evenly, they are those of the next dimension: a row of 1 to n ranges is then cut like any other.
     """
-    blocks = _blocks(layout, shape)
+    blocks = flat_blocks(layout, shape)
     if blocks is None or not _contiguous(blocks):
         return None
     ranges, widths = blocks.holders.shape[1], blocks.widths
@@ -179,7 +140,7 @@ def row_grid(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, max_ch
         dim += 1
 
 
-def _grid(blocks: _Blocks, shape: tuple[int, ...], dim: int, lead: int, itemsize: int, max_chunk: int, small: int) -> FlatGrid | None:
+def _grid(blocks: FlatBlocks, shape: tuple[int, ...], dim: int, lead: int, itemsize: int, max_chunk: int, small: int) -> FlatGrid | None:
     """Dimensions before ``dim`` are cut into single rows, of which a block has ``lead``, and ``dim`` between the ranges of one of them."""
     _, ranges, replicas = blocks.holders.shape
     row = math.prod(shape[dim + 1 :])
@@ -226,7 +187,7 @@ def _homes(cuts: Sequence[int], row: int, ranges: int) -> tuple[IntArray, IntArr
     return bounds, np.concatenate([i for i, _ in owners]), np.concatenate([k for _, k in owners])
 
 
-def _lead_numbers(blocks: _Blocks, shape: tuple[int, ...], dim: int) -> tuple[IntArray, IntArray]:
+def _lead_numbers(blocks: FlatBlocks, shape: tuple[int, ...], dim: int) -> tuple[IntArray, IntArray]:
     """For each combination of single rows of the dimensions before ``dim``: the number of its block, and its number in that."""
     block = place = np.zeros(1, dtype=np.int64)
     for d in range(dim):
@@ -237,60 +198,3 @@ def _lead_numbers(blocks: _Blocks, shape: tuple[int, ...], dim: int) -> tuple[In
         block = (block[:, None] * (len(edges) - 1) + parent).ravel()
         place = (place[:, None] * width + (rows - edges[parent])).ravel()
     return block, place
-
-
-# --------------------------------------------------------------------------------------------------------------- explicit boxes
-
-
-@lru_cache(maxsize=2048)
-def flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
-    """The tiling of a flat layout, as ``layout.tiling`` gives it, computed for all ranks at once."""
-    blocks = _blocks(layout, shape)
-    if blocks is None:
-        return layout.tiling(shape)
-    origins, sizes = cells(blocks.cuts)
-    ranges = blocks.holders.shape[1]
-    offsets, shapes, holders = [], [], []
-    known: dict[tuple[int, ...], tuple[IntArray, IntArray, IntArray]] = {}
-    for origin, size, ranks in zip(origins, map(tuple, sizes.tolist()), blocks.holders, strict=True):
-        if size not in known:
-            known[size] = range_boxes(size, np.asarray(ceil_cuts(math.prod(size), ranges), dtype=np.int64))
-        number, at, extent = known[size]
-        offsets.append(at + origin)
-        shapes.append(extent)
-        holders.append(ranks[number])
-    return Tiling(cuts=None, boxes=(np.concatenate(offsets), np.concatenate(shapes)), holders=np.concatenate(holders))
-
-
-def range_boxes(shape: tuple[int, ...], cuts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The fewest boxes that make up each of the flat ranges between ``cuts``: number of the range, offsets and shapes, in order."""
-    number = np.flatnonzero(np.diff(cuts))
-    which, offsets, sizes = _range_boxes(shape, cuts[number], cuts[number + 1])
-    strides = np.append(np.cumprod(np.asarray(shape[:0:-1], dtype=np.int64))[::-1], 1)
-    order = np.argsort(offsets @ strides, kind="stable")
-    return number[which[order]], offsets[order], sizes[order]
-
-
-def _range_boxes(shape: tuple[int, ...], start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The same for ranges that are not empty, in any order: whole rows are boxes, and what is left is ranges within one row."""
-    if len(shape) == 1:
-        return np.arange(len(start)), start[:, None], (stop - start)[:, None]
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    inside = (first == last) & (stop - start < row)
-    above, below = -(-start // row), stop // row
-    body = np.flatnonzero(~inside & (below > above))
-    head = np.flatnonzero(inside | (start % row != 0))
-    tail = np.flatnonzero(~inside & (stop % row != 0))
-    inner_start = np.concatenate([start[head] - first[head] * row, np.zeros(len(tail), dtype=np.int64)])
-    inner_stop = np.concatenate([np.where(inside[head], stop[head] - first[head] * row, row), stop[tail] - last[tail] * row])
-    which, at, size = _range_boxes(shape[1:], inner_start, inner_stop)
-    part = np.concatenate([head, tail])[which]
-    rows = np.concatenate([first[head], last[tail]])[which]
-    body_at = np.zeros((len(body), len(shape)), dtype=np.int64)
-    body_at[:, 0] = above[body]
-    body_size = np.tile(np.asarray(shape, dtype=np.int64), (len(body), 1))
-    body_size[:, 0] = below[body] - above[body]
-    offsets = np.concatenate([body_at, np.column_stack([rows, at])])
-    sizes = np.concatenate([body_size, np.column_stack([np.ones(len(rows), dtype=np.int64), size])])
-    return np.concatenate([body, part]), offsets, sizes

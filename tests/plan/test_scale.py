@@ -66,7 +66,7 @@ def forget() -> None:
     """Make the next plan pay for everything again."""
     for cache in (ownership._owned, ownership._owned_rows, merge._moves, merge._place):
         cache.cache_clear()
-    for cache in (flat._blocks, flat.whole_grid, flat.row_grid, flat.flat_tiling):
+    for cache in (layout_module.flat_blocks, flat.whole_grid, flat.row_grid):
         cache.cache_clear()
     for cache in (layout_module._axes, layout_module._tiling, layout_module._pieces):
         cache.cache_clear()
