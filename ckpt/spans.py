@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ _NOTHING = nullcontext()
 _PHASE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PHASES = 64
 _NAME = 64
-_MICROS = 1 << 53
-_BYTES = (1 << 63) - 1
+MICROS = 1 << 53
+BYTES = (1 << 63) - 1
+"""The most of each that a row may have."""
 _YEAR_9999 = 250_000_000_000
 
 
@@ -109,8 +111,17 @@ class Spans:
         )
 
     def to_json(self) -> Row:
-        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off."""
-        return self.table().to_row() if self.on else {}
+        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
+
+        With sums of all phases, so that a leader of many ranks need not look at each span.
+        """
+        if not self.on:
+            return {}
+        table = self.table()
+        row = table.to_row()
+        numbers = {phase: i for i, phase in enumerate(row["phases"])}
+        row["sums"] = [[numbers[s.phase], s.count, s.nbytes, s.busy, s.first, s.last] for s in table.sums.values()]
+        return row
 
     def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
         found = self._folded.get(phase)
@@ -284,29 +295,41 @@ def _table(row: object) -> SpanTable:
     """Raises ValueError with what is wrong."""
     if not isinstance(row, dict):
         raise ValueError("it is no object")
-    began = row.get("began")
-    if not isinstance(began, int | float) or isinstance(began, bool) or not 0 <= began < _YEAR_9999:
-        raise ValueError("it does not say when it began")
+    began = began_of(row)
     phases = _list(row, "phases", _PHASES)
-    _expect(all(isinstance(p, str) and _PHASE.fullmatch(p) for p in phases) and len(set(phases)) == len(phases), "its phases are no names")
+    _expect(all(isinstance(p, str) for p in phases) and are_phases(tuple(phases)), "its phases are no names")
     columns = _list(row, "spans", 5)
     _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
     _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")
     threads = _list(row, "threads", len(columns[0]))
     _expect(all(isinstance(t, str) and len(t) <= _NAME and t.isprintable() for t in threads), "its threads are no names")
-    bounds = (0, len(phases) - 1), (0, len(threads) - 1), (-_MICROS, _MICROS), (0, _MICROS), (0, _BYTES)
+    bounds = (0, len(phases) - 1), (0, len(threads) - 1), (-MICROS, MICROS), (0, MICROS), (0, BYTES)
     for column, (low, high) in zip(columns, bounds, strict=True):
         _integers(column, low, high)
     spans = tuple(map(Span, [phases[p] for p in columns[0]], *columns[1:]))
     folded = tuple(_folded(one, phases) for one in _list(row, "folded", len(phases)))
     _expect(len({s.phase for s in folded}) == len(folded), "a phase has two sums")
-    return SpanTable(began=float(began), threads=tuple(threads), spans=spans, folded=folded)
+    return SpanTable(began=began, threads=tuple(threads), spans=spans, folded=folded)
+
+
+def began_of(row: Mapping[str, object]) -> float:
+    """Seconds since 1970. Raises ValueError if a row does not say."""
+    began = row.get("began")
+    if not isinstance(began, int | float) or isinstance(began, bool) or not 0 <= began < _YEAR_9999:
+        raise ValueError("it does not say when it began")
+    return float(began)
+
+
+@lru_cache(maxsize=64)
+def are_phases(phases: tuple[str, ...]) -> bool:
+    """Whether these are names of phases, all different: the ranks of a job have the same."""
+    return all(map(_PHASE.fullmatch, phases)) and len(set(phases)) == len(phases)
 
 
 def _folded(row: object, phases: Sequence[str]) -> PhaseSum:
     _expect(isinstance(row, list) and len(row) == 6, "a sum is no row of six")
     assert isinstance(row, list)
-    for value, low, high in zip(row, (0, 1, 0, 0, -_MICROS, -_MICROS), (len(phases) - 1, *[_BYTES] * 3, _MICROS, 2 * _MICROS), strict=True):
+    for value, low, high in zip(row, (0, 1, 0, 0, -MICROS, -MICROS), (len(phases) - 1, *[BYTES] * 3, MICROS, 2 * MICROS), strict=True):
         _integers([value], low, high)
     number, count, nbytes, busy, first, last = row
     _expect(first <= last, "a sum ends before it starts")

@@ -397,6 +397,44 @@ def test_of_many_ranks_the_slowest_and_the_leader_are_kept_whole(backend: Memory
     assert all(t.folded_count == 3 for r, t in found.items() if r not in whole)
 
 
+SUMS = [[0, 1, 5, 2_000_000, 0, 2_000_000]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"sums": value} for value in (None, [], [[0, 1, 5, 1, 0]], [[0, 1, 5, 1.0, 0, 1]], [[0, 1, 5, True, 0, 1]], SUMS * 2, [3])),
+        *({"sums": [[*SUMS[0][:at], bad, *SUMS[0][at + 1 :]]]} for at, bad in ((0, 1), (0, -1), (1, 0), (2, -1), (2, 1 << 63))),
+        *({"sums": [[*SUMS[0][:at], -1, *SUMS[0][at + 1 :]]]} for at in (3, 5)),
+        {"phases": ["Write"]},
+        {"phases": [3]},
+        {"began": -1},
+    ],
+    ids=str,
+)
+def test_the_sums_of_one_of_many_ranks_cannot_be(backend: MemoryBackend, change: dict[str, object]) -> None:
+    row = {**table_of(("write", 0, 2, 5)).to_row(), "sums": SUMS}
+    with pytest.raises(CorruptError, match="rank 7"):
+        write_spans(backend, record_of(backend).id, {r: row | (change if r == 7 else {}) for r in range(100)})
+    write_spans(backend, record_of(backend).id, dict.fromkeys(range(100), row))
+
+
+def test_ranks_send_the_sums_that_a_leader_of_many_keeps(backend: MemoryBackend) -> None:
+    """Those that were folded, and phases that do not count as work, among them."""
+    rows, tables = {}, {}
+    for rank in range(100):
+        spans = Spans(limit=8)
+        for i in range(40):
+            began = spans._zero + i + rank / 1000
+            spans.add(("write", "agree", "hash")[i % 3], began, began + (1 + rank if i % 3 != 1 else 200 - rank) / 1e3, i)
+        rows[rank], tables[rank] = json.loads(json.dumps(spans.to_json())), spans.table()
+    record = replace(record_of(backend), world_size=100)
+    write_spans(backend, record.id, rows)
+    found = read_spans(backend, record)
+    assert {r: t.sums for r, t in found.items()} == {r: t.sums for r, t in tables.items()}
+    assert {r for r, t in found.items() if t.spans} == {0, *range(92, 100)}
+
+
 # ----------------------------------------------------------------------------------------------------------------- trace
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.reread import read_checked
-from ckpt.spans import UNNEEDED, Row, SpanTable
+from ckpt.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, Row, SpanTable, are_phases, began_of
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
 
@@ -42,12 +43,12 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> None:
         StorageError: the storage failed, or has spans of this save already.
     """
     path = index_path(id, SPANS)
-    tables = {rank: SpanTable.from_row(rows[rank], f"rank {rank}") for rank in sorted(rows) if rows[rank]}
-    if not tables:
+    kept = _thinned({rank: rows[rank] for rank in sorted(rows) if rows[rank]})
+    if not kept:
         return
-    data = _encode(id, _thinned(tables))
+    data = _encode(id, kept)
     if len(data) > SIZE_LIMIT:
-        raise UsageError(f"the spans of {len(tables):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
+        raise UsageError(f"the spans of {len(kept):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
     with backend.create(path, len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
@@ -75,16 +76,53 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
         raise NotFoundError("no spans were kept with this checkpoint", where=where, hint=hint) from err
 
 
-def _thinned(tables: Mapping[int, SpanTable]) -> dict[int, SpanTable]:
-    if len(tables) <= MANY:
-        return dict(tables)
-    slowest = sorted(tables, key=lambda rank: (-tables[rank].seconds, rank))[:SLOWEST]
-    whole = {min(tables), *slowest}
-    return {rank: table if rank in whole else table.summed() for rank, table in tables.items()}
+def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """The rows that are kept. Of many ranks, the single spans of few are looked at: the leader does this while its call goes on."""
+    seconds: dict[int, float] = {}
+    kept: dict[int, Row] = {}
+    if len(rows) > MANY:
+        for rank, row in rows.items():
+            kept[rank], seconds[rank] = _summed_row(row, f"rank {rank}")
+    detailed = sorted(seconds, key=lambda rank: (-seconds[rank], rank))[:SLOWEST] if seconds else list(rows)
+    for rank in {*detailed, *list(rows)[:1]}:
+        kept[rank] = SpanTable.from_row(rows[rank], f"rank {rank}").to_row()
+    return {rank: kept[rank] for rank in rows}
 
 
-def _encode(id: str, tables: Mapping[int, SpanTable]) -> bytes:
-    members = {"id": id, "version": VERSION, "ranks": {str(rank): table.to_row() for rank, table in tables.items()}}
+def _summed_row(row: Row, where: str) -> tuple[Row, float]:
+    """``SpanTable.summed`` of a row as a row, and ``SpanTable.seconds``; of a row of ``Spans.to_json`` without its single spans."""
+    if "sums" not in row:
+        table = SpanTable.from_row(row, where)
+        return table.summed().to_row(), table.seconds
+    try:
+        return _sums(row)
+    except (ValueError, TypeError, KeyError) as err:
+        raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
+
+
+def _sums(row: Row) -> tuple[Row, float]:
+    phases, sums = row["phases"], row["sums"]
+    if not isinstance(phases, list) or not all(isinstance(p, str) for p in phases) or not are_phases(tuple(phases)):
+        raise ValueError("its phases are no names")
+    if not isinstance(sums, list) or {*map(type, chain.from_iterable(sums))} - {int} or {*map(len, sums)} - {6}:
+        raise ValueError("a sum is no row of six numbers")
+    if {number for number, *_ in sums} != {*range(len(phases))} or len(sums) != len(phases):
+        raise ValueError("a phase has no sum, or two")
+    busy = 0
+    for number, count, nbytes, micros, first, last in sums:
+        if not (-MICROS <= first <= MICROS and first <= last <= 2 * MICROS and min(nbytes, micros) >= 0 < count < BYTES):
+            raise ValueError("a sum cannot be")
+        if max(nbytes, micros) > BYTES:
+            raise ValueError("a sum cannot be")
+        if phases[number] not in WAITING | LEADING:
+            busy += micros
+    names = [phases[number] for number, *_ in sums]
+    folded = [[i, *rest] for i, (_, *rest) in enumerate(sums)]
+    return {"began": began_of(row), "phases": names, "threads": [], "spans": [[], [], [], [], []], "folded": folded}, busy / 1e6
+
+
+def _encode(id: str, rows: Mapping[int, Row]) -> bytes:
+    members = {"id": id, "version": VERSION, "ranks": {str(rank): row for rank, row in rows.items()}}
     rest = b'",' + json.dumps(members, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
     return _HEAD + xxhash.xxh3_128_hexdigest(_HEAD + _ZEROS + rest).encode() + rest
 
