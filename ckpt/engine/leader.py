@@ -108,6 +108,10 @@ class Leader:
         """Values that no rank left in the store."""
         self._values = Values(state, {})
 
+    def _positions(self) -> dict[int, int]:
+        """Ranks as the format counts them."""
+        return {rank: i for i, rank in enumerate(self.call.group.ranks)}
+
     def _said(self) -> tuple[object, ...]:
         """What the ranks' values follow from."""
         shared = tuple((digest, tuple(ranks)) for digest, ranks in grouped(self._begun, "state"))
@@ -121,7 +125,7 @@ class Leader:
         """
         if self._values is None:
             state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(self._begun, "state")])
-            positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
+            positions = self._positions()
             own = {positions[rank]: json.loads(self.call.fetch(row["values"])) for rank, row in self._begun.items() if "own" in row}
             self._values = Values(state, own)
         return self._values
@@ -133,10 +137,14 @@ class Leader:
             raise ConsistencyError(f"the ranks save with different options: {told}", hint="give merge= and codec= alike on every rank")
 
     def _tables(self, rows: dict[int, Row]) -> Tables:
-        shared = grouped(rows, "table")
-        own = {self.call.group.ranks.index(rank): row["own"] for rank, row in rows.items() if "own" in row}
+        shared: dict[str, list[int]] = {}
+        for digests, ranks in grouped(rows, "table"):
+            for digest in digests.split():
+                shared.setdefault(digest, []).extend(ranks)
+        positions = self._positions()
+        own = {positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
         said = (
-            tuple((digest, tuple(ranks)) for digest, ranks in shared),
+            tuple((digest, tuple(ranks)) for digest, ranks in shared.items()),
             tuple(own.items()),
             self.merge,
             ownership.MAX_CHUNK,
@@ -146,7 +154,7 @@ class Leader:
             if tables.said == said:
                 self.known.append(self.known.pop(i))
                 return tables
-        joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared], merge=self.merge)
+        joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge=self.merge)
         found = Tables(said, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
         self.known[:] = [*self.known, found][-KEPT:]
         return found
@@ -161,7 +169,7 @@ class Leader:
             StorageError: the storage failed, or does not have what the ranks wrote.
         """
         self.compare_replicas(rows)
-        positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}
+        positions = self._positions()
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
         entries, kept = self.entries(files, coded=any("coded" in row for row in rows.values()))
         if kept.values != self._said():

@@ -6,7 +6,7 @@ that the plan depends on is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -49,13 +49,13 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPlan:
-    """``shared`` and ``own`` are the rank's tables as it sends them (``own`` only if it has values of its own); ``chunks`` in the
+    """``shared`` are the parts of the rank's table as it sends them, ``own`` its own (only if it has values of its own); ``chunks`` in the
     order in which every rank lists them, ``specs`` what their files say of them; ``files`` with ``NO_ID`` as id, or ``groups`` of chunks
     that become files once they are coded; ``batches`` of each file or group; ``sends`` and ``receives`` are what moves between ranks
     before merged chunks are whole; ``replicated`` the tensors, and their chunks, that other ranks have too."""
 
     key: _Key
-    shared: bytes
+    shared: Sequence[bytes]
     own: bytes
     owned: Mapping[str, Owned]
     chunks: Sequence[Chunk]
@@ -121,9 +121,10 @@ def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | 
     shared, own = split_own(key)
     owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
     sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
-    replicated = [(name, held) for name, o in owned.items() if o.replicas > 1 and (held := _replicated(o, rank))]
+    held = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
+    replicated = [(name, numbers) for name, o in owned.items() if (numbers := held.get(id(o)))]
     plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
-    plan = replace(plan, key=key, shared=shared.to_bytes(), own=own.to_bytes())
+    plan = replace(plan, key=key, shared=[part.to_bytes() for part in shared.parts()], own=own.to_bytes())
     return replace(plan, sends=sends, receives=receives, replicated=replicated)
 
 
@@ -135,7 +136,7 @@ def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int
     files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
     return RankPlan(
         key=_Key(tuple(infos), {}, frozenset(), ()),
-        shared=b"",
+        shared=(),
         own=b"",
         owned=owned,
         chunks=chunks,
@@ -176,7 +177,13 @@ def split_own(key: _Key) -> tuple[Table, Table]:
 
 def chunks_of(owned: Mapping[str, Owned], rank: int) -> list[Chunk]:
     """The chunks that a rank writes, in the order in which every rank lists them."""
-    return [Chunk(name, i, owned[name].box(i)) for name in sorted(owned) for i in owned[name].written_by(rank)]
+    written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(owned)}
+    return [Chunk(name, i, box) for name in sorted(owned) for i, box in written[id(owned[name])]]
+
+
+def _distinct(owned: Mapping[str, Owned]) -> Collection[Owned]:
+    """Tensors that are cut and dealt alike share a grid; to look for a rank in it takes as long as it has chunks."""
+    return {id(o): o for o in owned.values()}.values()
 
 
 def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, Global]) -> list[ChunkSpec]:

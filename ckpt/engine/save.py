@@ -221,7 +221,7 @@ class Save:
         prepare()
         share = self.call.share
         row = {
-            "table": share(self.plan.shared),
+            "table": " ".join(map(share, self.plan.shared)),
             "state": share(self.values),
             "options": f"merge={self.options.merge} codec={self.options.codec}",
         }

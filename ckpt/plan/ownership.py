@@ -21,7 +21,7 @@ from ckpt.dtypes import DType
 from ckpt.geometry import Box, IntArray, cell_box, cells, even_cuts
 from ckpt.layout import TensorLayout, Tiling
 
-from .flat import FlatGrid, flat_tiling, is_whole, row_grid, whole_grid
+from .flat import FlatGrid, is_whole, row_grid, whole_grid
 from .parts import caps, refine
 
 MAX_CHUNK = 64 << 20
@@ -108,15 +108,26 @@ def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned
     """
     groups: dict[object, list[Global]] = defaultdict(list)
     merged: dict[object, list[Global]] = defaultdict(list)
+    of_layout: dict[int, list[Global]] = {}
     for t in tensors:
-        if merge and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
-            merged[_replica_group(t.layout), t.layout.splits[-1].over].append(t)
-        else:
-            groups[_replica_group(t.layout)].append(t)
+        members = of_layout.get(id(t.layout))
+        if members is None:
+            if merge and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
+                members = merged[_replica_group(t.layout), t.layout.splits[-1].over]
+            else:
+                members = groups[_replica_group(t.layout)]
+            if not (merge and t.layout.is_flat):  # else some of the layout's tensors may be merged, others not
+                of_layout[id(t.layout)] = members
+        members.append(t)
     owned: dict[str, Owned] = {}
     for members in groups.values():
+        alike: dict[object, Owned] = {}
         for t, turn in _turns(members):
-            owned[t.name] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
+            key = id(t.layout), t.shape, t.dtype.itemsize, turn
+            found = alike.get(key)
+            if found is None:
+                found = alike[key] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
+            owned[t.name] = found
     for members in merged.values():
         owned.update((t.name, _owned_rows(grid, turn)) for t, grid, turn in _merged_turns(members))
     return owned
@@ -154,10 +165,6 @@ def _owned_rows(grid: FlatGrid, turn: int) -> Owned:
     return Owned(cuts=grid.cuts, boxes=None, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, turn=turn)
 
 
-def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
-    return flat_tiling(layout, shape) if layout.is_flat else layout.tiling(shape)
-
-
 def _replica_group(layout: TensorLayout) -> object:
     return layout.mesh, layout.at, frozenset(s.over for s in layout.splits)
 
@@ -165,8 +172,7 @@ def _replica_group(layout: TensorLayout) -> object:
 def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
     """For each tensor the replica that starts: the one that has least so far. Large tensors first, so that small ones even out the
     rest."""
-    tilings = {t.name: _tiling(t.layout, t.shape) for t in members}
-    replicas = tilings[members[0].name].holders.shape[1]
+    replicas = members[0].layout.tiling(members[0].shape).holders.shape[1]
     if replicas == 1:
         return [(t, 0) for t in members]
     load = np.zeros(replicas)
@@ -175,7 +181,7 @@ def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
     for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
         alike = t.layout, t.shape, t.dtype
         if alike not in bytes_of:
-            tiling = tilings[t.name]
+            tiling = t.layout.tiling(t.shape)
             shares = _shares(tiling, t.shape, t.dtype.itemsize, replicas) * (t.nbytes / max(len(tiling.holders), 1))
             bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, turned
         turn = int(load.argmin())
@@ -214,7 +220,7 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 
 @lru_cache(maxsize=2048)
 def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: int) -> Owned:
-    tiling = _tiling(layout, shape)
+    tiling = layout.tiling(shape)
     if tiling.cuts is None:
         return _owned_boxes(tiling, itemsize, turn)
     widest = _widest(tiling, shape)

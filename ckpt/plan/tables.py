@@ -1,6 +1,8 @@
 """What ranks tell the leader about their tensors, and the leader's check that it all makes one checkpoint. Pure.
 
-Ranks that hold the same tensors have the same table, so a job sends one table per pipeline stage, not one per rank.
+Ranks that hold the same tensors have the same table. A table is sent in parts, one for all tensors that lie on the same ranks, and equal
+parts are sent once: so the leader reads each tensor of the job about once, one part per pipeline stage or group of experts and one for what
+all ranks have, however many kinds of ranks there are.
 """
 
 from __future__ import annotations
@@ -8,6 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
@@ -18,6 +23,9 @@ from ckpt.layout import TensorLayout
 
 from .ownership import Global, Owned, assign
 
+PARTS = 8
+"""Parts of one table, at most: each is a message of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
@@ -26,25 +34,63 @@ class Table:
     tensors: tuple[Global, ...]
     aliases: Mapping[str, str]
 
+    def parts(self) -> list[Table]:
+        """The tensors of the same ranks together, in at most ``PARTS`` tables: each says as much without the others.
+
+        Who writes a tensor depends on the tensors that lie on the same ranks alone (``assign``), so no part needs another one.
+        """
+        groups: dict[object, list[Global]] = {}
+        by_layout: dict[int, list[Global]] = {}
+        for t in self.tensors:
+            members = by_layout.get(id(t.layout))
+            if members is None:
+                members = by_layout[id(t.layout)] = groups.setdefault((t.layout.mesh, t.layout.at), [])
+            members.append(t)
+        largest = sorted(groups.values(), key=lambda members: (-len(members), members[0].name))
+        few = [*largest[: PARTS - 1], *([list(chain.from_iterable(largest[PARTS - 1 :]))] if len(largest) >= PARTS else [])] or [[]]
+        place = {t.name: number for number, members in enumerate(few) for t in members} if self.aliases else {}
+        aliases: list[dict[str, str]] = [{} for _ in few]
+        for name, target in self.aliases.items():
+            aliases[place.get(target, 0)][name] = target
+        return [Table(tensors=tuple(members), aliases=tied) for members, tied in zip(few, aliases, strict=True)]
+
     def to_bytes(self) -> bytes:
-        """Equal for equal tables: names are sorted, and layouts are numbered in order of first use."""
+        """Equal for equal tables: names are sorted, layouts and kinds of tensors numbered in order of first use."""
         layouts: dict[TensorLayout, int] = {}
-        rows = [
-            [t.name, t.dtype.name, t.shape, t.logical, layouts.setdefault(t.layout, len(layouts))]
-            for t in sorted(self.tensors, key=lambda t: t.name)
-        ]
-        data = {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": dict(sorted(self.aliases.items()))}
+        by_layout: dict[int, int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
+        names, numbers = [], []
+        for t in sorted(self.tensors, key=attrgetter("name")):
+            layout = by_layout.get(id(t.layout))
+            if layout is None:
+                layout = by_layout[id(t.layout)] = layouts.setdefault(t.layout, len(layouts))
+            names.append(t.name)
+            numbers.append(kinds.setdefault((t.dtype.name, t.shape, t.logical, layout), len(kinds)))
+        data = {
+            "layouts": [layout.to_json() for layout in layouts],
+            "kinds": list(kinds),
+            "names": names,
+            "numbers": numbers,
+            "aliases": dict(sorted(self.aliases.items())),
+        }
         return json.dumps(data, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Table:
         raw = json.loads(data)
-        layouts = [TensorLayout.from_json(x) for x in raw["layouts"]]
-        tensors = tuple(
-            Global(name, dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
-            for name, kind, shape, logical, number in raw["tensors"]
-        )
+        layouts = [_layout(json.dumps(x)) for x in raw["layouts"]]
+        kinds = [
+            (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
+            for kind, shape, logical, number in raw["kinds"]
+        ]
+        tensors = tuple(Global(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
         return cls(tensors=tensors, aliases=raw["aliases"])
+
+
+@lru_cache(maxsize=1024)
+def _layout(text: str) -> TensorLayout:
+    """Equal layouts of several tables are one object: to compare two that list thousands of ranks takes long."""
+    return TensorLayout.from_json(json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +127,8 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge: bool = 
             if claim is None:
                 claims[t.name] = _Claim(t, owned[t.name], [number])
                 continue
-            _check_same(claim, t, tables, number, problems)
+            if claim.tensor != t:
+                _tell_difference(claim, t, tables, number, problems)
             claim.tables.append(number)
             if _takes_part(t, ranks):
                 claim.owned = owned[t.name]
@@ -101,7 +148,8 @@ def _takes_part(tensor: Global, ranks: Sequence[int]) -> bool:
     return any(tensor.layout.coordinate(r) is not None for r in ranks)
 
 
-def _check_same(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]) -> None:
+def _tell_difference(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]) -> None:
+    """Note, or raise, what two tables say differently of one tensor."""
     mine, theirs = ranks_of(tables, claim.tables), ranks_of(tables, [number])
     for what in ("shape", "dtype", "logical"):
         a, b = getattr(claim.tensor, what), getattr(other, what)
@@ -110,12 +158,11 @@ def _check_same(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[in
             word = "padding" if what == "logical" else what
             problems.append(f"tensor {other.name}: {word} {a} on {ranks_text(mine)}, {b} on {ranks_text(theirs)}")
             return
-    if claim.tensor.layout != other.layout:
-        raise CoverageError(
-            f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
-            hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)); if the ranks have different values, '
-            "use ckpt.PerRank",
-        )
+    raise CoverageError(
+        f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
+        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)); if the ranks have different values, '
+        "use ckpt.PerRank",
+    )
 
 
 def _join_aliases(tables: Sequence[tuple[Sequence[int], Table]], claims: Mapping[str, _Claim], problems: list[str]) -> dict[str, str]:

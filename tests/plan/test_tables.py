@@ -15,7 +15,7 @@ from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global, assign
-from ckpt.plan.tables import Table, join_tables, ranks_of, ranks_text
+from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text
 from ckpt.splits import Flat, Shard
 from tests.plan.layout_strategies import meshes, tensor_lists
 
@@ -41,19 +41,28 @@ def tables_of(tensors: Sequence[Global]) -> list[tuple[list[int], Table]]:
     return [(ranks, table(*(t for t in tensors if t.name in names))) for names, ranks in groups.items()]
 
 
+def in_parts(said: Sequence[tuple[Sequence[int], Table]]) -> list[tuple[list[int], Table]]:
+    """The parts of tables as a leader gets them: equal ones once, with all ranks that have them."""
+    parts: dict[bytes, list[int]] = {}
+    for ranks, of_ranks in said:
+        for part in of_ranks.parts():
+            parts.setdefault(part.to_bytes(), []).extend(ranks)
+    return [(ranks, Table.from_bytes(data)) for data, ranks in parts.items()]
+
+
 # ------------------------------------------------------------------------------------------------------------ what is right
 
 
 @given(meshes().flatmap(tensor_lists))
 def test_what_all_ranks_say_is_what_one_would_plan(tensors: list[Global]) -> None:
-    joined = join_tables(tables_of(tensors))
     expected = assign(tensors)
-    assert joined.tensors == {t.name: t for t in tensors}
-    assert joined.owned.keys() == expected.keys()
-    for name, owned in joined.owned.items():
-        assert owned.cuts == expected[name].cuts
-        assert np.array_equal(owned.owners, expected[name].owners)
-        assert [owned.box(i) for i in range(len(owned.owners))] == [expected[name].box(i) for i in range(len(owned.owners))]
+    for joined in (join_tables(tables_of(tensors)), join_tables(in_parts(tables_of(tensors)))):
+        assert joined.tensors == {t.name: t for t in tensors}
+        assert joined.owned.keys() == expected.keys()
+        for name, owned in joined.owned.items():
+            assert owned.cuts == expected[name].cuts
+            assert np.array_equal(owned.owners, expected[name].owners)
+            assert [owned.box(i) for i in range(len(owned.owners))] == [expected[name].box(i) for i in range(len(owned.owners))]
 
 
 @given(meshes().flatmap(tensor_lists), st.data())
@@ -70,8 +79,9 @@ def test_a_rank_that_lacks_a_tensor_is_found(tensors: list[Global], data: st.Dat
     if all(t.name != lost.name for _, of_ranks in said for t in of_ranks.tensors):
         assert lost.name not in join_tables(said).tensors  # nobody has it: it is not part of the state
         return
-    with pytest.raises(CoverageError, match=rf"tensor {lost.name}: rank {rank} should hold"):
-        join_tables(said)
+    for tables in (said, in_parts(said)):
+        with pytest.raises(CoverageError, match=rf"tensor {lost.name}: rank {rank} should hold"):
+            join_tables(tables)
 
 
 @given(meshes().flatmap(tensor_lists), st.dictionaries(st.sampled_from("abc"), st.sampled_from(["t0", "t1"])), st.randoms())
@@ -85,6 +95,31 @@ def test_table_round_trip(tensors: list[Global], aliases: dict[str, str], random
     random.shuffle(names)
     other = Table(tensors=tuple(shuffled), aliases={n: aliases[n] for n in names})
     assert other.to_bytes() == first.to_bytes() == again.to_bytes()
+
+
+@pytest.mark.parametrize("meshes", [1, 3, 40])
+def test_parts_are_few_and_lack_nothing(meshes: int) -> None:
+    """Tensors of the same ranks are in one part, with the names that are tied to them."""
+    layouts = [TensorLayout(Mesh.flat(range(i, i + 2))) for i in range(meshes)]
+    mine = table(*(tensor(f"{kind}{i}", at) for kind in "ab" for i, at in enumerate(layouts)), tied="b0", more="gone")
+    parts = mine.parts()
+    assert len(parts) == min(meshes, PARTS)
+    assert sorted(t.name for p in parts for t in p.tensors) == sorted(t.name for t in mine.tensors)
+    for i in range(meshes):
+        assert any({f"a{i}", f"b{i}"} <= {t.name for t in p.tensors} for p in parts)
+    (tied,) = (p for p in parts if "tied" in p.aliases)
+    assert "b0" in {t.name for t in tied.tensors}
+    assert {n: to for p in parts for n, to in p.aliases.items()} == mine.aliases
+    assert table().parts()[0].to_bytes() == table().to_bytes()
+
+
+def test_groups_of_experts_send_what_all_ranks_have_once() -> None:
+    everywhere, groups = TensorLayout(Mesh.flat(range(64))), [TensorLayout(Mesh.flat(range(g, 64, 16))) for g in range(16)]
+    dense = [tensor(f"dense.{i}", everywhere) for i in range(50)]
+    said = [(list(range(g, 64, 16)), table(*dense, *(tensor(f"expert.{g}.{i}", groups[g]) for i in range(5)))) for g in range(16)]
+    parts = in_parts(said)
+    assert sum(len(p.tensors) for _, p in parts) == 50 + 16 * 5
+    assert join_tables(parts).tensors == join_tables(said).tensors
 
 
 def test_tables_that_differ_have_different_bytes() -> None:
