@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, converting, exporting, footprint, foreign, merging, object_store, planning_large, stepping
+from . import (
+    async_saves,
+    background,
+    coding,
+    converting,
+    exporting,
+    footprint,
+    foreign,
+    merging,
+    object_store,
+    planning_large,
+    scale,
+    stepping,
+)
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -17,6 +30,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "codecs": coding.run,
     "memory": footprint.run,
     "plan-large": planning_large.run,
+    "scale": scale.run,
     "step": stepping.run,
     "s3": object_store.run,
     "convert": converting.run,

@@ -33,13 +33,14 @@ SCENARIOS = (
     "codecs",
     "memory",
     "plan-large",
+    "scale",
     "step",
     "s3",
     "convert",
     "export",
     "foreign",
 )
-ONCE = ("codecs", "plan-large", "step", "s3")
+ONCE = ("codecs", "plan-large", "scale", "step", "s3")
 """Scenarios that use no storage."""
 MB = 1_000_000
 
@@ -64,6 +65,8 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
 @click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the scenario 'plan-large'.")
 @click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the scenario 'plan-large'.")
+@click.option("--scale-ranks", type=click.IntRange(128), default=16_384, help="Most ranks of a job of the scenario 'scale'.")
+@click.option("--scale-layers", type=click.IntRange(0), default=0, help="Layers of the models of the scenario 'scale'; 0: all.")
 @click.option("--foreign-parts", type=click.IntRange(64), default=4096, help="Stored parts of the checkpoints of the scenario 'foreign'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
 def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:

@@ -18,7 +18,7 @@ from .states import Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """``size`` is bytes of state per rank, ``ranks`` how many, ``repeat`` the repetitions that count."""
+    """``size`` is bytes of state per rank, ``ranks`` how many, ``repeat`` the repetitions that count. ``scale_layers`` 0 is all."""
 
     size: int
     ranks: int
@@ -28,6 +28,8 @@ class Settings:
     plan_ranks: int
     large_layers: int = 126
     large_ranks: int = 16_384
+    scale_ranks: int = 16_384
+    scale_layers: int = 0
     foreign_parts: int = 4096
 
 

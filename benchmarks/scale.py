@@ -1,0 +1,20 @@
+"""The scenario ``scale``: what jobs of tens of thousands of ranks cost, played by one process. Each part is about one of the things that
+such a job does; it gives CPU seconds, bytes and how they grow with the ranks, and checks them against marks at 16,384 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import scale_save
+from .findings import Finding
+from .places import Place
+from .pool import Pool
+from .scenarios import Settings, Tell
+
+PARTS: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {"save": scale_save.run}
+
+
+def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
+    """All parts, one after another."""
+    return [finding for part in PARTS.values() for finding in part(settings, pool, place, tell)]

@@ -1,0 +1,292 @@
+"""Rows of the scenario ``scale`` about a save: what one rank plans and what the leader does, for jobs of tens of thousands of ranks.
+
+One process plays the ranks, with the code that ``ckpt.save`` runs. Between the ranks is a dictionary in place of the job's store, and the
+storage only says that the data files are there. So no figure has the store or the storage in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import xxhash
+
+from ckpt.adapters.collect import Collected
+from ckpt.dtypes import dtype
+from ckpt.engine.garbage import uncollected
+from ckpt.engine.leader import Leader, Tables
+from ckpt.engine.plan import Plans
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.group import Call, Row
+from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.protocol import Entry
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
+from ckpt.plan.ownership import Global
+from ckpt.plan.tables import Table
+from ckpt.spans import Spans
+
+from . import scale_jobs
+from .findings import Finding, at_most
+from .measure import cpu_seconds
+from .places import Place
+from .pool import Pool, Rank
+from .scale_jobs import Job
+from .scenarios import Settings, Tell
+
+STATE = json.dumps({"step": 1000}).encode()
+PHASES = ("collect", "plan", "write", "hash", "sync")
+
+
+def collected(tensors: Sequence[Global]) -> Collected:
+    """What the planner looks at of a state that was walked."""
+    placer = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in tensors}, aliases={}, own=frozenset())
+    return cast(Collected, SimpleNamespace(placer=placer))
+
+
+def plan(job: Job) -> dict[str, float]:
+    """CPU seconds of the plan of a rank in the middle, and of the plan of its next save; bytes of its table, and its chunks."""
+    rank, tensors = job.middle
+    state, plans = collected(tensors), Plans()
+    began = cpu_seconds()
+    made = plans.plan(state, rank=rank, position=rank, merge=True, codec=None)
+    first = cpu_seconds()
+    plans.plan(state, rank=rank, position=rank, merge=True, codec=None)
+    if plans.hits != 1:
+        raise ValueError("the second plan is not the first one")
+    again = cpu_seconds()
+    table = sum(map(len, made.shared))
+    return {"tensors": len(tensors), "first": first - began, "second": again - first, "table": table, "chunks": len(made.chunks)}
+
+
+class Storage(MemoryBackend):
+    """Has data files of any size without their bytes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.pretended: list[Entry] = []
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        yield from (entry for entry in self.pretended if entry.path.startswith(prefix))
+        yield from super().list(prefix)
+
+
+class Followers:
+    """All ranks of a job, as their rows: the leader's side of the group."""
+
+    def __init__(self, job: Job, *, own: int = 0) -> None:
+        """``own``: tensors that each rank has of its own (the states of random number generators), besides some values."""
+        self.blobs: dict[str, bytes] = {}
+        self.call = cast(
+            Call,
+            SimpleNamespace(
+                group=SimpleNamespace(ranks=tuple(range(job.ranks)), size=job.ranks),
+                fetch=self.blobs.__getitem__,
+                beat=lambda: None,
+                url="memory://scale",
+            ),
+        )
+        self.own = own
+        self.tables = {id(kind): self._table(kind) for _, kind in job.kinds}
+        self.begun: dict[int, Row] = dict(
+            sorted((rank, self._begin(rank, self.tables[id(kind)])) for ranks, kind in job.kinds for rank in ranks)
+        )
+
+    def share(self, data: bytes) -> str:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.blobs[digest] = data
+        return digest
+
+    def _table(self, kind: Callable[[], list[Global]]) -> str:
+        return " ".join(self.share(part.to_bytes()) for part in Table(tensors=tuple(kind()), aliases={}).parts())
+
+    def _begin(self, rank: int, table: str) -> Row:
+        row: Row = {"table": table, "state": self.share(STATE), "options": "merge=True codec=None"}
+        if self.own:
+            row["own"] = self.share(own_table(rank, self.own).to_bytes())
+            row["values"] = self.share(json.dumps(own_values(rank, self.own)).encode())
+        return row
+
+    def written(self, id: str, save: int, *, spans: int) -> dict[int, Row]:
+        """The rows of the phase in which data files are written; sizes and digests differ from save to save."""
+        rows: dict[int, Row] = {}
+        for rank in self.begun:
+            digest = xxhash.xxh3_128_hexdigest(f"{save} {rank}".encode())
+            size = 1 << 24 | int(digest[:6], 16)
+            rows[rank] = {"files": [[f"data/{id}-{rank:05}.safetensors", size, 49152, digest]], "replicas": {}}
+            rows[rank]["spans"] = spans_of(rank, spans)
+        return rows
+
+
+def own_table(rank: int, count: int) -> Table:
+    """Tensors of one rank alone."""
+    layout = TensorLayout(Mesh.flat((rank,)))
+    names = [f"rng.{i}@rank{rank}" for i in range(count)]
+    return Table(tensors=tuple(Global(name, dtype("uint8"), (5056,), layout) for name in names), aliases={})
+
+
+def own_values(rank: int, count: int) -> dict[str, Any]:
+    """Values of one rank alone, as nodes."""
+    states = {f"g{i}": {"$tensor": f"rng.{i}@rank{rank}"} for i in range(count)}
+    return {"rng": states | {"python": ["3.11", rank, "x" * 400]}}
+
+
+def spans_of(rank: int, count: int) -> Row:
+    """A row as a rank sends it that wrote ``count`` chunks."""
+    spans = Spans(limit=count)
+    for i in range(count):
+        spans.add(PHASES[i % len(PHASES)], spans._zero + i * 0.01, spans._zero + (i + 1) * 0.01 + rank % 97 * 1e-4, 1 << 20)
+    return spans.to_json()
+
+
+def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
+    """CPU seconds of the leader in the first two saves of a job, and bytes of the index."""
+    followers, known = Followers(job, own=own), cast("list[Tables]", [])
+    found: dict[str, float] = {"tables": sum(len(data) for data in followers.blobs.values())}
+    for save in range(2):
+        MemoryBackend.reset()
+        storage = Storage("memory://scale")
+        leader = Leader(followers.call, storage, known, merge=True)
+        with uncollected():  # as a save does
+            began = cpu_seconds()
+            id = leader.check(followers.begun)["id"]
+            found[f"check_{save}"] = cpu_seconds() - began
+            rows = followers.written(id, save, spans=spans)
+            storage.pretended = [Entry(path, size) for row in rows.values() for path, size, _, _ in row["files"]]
+            began = cpu_seconds()
+            leader.commit(id, rows)
+            found[f"commit_{save}"] = cpu_seconds() - began
+            began = cpu_seconds()
+            leader.keep_spans(id, {rank: row["spans"] for rank, row in rows.items()})
+            found[f"spans_{save}"] = cpu_seconds() - began
+        found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
+        record = CommitRecord.from_bytes(MemoryBackend("memory://scale").read(COMMIT_PATH), COMMIT_PATH)
+        found["index"] = sum(f.size for f in record.index.values())
+    MemoryBackend.reset()
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- the rows
+
+
+RANK = {"FSDP2": scale_jobs.fsdp, "HSDP": scale_jobs.hsdp, "flat": scale_jobs.zero, "3-D": scale_jobs.three_d}
+EXPERTS = {"EP64": scale_jobs.experts, "all experts": scale_jobs.every_expert}
+OWN = 3
+"""Tensors that each rank has of its own: the states of its random number generators."""
+GROWTH = 1.1
+"""Most exponent with which work may grow with the ranks."""
+RANK_MOST, FAR_MOST, LEADER_MOST, LATER_MOST, EXPERTS_MOST, ALL_MOST, OWN_MOST, OWN_INDEX = 1.0, 2.5, 5.0, 1.0, 10.0, 2.0, 1.0, 3e6
+"""The marks, at ``MARKED`` ranks: CPU seconds, and bytes of the index."""
+MARKED = 16_384
+FLOOR = 0.05
+"""CPU seconds below which nothing is said of growth: what does not grow with the ranks is more than what does."""
+
+
+def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
+    """A rank's plan and a leader's save at a sixteenth, a quarter and all of ``settings.scale_ranks``; plans at four times as many too."""
+    del place
+    ranks, layers = settings.scale_ranks, settings.scale_layers
+    sizes = sorted({max(n, 128) for n in (ranks // 16, ranks // 4, ranks)})
+
+    def measured(what: str, kind: str, n: int, **more: int) -> dict[str, float]:
+        found: dict[str, float] = pool.run(measure, on=1, what=what, kind=kind, ranks=n, layers=layers, **more)[0]
+        tell(f"scale: {what} {kind} {n:,} ranks: " + ", ".join(f"{k} {v:,.3g}" for k, v in found.items()))
+        return found
+
+    far = [*sizes, 4 * sizes[-1]]
+    plans = {kind: {n: measured("plan", kind, n) for n in far} for kind in RANK}
+    plans["all experts"] = {n: measured("plan", "all experts", n) for n in sizes}
+    leads = {kind: {n: measured("lead", kind, n) for n in sizes} for kind in ("3-D", "EP64")}
+    own = {n: measured("lead", "FSDP2", n, own=OWN) for n in sizes}
+    without = {n: measured("lead", "FSDP2", n) for n in sizes}
+    return [_plans(plans, ranks), _leads(leads, own, without, ranks)]
+
+
+def measure(rank: Rank, *, what: str, kind: str, ranks: int, layers: int, own: int = 0) -> dict[str, float]:
+    """One measurement in a process that knows nothing of the job yet: its mesh has a name of its own."""
+    del rank
+    job = (RANK | EXPERTS)[kind](ranks, layers or (scale_jobs.LAYERS if kind in RANK else scale_jobs.MOE_LAYERS), f"-{time.time_ns()}")
+    found = plan(job) if what == "plan" else lead(job, own=own)
+    return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def exponent(costs: Mapping[int, float]) -> float:
+    """The power of the ranks with which a cost grows between the two largest sizes; 0 where it is too small to say."""
+    (few, before), (many, after) = sorted(costs.items())[-2:]
+    return math.log(max(after, FLOOR) / max(before, FLOOR)) / math.log(many / few)
+
+
+def _plans(plans: Mapping[str, Mapping[int, Mapping[str, float]]], ranks: int) -> Finding:
+    rows, checks = [], []
+    for kind, by_ranks in plans.items():
+        growth = exponent({n: found["first"] for n, found in by_ranks.items()})
+        for n, found in by_ranks.items():
+            seconds = f"{found['first']:.2f}", f"{1000 * found['second']:.1f}"
+            rows.append(
+                (kind, f"{n:,}", f"{found['tensors']:,}", *seconds, f"{found['table']:,}", f"{found['peak_mb']:.0f}", f"{growth:.1f}")
+            )
+        checks.append(at_most(f"growth of a rank's plan with its ranks, {kind}", growth, GROWTH))
+        if ranks == MARKED:
+            most = RANK_MOST if kind in RANK else ALL_MOST
+            checks.append(at_most(f"a rank's first plan, {kind}, {ranks:,} ranks", by_ranks[ranks]["first"], most, "CPU s"))
+    if ranks == MARKED:
+        checks.append(at_most(f"a rank's first plan, FSDP2, {4 * ranks:,} ranks", plans["FSDP2"][4 * ranks]["first"], FAR_MOST, "CPU s"))
+    columns = ("job", "ranks", "tensors", "first plan, CPU s", "second, ms", "table, bytes", "process, MB", "exponent")
+    figures = {kind: {str(n): dict(found) for n, found in by_ranks.items()} for kind, by_ranks in plans.items()}
+    return Finding(scenario="scale", title="the plan of one rank of a save", columns=columns, rows=rows, figures=figures, checks=checks)
+
+
+def _leads(
+    leads: Mapping[str, Mapping[int, Mapping[str, float]]],
+    own: Mapping[int, Mapping[str, float]],
+    without: Mapping[int, Mapping[str, float]],
+    ranks: int,
+) -> Finding:
+    named = {**leads, "FSDP2": without, f"FSDP2 and {OWN} tensors of each rank's own": own}
+    rows, checks = [], []
+    for kind, by_ranks in named.items():
+        growth = {save: exponent({n: found[f"all_{save}"] for n, found in by_ranks.items()}) for save in (0, 1)}
+        for n, found in by_ranks.items():
+            seconds = (f"{found[f'{what}_{save}']:.2f}" for save in (0, 1) for what in ("check", "commit", "spans"))
+            grew = " ".join(f"{growth[save]:.1f}" for save in (0, 1))
+            rows.append((kind, f"{n:,}", *seconds, f"{found['tables']:,.0f}", f"{found['index']:,.0f}", f"{found['peak_mb']:.0f}", grew))
+        checks += [at_most(f"growth of the leader's save {save + 1} with its ranks, {kind}", growth[save], GROWTH) for save in (0, 1)]
+    if ranks == MARKED:
+        three, experts = leads["3-D"][ranks], leads["EP64"][ranks]
+        more = own[ranks]["check_0"] + own[ranks]["commit_0"] - without[ranks]["check_0"] - without[ranks]["commit_0"]
+        checks += [
+            at_most(f"the leader's first save, 3-D, {ranks:,} ranks", three["all_0"], LEADER_MOST, "CPU s"),
+            at_most(f"the leader's next save, 3-D, {ranks:,} ranks", three["all_1"], LATER_MOST, "CPU s"),
+            at_most(f"the leader's first check, EP64, {ranks:,} ranks", experts["check_0"], EXPERTS_MOST, "CPU s"),
+            at_most(f"values of each rank's own, {ranks:,} ranks: more of the leader", more, OWN_MOST, "CPU s"),
+            at_most(f"values of each rank's own, {ranks:,} ranks: index", own[ranks]["index"], OWN_INDEX, "bytes"),
+        ]
+    columns = (
+        "job",
+        "ranks",
+        "check",
+        "commit",
+        "spans",
+        "2nd check",
+        "commit",
+        "spans",
+        "told, bytes",
+        "index, bytes",
+        "process, MB",
+        "exponents",
+    )
+    figures = {kind: {str(n): dict(found) for n, found in by_ranks.items()} for kind, by_ranks in named.items()}
+    return Finding(
+        scenario="scale",
+        title="the leader of a save, CPU s of its first save and of the next one",
+        columns=columns,
+        rows=rows,
+        figures=figures,
+        checks=checks,
+        notes=("What the ranks tell is in memory: reading it from the job's store is not in these figures.",),
+    )
