@@ -11,6 +11,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -216,9 +217,9 @@ def measure(rank: Rank, *, what: str, kind: str, ranks: int, layers: int, own: i
 
 
 def exponent(costs: Mapping[int, float]) -> float:
-    """The power of the ranks with which a cost grows between the two largest sizes; 0 where it is too small to say."""
-    (few, before), (many, after) = sorted(costs.items())[-2:]
-    return math.log(max(after, FLOOR) / max(before, FLOOR)) / math.log(many / few)
+    """The power of the ranks with which a cost grows: that of the line that fits best. 0 where the cost is too small to say."""
+    at, cost = [[math.log(x) for x in column] for column in zip(*((n, max(c, FLOOR)) for n, c in costs.items()), strict=True)]
+    return linear_regression(at, cost).slope if len(at) > 1 else 0.0
 
 
 def _plans(plans: Mapping[str, Mapping[int, Mapping[str, float]]], ranks: int) -> Finding:
