@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from ckpt import tree
 from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
@@ -27,23 +26,20 @@ from ckpt.errors import (
     ConflictError,
     ConsistencyError,
     CorruptError,
-    MismatchError,
-    NamesError,
     NotFoundError,
-    ShapeError,
     StorageError,
 )
 from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
-from ckpt.plan.match import Selection, report_names, ways_out
-from ckpt.plan.nodes import renamed_path
-from ckpt.plan.tables import ranks_text
+from ckpt.plan import machines
+from ckpt.plan.match import Selection
 from ckpt.ring import machine
 from ckpt.rules import Layout
 
 from .fetch import Spans
+from .fitting import judge, names_of
 from .garbage import uncollected
 from .parcels import Carrier
 from .reader import Job, Reader, Verify, changed
@@ -129,9 +125,6 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
     )
 
 
-_OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
-"""Kinds of nodes that stand for tensors: these count by their names."""
-
 _placements: WeakKeyDictionary[Group, Placements] = WeakKeyDictionary()
 """What earlier loads of a job found out about where its tensors lie."""
 
@@ -151,7 +144,6 @@ class _Load:
         self.sharing: Sharing | None = None
         self.carrier: Carrier | None = None
         self.touched = False
-        self._names: Set[str] | None = None
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
@@ -203,7 +195,7 @@ class _Load:
         if len(placements.known) > 4 * len(self.binding.targets) + 1000:
             placements.known.clear()  # of states that are not loaded any more
         said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
-        everything = self.binding.used >= self.names()
+        everything = self.binding.used >= names_of(self.catalog)
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}
         row: Row = {"id": identity(self.catalog)}
         row |= {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
@@ -215,104 +207,30 @@ class _Load:
         return row
 
     def judge(self, rows: dict[int, Row]) -> Row:
-        """Leader: one report for all ranks.
+        """Leader: whether it fits everywhere, and who shares. Small: every rank reads it.
 
         Raises:
             NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
         """
+        assert self.catalog is not None
         if len({row["id"] for row in rows.values()}) > 1:
             return {"replaced": True}
-        missing: dict[str, list[int]] = {}
-        misfits: dict[str, list[int]] = {}
-        used: set[str] = set()
-        values: set[str] = set()
-        for rank, row in rows.items():
-            said = self._once(row["said"])
-            for name in said["missing"]:
-                missing.setdefault(name, []).append(rank)
-            for text in said["misfits"]:
-                misfits.setdefault(text, []).append(rank)
-        for digest in {row["used"] for row in rows.values()}:
-            found = self._once(digest)
-            used.update(self.names() if found["used"] is None else found["used"])
-            values.update(found["values"])
-        unexpected = self.unexpected(used, values)
-        idle = self.options.selection.idle(self.paths(), missing) if self.options.strict else []
-        if misfits or idle or (self.options.strict and (missing or unexpected)):
-            raise self.mismatch(missing, unexpected, misfits, idle)
-        return {"missing": sorted(missing), "unexpected": unexpected} | self.share_out(rows)
+        verdict: Row = judge(rows, self._once, self.catalog, self.options.selection, strict=self.options.strict, url=self.call.url)
+        return verdict | self.share_out(rows)
 
     def share_out(self, rows: dict[int, Row]) -> Row:
         """Leader: which circles of ranks cannot share, and which ranks are on one machine."""
         if any("shares" not in row for row in rows.values()):
             return {"refused": None}
         said = {digest: self._once(digest) for digest in {row["shares"] for row in rows.values()}}
-        machines = {name: i for i, name in enumerate(dict.fromkeys(row["machine"] for row in rows.values()))}
         return {
             "refused": refused(said[row["shares"]] for row in rows.values()),
-            "machines": [machines[rows[rank]["machine"]] for rank in self.call.group.ranks],
+            "machines": machines.spell([rows[rank]["machine"] for rank in self.call.group.ranks]),
         }
 
     def _once(self, digest: str) -> Row:
         found: Row = json.loads(self.call.fetch(digest))
         return found
-
-    def names(self) -> Set[str]:
-        """Names of the stored tensors that do not belong to one rank."""
-        assert self.catalog is not None
-        if self._names is None:
-            self._names = {n for n, e in self.catalog.tensors.items() if e.rank is None}
-        return self._names
-
-    def unexpected(self, used: set[str], values: set[str]) -> list[str]:
-        """Names of the checkpoint that no rank took."""
-        assert self.catalog is not None
-        select = self.options.selection
-        names = [n for n in self.names() - used if select.wants(select.renamed(n))]
-        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
-            counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
-            if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
-                names.append(path)
-        return sorted(names)
-
-    def paths(self) -> list[str]:
-        """Everything that ``only`` and ``rename`` may mean: names of tensors, paths of values, and all that contains them."""
-        assert self.catalog is not None
-        select = self.options.selection
-        if not select.only and not select.rename:
-            return []
-        names = [n for n, e in self.catalog.tensors.items() if e.rank is None]
-        names += [path for path, _ in tree.leaves(self.catalog.state)]
-        names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
-        return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
-
-    def other_kinds(self, missing: Collection[str]) -> dict[str, str]:
-        """For names of the state that are missing because the checkpoint has something of another kind there: what it has."""
-        assert self.catalog is not None
-        select = self.options.selection
-        there = {select.renamed(name): "one tensor of all ranks in the checkpoint, a PerRank" for name in self.names()}
-        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
-            if tree.tag_of(node) != "$per_rank":
-                there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
-            elif sum(path in nodes for nodes in self.catalog.ranks.values()) == self.catalog.world_size:  # else a rank may lack its own
-                there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
-        return {name: f": {there[name]} in the state" for name in missing if name in there}
-
-    def mismatch(
-        self, missing: Mapping[str, list[int]], unexpected: Iterable[str], misfits: Mapping[str, list[int]], idle: Sequence[str]
-    ) -> MismatchError:
-        everywhere = self.call.group.size
-        notes = self.other_kinds(missing) if missing else {}
-        lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
-        lines += report_names("unexpected in the checkpoint", unexpected)
-        lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
-        lines += report_names("fit no name", idle)
-        kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
-        return kind(
-            "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
-            where=self.call.url,
-            hint=ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere),
-        )
 
     def read(self, names: Row) -> Row:
         """Every rank: give memory to what has none, and fill it, with what other ranks read for it too. Where they do, values wait: some
@@ -376,10 +294,9 @@ class _Load:
         group, options = self.call.group, self.options
         for entry in sharing.entries():
             self.reader.check_tiling(entry)
-        machines = dict(zip(group.ranks, names["machines"], strict=True))
+        near = machines.neighbours(names["machines"], group.ranks.index(group.rank), group.ranks)
         worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
-        sharing.divide(names["refused"], machines if options.exchange == "parts" else None, worth)
-        near = frozenset(rank for rank, machine in machines.items() if machine == machines[group.rank])
+        sharing.divide(names["refused"], near if options.exchange == "parts" else None, worth)
         return Carrier(sharing, self.reader.fetch, near, self.reader.threads, lambda: peers_of(group, timeout=options.timeout), self.call)
 
     def apply(self) -> None:
@@ -422,13 +339,3 @@ def renamed(binding: Binding, selection: Selection) -> dict[str, str]:
 def run_each(actions: Iterable[Callable[[], None]]) -> None:
     for action in actions:
         action()
-
-
-def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
-    """Whether a value of the checkpoint, or something that contains it, was taken, by whatever path the state has it."""
-    around = [path, *(path[:i] for i, c in enumerate(path) if c == "."), ""]  # the key "" has the path of the state itself
-    return any((renamed_path(selection, p) if selection.rename else p) in taken for p in around)
-
-
-def _on(name: str, ranks: list[int], size: int) -> str:
-    return name if len(ranks) == size else f"{name} ({ranks_text(ranks)})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
 from .fetch import PAGE, PROBE, Check, Chunk, Fetch, Spans, Verify
 from .parcels import Carrier
+from .sweep import MAX_CODED, FilePlan, Sweep, by_file, cohorts_of
 
 __all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
 
@@ -72,11 +74,16 @@ class ReadPlan:
     reads: Sequence[Read]
     padding: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
+    sweep: Sweep | None = None
+    """What goes file by file; ``files`` were looked up already, if they are few."""
+    files: Sequence[FilePlan] = ()
 
     @property
     def coded(self) -> int:
         """The most scratch memory that one coded chunk takes, in bytes."""
-        return max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
+        most = max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
+        unseen = self.sweep is not None and not self.files and self.sweep.catalog.coded
+        return max(most, 2 * MAX_CODED) if unseen else most
 
 
 @dataclass(eq=False)
@@ -92,6 +99,7 @@ class Reader:
     _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._lock = threading.Lock()
         self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
         grain = self.catalog.backend.grain
         self.threads = max(self.threads, grain.calls)
@@ -119,6 +127,9 @@ class Reader:
         tasks = [] if carrier is None else carrier.tasks(self.catalog)
         tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
+        if plan.sweep is not None:
+            tasks += [task for file in plan.files for task in plan.sweep.tasks(file)]
+            tasks += [] if plan.files else [partial(self.read_file, plan.sweep, file) for file in plan.sweep.files]
         if carrier is None:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
@@ -153,31 +164,60 @@ class Reader:
         exact, rest = find_exact([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
         rest += [job for job in jobs if id(job.target) in left_out]
         self.bytes_needed += exact.nbytes
-        steps: list[_Step] = []
         padding: list[torch.Tensor] = []
-        for job in rest:
-            steps += self.steps(job, padding, left_out.get(id(job.target), ()))
-            self.beat()
-        parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
-        reads = coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
+        wanted = [(job, self.wanted(job, padding)) for job in rest]
+        catalog = by_file(self.catalog) if self.verify == "full" else None
+        sweep, files, steps = None, list[FilePlan](), list[_Step]()
+        if catalog is None:
+            for job, boxes in wanted:
+                steps += self.steps(job, boxes, left_out.get(id(job.target), ()))
+                self.beat()
+            self.bytes_needed += sum(step.copy.box.numel * step.job.entry.dtype.itemsize for step in steps)
+        elif wanted:
+            sweep = Sweep(catalog, cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
+            steps = [step for file in files for step in _steps_of(file)]
+            self.bytes_needed += sum(file.needed for file in files)
+        parts, reads = self.reads(steps)
         filled = [held.memory for target, _ in jobs for held in target.parts]
-        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled)
+        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
 
-    def steps(self, job: Job, padding: list[torch.Tensor], left_out: Collection[int]) -> list[_Step]:
-        """What to copy for one tensor, but for chunks that are left out; memory with padding beyond the stored tensor is added to
-        ``padding``."""
+    def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[Read]]:
+        """What to read for these copies."""
+        parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
+        return parts, coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
+
+    def read_file(self, sweep: Sweep, number: int) -> None:
+        """Look one file up, and read what is wanted of it."""
+        file = sweep.look_up(number)
+        for task in sweep.tasks(file):
+            task()
+        steps = _steps_of(file)
+        parts, reads = self.reads(steps)
+        for read in reads:
+            self.read(read, parts, steps)
+        with self._lock:
+            self.bytes_needed += file.needed
+
+    def wanted(self, job: Job, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
+        """The box that each part of a target gets of a tensor; memory with padding beyond the stored tensor is added to ``padding``."""
         info, entry = job.target.info, job.entry
         self.check_tiling(entry)
         stored = common_box(info, entry)
-        copies: list[Copy] = []
-        for held in job.target.parts:
+        found: list[tuple[int, Box]] = []
+        for number, held in enumerate(job.target.parts):
             box: Box | None = held.box
             if not stored.contains(held.box):
                 padding.append(held.memory)
                 box = held.box.intersect(stored)
             if box is not None:
-                copies += [copy for copy in join(entry.grid, box) if copy.chunk not in left_out]
-        return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True)]
+                found.append((number, box))
+        return tuple(found)
+
+    def steps(self, job: Job, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
+        """What to copy for one tensor, but for chunks that are left out."""
+        copies = [copy for _, box in boxes for copy in join(job.entry.grid, box) if copy.chunk not in left_out]
+        return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
 
     def check_tiling(self, entry: TensorEntry) -> None:
         """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was.
@@ -199,7 +239,6 @@ class Reader:
 
     def parts(self, number: int, step: _Step) -> list[Part]:
         itemsize, copy = step.job.entry.dtype.itemsize, step.copy
-        self.bytes_needed += copy.box.numel * itemsize
         if self.fetch.whole(step.extent):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
         blocks = [copy]
@@ -293,6 +332,11 @@ class Reader:
             for part in mine:
                 step = steps[part.copy]
                 copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
+
+
+def _steps_of(file: FilePlan) -> list[_Step]:
+    """The copies of its chunks that go by themselves."""
+    return [_Step(job, part.copy, extent) for job, parts, extent in file.others for part in parts]
 
 
 def _same_chunk(part: Part, steps: Sequence[_Step]) -> Hashable:

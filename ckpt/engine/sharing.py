@@ -7,8 +7,8 @@ that they load; only where it is the same they share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,7 +120,7 @@ class Sharing:
     reads: list[Parcel] = field(default_factory=list)
     gives: dict[int, list[Parcel]] = field(default_factory=dict)
     takes: dict[int, list[Parcel]] = field(default_factory=dict)
-    left_out: dict[int, set[int]] = field(default_factory=dict)
+    left_out: dict[int, Collection[int]] = field(default_factory=dict)
     """By ``id`` of a target the chunks that come in parcels."""
     complete: set[int] = field(default_factory=set)
     """Targets that get all that they want in parcels."""
@@ -155,55 +155,58 @@ class Sharing:
         """Stored tensors that may be shared."""
         return (jobs[0].entry for _, kinds in self.circles.values() for jobs in kinds.values())
 
-    def divide(self, refused: Collection[str], near: Mapping[int, int] | None, worth: Callable[[Shared, int], bool]) -> None:
-        """Find the parcels. ``refused``: circles that do not share; ``near``: machines of ranks, if only those of one do; ``worth``:
+    def divide(self, refused: Collection[str], near: Set[int] | None, worth: Callable[[Shared, int], bool]) -> None:
+        """Find the parcels. ``refused``: circles that do not share; ``near``: the ranks of this machine, if only those share; ``worth``:
         whether to share a chunk of elements of this size."""
+        # What is cut alike is looked at once: a model has very many tensors, and few ways to cut them.
         known: dict[tuple[int, object], tuple[list[Shared], int]] = {}
+        alike: dict[tuple[int, object, int], _Alike] = {}
         for key in sorted(self.circles.keys() - set(refused)):
-            few: dict[tuple[int, ...], list[tuple[Item, Shared, int]]] = {}
+            few: dict[tuple[int, ...], list[_Small]] = {}
             number = 0
             for kind, jobs in sorted(self.circles[key][1].items(), key=_order):
-                grid = jobs[0].entry.grid
-                place = (id(grid), kind[1:])
+                entry = jobs[0].entry
+                place = (id(entry.grid), kind[1:])
+                sized = (*place, entry.dtype.itemsize)
                 if place not in known:
-                    known[place] = shared_chunks(grid, kind.layout, kind.shape, kind.stored, self.rank, near)
-                chunks, count = known[place]
-                chunks = [c for c in chunks if worth(c, jobs[0].entry.dtype.itemsize)]
-                if chunks:
-                    self._leave_out(kind, jobs, {c.chunk for c in chunks}, count)
-                for shared in chunks:
+                    known[place] = shared_chunks(entry.grid, kind.layout, kind.shape, kind.stored, self.rank, near)
+                if sized not in alike:
+                    alike[sized] = _Alike.of(*known[place], entry.dtype.itemsize, self.rank, worth)
+                cut = alike[sized]
+                if cut.chunks:
+                    self._leave_out(kind, jobs, cut)
+                    self.needed += len(jobs) * cut.needed
+                for shared in cut.large:
                     item = Item(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
-                    if item.nbytes > SMALL:
-                        self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
-                    else:
-                        few.setdefault(shared.ranks, []).append((item, shared, number + shared.chunk))
-                number += len(grid)
-            for ranks, members in few.items():
-                self._add_small(ranks, members)
+                    self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
+                for ranks, members in cut.small.items():
+                    few.setdefault(ranks, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
+                number += len(entry.grid)
+            for ranks, smalls in few.items():
+                self._add_small(ranks, smalls)
 
-    def _leave_out(self, kind: _Kind, jobs: Sequence[Job], chunks: set[int], count: int) -> None:
-        """These of ``count`` chunks come in parcels."""
+    def _leave_out(self, kind: _Kind, jobs: Sequence[Job], cut: _Alike) -> None:
+        """The chunks of ``cut`` come in parcels."""
         for job in jobs:
-            self.left_out[id(job.target)] = chunks
-            if len(chunks) == count and kind.stored == Box.whole(kind.shape):
+            self.left_out[id(job.target)] = cut.chunks
+            if len(cut.chunks) == cut.wanted and kind.stored == Box.whole(kind.shape):
                 self.complete.add(id(job.target))
 
-    def _add_small(self, ranks: tuple[int, ...], members: Sequence[tuple[Item, Shared, int]]) -> None:
+    def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
         """Parcels that fit into one slot of a ring."""
         items: list[Item] = []
         first, at = members[0], 0
         for member in members:
-            item = member[0]
-            if at + item.nbytes > self.piece:
-                self._add(items, ranks, reader_of(ranks, first[1].weights, first[2]))
+            jobs, stored, shared, nbytes, _ = member
+            if at + nbytes > self.piece:
+                self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
                 items, first, at = [], member, 0
-            items.append(replace(item, start=at))
-            at += -(-item.nbytes // ALIGN) * ALIGN
-        self._add(items, ranks, reader_of(ranks, first[1].weights, first[2]))
+            items.append(Item(jobs, stored, shared.chunk, shared.box, at, self.piece))
+            at += -(-nbytes // ALIGN) * ALIGN
+        self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
 
     def _add(self, items: Sequence[Item], ranks: tuple[int, ...], reader: int) -> None:
         parcel = Parcel(items, ranks, reader)
-        self.needed += sum(len(i.jobs) * i.itemsize * sum(b.numel for b in i.boxes(self.rank)) for i in items)
         if reader == self.rank:
             self.reads.append(parcel)
             for rank in ranks:
@@ -211,6 +214,40 @@ class Sharing:
                     self.gives.setdefault(rank, []).append(parcel)
         else:
             self.takes.setdefault(reader, []).append(parcel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alike:
+    """The shared chunks of tensors that are cut alike and have elements of one size."""
+
+    chunks: frozenset[int]
+    large: Sequence[Shared]
+    small: Mapping[tuple[int, ...], Sequence[tuple[Shared, int]]]
+    """By the ranks that share them, with their bytes."""
+    wanted: int
+    """How many chunks the rank wants parts of, shared or not."""
+    needed: int
+    """Bytes that it wants of the shared ones."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Shared], wanted: int, itemsize: int, rank: int, worth: Callable[[Shared, int], bool]) -> _Alike:
+        taken = [c for c in chunks if worth(c, itemsize)]
+        sizes = [c.box.numel * itemsize for c in taken]
+        small: dict[tuple[int, ...], list[tuple[Shared, int]]] = {}
+        for c, size in zip(taken, sizes, strict=True):
+            if size <= SMALL:
+                small.setdefault(c.ranks, []).append((c, size))
+        return cls(
+            chunks=frozenset(c.chunk for c in taken),
+            large=[c for c, size in zip(taken, sizes, strict=True) if size > SMALL],
+            small=small,
+            wanted=wanted,
+            needed=itemsize * sum(c.weights[c.ranks.index(rank)] for c in taken),
+        )
+
+
+_Small = tuple[Sequence[Job], Box, Shared, int, int]
+"""What an :class:`Item` is made of, its bytes, and the number of the tensor's first chunk among those of its circle."""
 
 
 def worth_all(chunk: Shared, itemsize: int) -> bool:

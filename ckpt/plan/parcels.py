@@ -6,7 +6,7 @@ Everything follows from layouts, so each rank finds the same for the chunks that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ckpt.catalog import Grid
 from ckpt.geometry import Box, cell_box, cells_overlapping, intersect_all
 from ckpt.layout import TensorLayout
 
+from .flat import flat_tiling
 from .join import join
 
 MOST = 32
@@ -39,10 +40,10 @@ def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) 
 
 
 def shared_chunks(
-    grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Mapping[int, int] | None
+    grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Set[int] | None
 ) -> tuple[list[Shared], int]:
-    """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` gives each
-    rank's machine: only ranks of one machine share; None if all do."""
+    """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` are the
+    ranks that it shares with, of its own machine and itself among them; None if all do."""
     mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in join(grid, box)}
     found = []
     for chunk in sorted(mine):
@@ -50,7 +51,7 @@ def shared_chunks(
         assert common is not None
         ranks, weights = _wanters(layout, shape, common)
         if near is not None:
-            kept = [i for i, r in enumerate(ranks) if near[r] == near[rank]]
+            kept = [i for i, r in enumerate(ranks) if r in near]
             ranks, weights = [ranks[i] for i in kept], [weights[i] for i in kept]
         first = ranks.index(rank) // MOST * MOST
         if len(ranks[first : first + MOST]) > 1:
@@ -60,13 +61,13 @@ def shared_chunks(
 
 def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
     """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
-    tiling = layout.tiling(shape)
-    if tiling.cuts is not None:
+    tiling = flat_tiling(layout, shape) if layout.is_flat else layout.tiling(shape)
+    if tiling.boxes is None:
+        assert tiling.cuts is not None
         numbers = cells_overlapping(tiling.cuts, box)
         cells = [cell_box(tiling.cuts, n).intersect(box) for n in numbers.tolist()]
         sizes = np.array([c.numel if c is not None else 0 for c in cells], dtype=np.int64)
     else:
-        assert tiling.boxes is not None
         numbers, _, shapes = intersect_all(box, *tiling.boxes)
         sizes = shapes.prod(axis=1, dtype=np.int64)
     holders = tiling.holders[numbers]

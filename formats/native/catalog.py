@@ -23,6 +23,7 @@ from .checks import find_excess
 from .codecs import CODECS
 from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
 from .header import Header, StoredChunk, parse_header
+from .header_rows import Rows, Stretches, find_alike
 from .index import decode_index
 from .keys import chunk_key, coded_key
 from .paths import INDEX_LIMIT, TENSORS, has_debris
@@ -54,7 +55,7 @@ class NativeCatalog:
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
         self._backend = backend
         self._record, self._contents = _open(backend, record) if opened is None else opened
-        self._coded = CODED in self._record.features
+        self.coded = CODED in self._record.features
         self._tensors = {t.name: t for t in self._contents.tensors}
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
@@ -141,6 +142,20 @@ class NativeCatalog:
                 found.append(self._extent(entry, grid.box(number), grid.file(number)))
         return found
 
+    def extents_in(self, file: int, entries: Sequence[TensorEntry], box: Box, known: Rows) -> Stretches | None:
+        """Where the chunk ``box`` of each of many tensors of one shape and dtype is in data file number ``file``; None if each has to be
+        looked at (:meth:`extents_of`). ``known`` keeps what files that are cut alike have in common.
+
+        Raises:
+            CorruptError: the file is missing or has another size, or its header is damaged.
+        """
+        return find_alike(self.header(file), entries, box, known)
+
+    def drop(self, file: int) -> None:
+        """Forget a header: whoever reads very many files keeps none."""
+        with self._locks[file]:
+            self._headers.pop(file, None)
+
     def _extent(self, entry: TensorEntry, box: Box, file: int) -> Extent:
         path = self.files[file].path
         name = entry.name if entry.alias is None else entry.alias
@@ -149,7 +164,7 @@ class NativeCatalog:
         wanted = entry.dtype.safetensors, entry.dtype.stored_shape(box.shape)
         if stored is not None and stored[:2] == wanted:
             return Extent(path, stored.offset, stored.length, stored.digest)
-        for codec in CODECS if stored is None and self._coded else ():
+        for codec in CODECS if stored is None and self.coded else ():
             coded = chunks.get(coded_key(name, box, entry.shape, codec))
             if coded is not None and coded[:2] == ("U8", (coded.length,)):
                 _check_coded(name, box, entry.dtype, coded, _join(self.url, path))

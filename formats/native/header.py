@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -18,9 +19,8 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.geometry import IntArray
 
 from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
+from .header_layout import HeaderLayout, recall, remember
 from .keys import METADATA
-from .paths import is_digest
-from .recent import Recent
 
 # One element of our F4 dtype is two of safetensors' 4-bit ones.
 _BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
@@ -39,13 +39,34 @@ class StoredChunk(NamedTuple):
     digest: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Header:
-    """The header of one data file: the save's ``id``, the writing ``rank``, and its chunks by key, in the order of the file's JSON."""
+    """The header of one data file: the save's ``id``, the writing ``rank``, and its chunks, in the order of the file's JSON. ``start`` is
+    where its data begin; ``digests`` are those of all chunks, in the order of their keys; ``text`` is its JSON without the metadata."""
 
     id: str
     rank: int
-    chunks: Mapping[str, StoredChunk]
+    start: int
+    layout: HeaderLayout
+    digests: str
+    text: bytes
+
+    @cached_property
+    def keys(self) -> Sequence[str]:
+        return self.layout.keys_in(self.text)
+
+    @cached_property
+    def rows(self) -> Mapping[str, int]:
+        """The number of each chunk by its key."""
+        return {key: i for i, key in enumerate(self.keys)}
+
+    @cached_property
+    def chunks(self) -> Mapping[str, StoredChunk]:
+        """All chunks by key."""
+        layout, digests = self.layout, self.digests
+        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * layout.places).tolist()]
+        offsets = (layout.offsets + self.start).tolist()
+        return dict(zip(self.keys, map(StoredChunk, layout.dtypes, layout.shapes, offsets, layout.lengths.tolist(), own), strict=True))
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
@@ -60,39 +81,23 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     found = xxhash.xxh3_128_hexdigest(data)
     if found != file.digest:
         _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
-    text = _text(data, where)
-    metadata, rest = _split(text, where)
-    layout = _known.get((rest, file.size, file.header))
-    entries = {} if layout is not None else _parse_json(rest, where)
-    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.keys), where)
+    whole = _text(data, where)
+    metadata, rest = _split(whole, where)
+    layout = None if rest is None else recall(rest, file.size - file.header)
+    entries: dict[str, Any] = {}
+    if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
+        entries = _parse_json(whole, where)
+        metadata, rest = entries.pop(METADATA, None), json.dumps(entries).encode()
+    elif layout is None:
+        entries = _parse_json(rest.decode(), where)
+    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
     if layout is None:
-        layout = _layout(entries, file, where)
-    if len(rest) <= _KNOWN_BYTES:
-        _known.put((rest, file.size, file.header), layout)
-    own = [digests[at : at + CHUNK_DIGITS] for at in layout.places]
-    chunks = map(StoredChunk, layout.dtypes, layout.shapes, layout.offsets, layout.lengths, own)
-    return Header(id=id, rank=rank, chunks=dict(zip(layout.keys, chunks, strict=True)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Layout:
-    """The chunks of a file but for their digests, as columns. ``places`` of their digests among all of the file."""
-
-    keys: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-    places: Sequence[int]
-
-
-_KNOWN_BYTES = 8 << 20
-
-_known: Recent[tuple[str, int, int], _Layout] = Recent(16)
-"""Layouts of files, by the JSON without its metadata, and the sizes of file and header: the steps of a job have equal ones."""
+        layout = _layout(entries, rest, file, where)
+        remember(layout, file.size - file.header)
+    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=rest)
 
 
 def _damaged(what: str, where: str) -> NoReturn:
@@ -109,19 +114,17 @@ def _text(data: bytes, where: str) -> str:
         _damaged(f"its header is not JSON ({err})", where)
 
 
-def _split(text: str, where: str) -> tuple[object, str]:
-    """The metadata, and the JSON of the rest."""
+def _split(text: str, where: str) -> tuple[object, bytes | None]:
+    """The metadata, and the JSON of the rest; None if the metadata does not come first."""
     start = _START.match(text)
-    if start is not None:
-        try:
-            metadata, end = json.JSONDecoder().raw_decode(text, start.end())
-        except (ValueError, RecursionError) as err:
-            _damaged(f"its header is not JSON ({err})", where)
-        rest = text[end:].lstrip()
-        if rest[:1] in (",", "}") and f'"{METADATA}"' not in rest:
-            return metadata, "{" + rest[1:] if rest[0] == "," else "{" + rest
-    entries = _parse_json(text, where)
-    return entries.pop(METADATA, None), json.dumps(entries)
+    if start is None:
+        return None, None
+    try:
+        metadata, end = json.JSONDecoder().raw_decode(text, start.end())
+    except (ValueError, RecursionError) as err:
+        _damaged(f"its header is not JSON ({err})", where)
+    rest = text[end:].strip().encode()
+    return metadata, b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest if rest[:1] == b"}" else None
 
 
 def _parse_json(text: str, where: str) -> dict[str, Any]:
@@ -146,12 +149,21 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
     id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
     if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
         _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
-    if not is_digest(digests, CHUNK_DIGITS * count):
+    if (
+        not isinstance(digests, str)
+        or len(digests) != CHUNK_DIGITS * count
+        or not digests.isascii()
+        or digests.encode().translate(None, b"0123456789abcdef")
+    ):
         _damaged(f"its header does not have {count} digests of {CHUNK_DIGITS} hex digits", where)
-    return id, int(rank), str(digests)
+    return id, int(rank), digests
 
 
-def _layout(entries: Mapping[str, Any], file: DataFile, where: str) -> _Layout:
+def _is_hex(text: str) -> bool:
+    return text.isascii() and not text.encode().translate(None, b"0123456789abcdef")
+
+
+def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str) -> HeaderLayout:
     keys = list(entries)
     dtypes, shapes, spans = _columns(entries, where)
     _check_cover(keys, spans, file.size - file.header, where)
@@ -161,9 +173,11 @@ def _layout(entries: Mapping[str, Any], file: DataFile, where: str) -> _Layout:
     for key, kind, length in zip(keys, kinds, lengths, strict=True):
         if bits[kind] != 8 * length or kind[0] not in _BITS:
             _damaged(f"{key!r}: {length} bytes do not hold {kind[0]} of shape {list(kind[1])}", where)
-    place = {key: CHUNK_DIGITS * i for i, key in enumerate(sorted(keys))}
-    offsets = (spans[:, 0] + file.header).tolist()
-    return _Layout(keys=keys, dtypes=dtypes, shapes=shapes, offsets=offsets, lengths=lengths, places=[place[k] for k in keys])
+    place = {key: i for i, key in enumerate(sorted(keys))}
+    places = np.array([place[k] for k in keys], dtype=np.int64)
+    return HeaderLayout(
+        keys=keys, dtypes=dtypes, shapes=shapes, offsets=spans[:, 0].copy(), lengths=spans[:, 1] - spans[:, 0], places=places, text=text
+    )
 
 
 def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:

@@ -13,14 +13,14 @@ import torch
 
 from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
 from ckpt.catalog import Catalog
-from ckpt.engine import exact, fetch, reader
+from ckpt.engine import exact, fetch, reader, sweep
 from ckpt.engine.reader import Job, Reader, Verify
 from ckpt.geometry import Box
 from ckpt.layout import TensorLayout
 from ckpt.plan.ownership import Global
 from tests.formats.native_sample import Sample
 
-TINY = {"PIECE": 48, "MAX_READ": 96, "MAX_PART": 192, "MAX_GAP": 8, "SMALL": 32, "BATCH": 64, "MAX_SCRATCH": 100, "SLICE": 2}
+TINY = {"PIECE": 48, "MAX_READ": 96, "MAX_PART": 192, "MAX_GAP": 8, "SMALL": 32, "BATCH": 64, "MAX_SCRATCH": 100, "SLICE": 2, "AHEAD": 0}
 SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 """Limits in bytes, so that small tensors take the ways of large ones."""
 
@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((reader, fetch, exact), SIZES[kind].items()):
+        for module, (name, value) in product((reader, fetch, exact, sweep), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield

@@ -46,7 +46,8 @@ def test_every_rank_finds_the_same(case: tuple[Grid, TensorLayout, tuple[int, ..
             if (box := piece.box.intersect(stored)) is not None:
                 count[box.slices] += 1
     for rank in held:
-        found, mine = shared_chunks(grid, layout, shape, stored, rank, near)
+        here = None if near is None else {r for r in held if near[r] == near[rank]}
+        found, mine = shared_chunks(grid, layout, shape, stored, rank, here)
         by_chunk = {shared.chunk: shared for shared in found}
         wanted = 0
         for chunk in range(len(grid)):

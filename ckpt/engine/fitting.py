@@ -1,0 +1,122 @@
+"""Whether a checkpoint fits the states of all ranks: what the leader of a load makes of what each rank found. All problems of all ranks go
+into one error. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from ckpt import tree
+from ckpt.catalog import Catalog
+from ckpt.errors import MismatchError, NamesError, ShapeError
+from ckpt.plan.match import Selection, report_names, ways_out
+from ckpt.plan.nodes import renamed_path
+from ckpt.plan.tables import ranks_text
+
+_OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
+"""Kinds of nodes that stand for tensors: these count by their names."""
+
+Row = dict[str, Any]
+
+
+def judge(
+    rows: Mapping[int, Row], fetch: Callable[[str], Row], catalog: Catalog, select: Selection, *, strict: bool, url: str
+) -> dict[str, list[str]]:
+    """Names that are missing and unexpected. ``rows`` have digests of what each rank ``said`` does not fit, and ``used``; ``fetch`` gives
+    what has a digest; ``url`` is what the caller calls the checkpoint.
+
+    Raises:
+        NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
+    """
+    missing: dict[str, list[int]] = {}
+    misfits: dict[str, list[int]] = {}
+    used: set[str] = set()
+    values: set[str] = set()
+    names = names_of(catalog)
+    of_digest: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        of_digest.setdefault(row["said"], []).append(rank)
+    for digest, ranks in of_digest.items():  # nearly all ranks say the same
+        said = fetch(digest)
+        for name in said["missing"]:
+            missing.setdefault(name, []).extend(ranks)
+        for text in said["misfits"]:
+            misfits.setdefault(text, []).extend(ranks)
+    for digest in {row["used"] for row in rows.values()}:
+        found = fetch(digest)
+        used.update(names if found["used"] is None else found["used"])
+        values.update(found["values"])
+    unexpected = _unexpected(catalog, select, names - used, values)
+    idle = select.idle(_paths(catalog, select), missing) if strict else []
+    if misfits or idle or (strict and (missing or unexpected)):
+        err = _mismatch(catalog, select, len(rows), missing, unexpected, misfits, idle)
+        err.where = url
+        raise err
+    return {"missing": sorted(missing), "unexpected": unexpected}
+
+
+def names_of(catalog: Catalog) -> Set[str]:
+    """Names of the stored tensors that do not belong to one rank."""
+    return {n for n, e in catalog.tensors.items() if e.rank is None}
+
+
+def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: set[str]) -> list[str]:
+    """Names of the checkpoint that no rank took."""
+    names = [n for n in unused if select.wants(select.renamed(n))]
+    for path, node in tree.leaves(catalog.state, but=_OF_TENSORS):
+        counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
+        if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
+            names.append(path)
+    return sorted(names)
+
+
+def _paths(catalog: Catalog, select: Selection) -> list[str]:
+    """Everything that ``only`` and ``rename`` may mean: names of tensors, paths of values, and all that contains them."""
+    if not select.only and not select.rename:
+        return []
+    names = [n for n, e in catalog.tensors.items() if e.rank is None]
+    names += [path for path, _ in tree.leaves(catalog.state)]
+    names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
+    return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
+
+
+def _other_kinds(catalog: Catalog, select: Selection, missing: Collection[str]) -> dict[str, str]:
+    """For names of the state that are missing because the checkpoint has something of another kind there: what it has."""
+    there = {select.renamed(name): "one tensor of all ranks in the checkpoint, a PerRank" for name in names_of(catalog)}
+    for path, node in tree.leaves(catalog.state, but=_OF_TENSORS):
+        if tree.tag_of(node) != "$per_rank":
+            there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
+        elif sum(path in nodes for nodes in catalog.ranks.values()) == catalog.world_size:  # else a rank may lack its own
+            there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
+    return {name: f": {there[name]} in the state" for name in missing if name in there}
+
+
+def _mismatch(
+    catalog: Catalog,
+    select: Selection,
+    everywhere: int,
+    missing: Mapping[str, list[int]],
+    unexpected: Iterable[str],
+    misfits: Mapping[str, list[int]],
+    idle: Sequence[str],
+) -> MismatchError:
+    notes = _other_kinds(catalog, select, missing) if missing else {}
+    lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
+    lines += report_names("unexpected in the checkpoint", unexpected)
+    lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
+    lines += report_names("fit no name", idle)
+    kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
+    return kind(
+        "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
+        hint=ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere),
+    )
+
+
+def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
+    """Whether a value of the checkpoint, or something that contains it, was taken, by whatever path the state has it."""
+    around = [path, *(path[:i] for i, c in enumerate(path) if c == "."), ""]  # the key "" has the path of the state itself
+    return any((renamed_path(selection, p) if selection.rename else p) in taken for p in around)
+
+
+def _on(name: str, ranks: list[int], size: int) -> str:
+    return name if len(ranks) == size else f"{name} ({ranks_text(sorted(ranks))})"

@@ -1,0 +1,44 @@
+"""Which ranks are on one machine, in a few bytes: every rank of a job reads them. Pure.
+
+Launchers give a machine neighbouring ranks, as many as each other machine, or deal ranks out in turns: both are two numbers, however many
+ranks there are. What is otherwise takes more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+
+def spell(machines: Sequence[Hashable]) -> Any:
+    """JSON for the machines of ranks, by their places: ``[size, count]`` if blocks of ``size`` ranks go to ``count`` machines in turns;
+    ``{"runs": [[size, times], ...]}`` if each machine has one block; else ``{"each": [...]}``, a number for each rank."""
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(machines))}
+    each = np.array([numbers[name] for name in machines], dtype=np.int64)
+    runs = [len(list(members)) for _, members in groupby(machines)]
+    size, count = runs[0], len(numbers)
+    if np.array_equal(each, np.arange(len(each)) // size % count):
+        return [size, count]
+    if len(runs) == count:
+        return {"runs": [[length, len(list(alike))] for length, alike in groupby(runs)]}
+    return {"each": each.tolist()}
+
+
+def neighbours(spelled: Any, place: int, ranks: Sequence[int]) -> frozenset[int]:
+    """Those of ``ranks`` that are on the machine of the one at ``place``, itself among them."""
+    if isinstance(spelled, list):
+        size, count = spelled
+        places = [at for first in range(place // size % count * size, len(ranks), size * count) for at in range(first, first + size)]
+        return frozenset(ranks[at] for at in places if at < len(ranks))
+    if "each" in spelled:
+        return frozenset(rank for rank, machine in zip(ranks, spelled["each"], strict=True) if machine == spelled["each"][place])
+    first = 0
+    for size, times in spelled["runs"]:
+        if place < first + size * times:
+            start = first + (place - first) // size * size
+            return frozenset(ranks[start : start + size])
+        first += size * times
+    raise ValueError(f"place {place} of {len(ranks)} is on no machine")

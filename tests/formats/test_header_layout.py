@@ -1,0 +1,122 @@
+"""Headers of files that are cut alike: what is found without parsing them is what json finds, and whatever else differs is parsed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.catalog import DataFile, Grid, TensorEntry
+from ckpt.dtypes import DTYPES
+from ckpt.errors import CorruptError
+from ckpt.formats.native import header as header_module
+from ckpt.formats.native import header_layout
+from ckpt.formats.native.datafile import ChunkSpec, plan_data_file
+from ckpt.formats.native.header import parse_header
+from ckpt.formats.native.header_rows import Rows, find_alike
+from ckpt.geometry import Box
+
+ID = "0123456789abcdef"
+SHAPE = (40_000, 4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    header_layout._known.clear()
+
+
+def file_of(rank: int, names: list[str], rows: int = 2, dtype: str = "float32") -> tuple[bytes, DataFile]:
+    """The header of the rank that has ``rows`` rows of each tensor, and what an index says of it."""
+    box = Box((rank * rows, 0), (rows, 4))
+    plan = plan_data_file([ChunkSpec(name=n, box=box, shape=SHAPE, dtype=DTYPES[dtype]) for n in names], id=ID, rank=rank)
+    header = plan.encode_header([1000 * rank + i for i in range(len(names))])
+    return header, plan.row(header)
+
+
+def by_json(header: bytes, start: int) -> dict[str, tuple[Any, ...]]:
+    """The chunks by key, as json has them."""
+    entries = json.loads(header[8:])
+    digests = entries.pop("__metadata__")["ckpt.digests"]
+    found = {}
+    for i, key in enumerate(sorted(entries)):
+        e = entries[key]
+        first, last = e["data_offsets"]
+        found[key] = (e["dtype"], tuple(e["shape"]), start + first, last - first, digests[16 * i : 16 * i + 16])
+    return found
+
+
+NAMES = st.lists(
+    st.sampled_from(["a", "a.b", "ab", "a[1]", "a[12]", "z\\", "ä", 'q"', "a[", "b]", "0", "[7:8]", "a[3:4]"]), min_size=1, unique=True
+)
+
+
+@settings(max_examples=100)
+@given(NAMES, st.lists(st.integers(0, 19_999), min_size=2, max_size=4))
+def test_chunks_are_those_of_json(names: list[str], ranks: list[int]) -> None:
+    for rank in ranks:
+        data, file = file_of(rank, names)
+        assert dict(parse_header(data, file, "there").chunks) == by_json(data, file.header)
+
+
+def test_headers_of_ranks_that_are_cut_alike_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that is done for each number of digits, not for each file."""
+    parsed: list[int] = []
+    parse = header_module._layout
+    monkeypatch.setattr(header_module, "_layout", lambda *args: parsed.append(1) or parse(*args))
+    names = [f"layers.{i}.weight" for i in range(50)]
+    for rank in range(600, 4000):
+        data, file = file_of(rank, names[: 50 if rank in (600, 3999) else 2])
+        header = parse_header(data, file, "there")
+        assert header.chunks["layers.1.weight" + f"[{2 * rank}:{2 * rank + 2},:]"].digest == f"{1000 * rank + 1:016x}"
+    assert len(parsed) < 15
+
+
+@pytest.mark.parametrize("change", [(b"w1[", b"w2["), (b'"F32"', b'"I32"'), (b"[2000:2002,:]", b"[2000:2x02,:]"), (b"[0,32]", b"[0,31]")])
+def test_what_differs_elsewhere_is_not_alike(change: tuple[bytes, bytes]) -> None:
+    first, file = file_of(1000, ["w1", "v"])
+    parse_header(first, file, "there")
+    text = json.loads(first[8:])
+    text.pop("__metadata__")
+    stripped = json.dumps(text, separators=(",", ":")).encode()
+    size = file.size - file.header
+    assert header_layout.recall(stripped, size) is not None
+    assert change[0] in stripped
+    assert header_layout.recall(stripped.replace(*change), size) is None
+    assert header_layout.recall(stripped, size + 1) is None
+    assert header_layout.recall(stripped.replace(b"[2000:2002,:]", b"[2002:2004,:]"), size) is not None
+
+
+def entry_of(name: str, dtype: str = "float32") -> TensorEntry:
+    files = np.zeros(1, dtype=np.int32)
+    return TensorEntry(name=name, dtype=DTYPES[dtype], shape=SHAPE, grid=Grid(cuts=((0, 40_000), (0, 4)), files=files))
+
+
+def test_many_chunks_at_once_are_those_of_their_keys() -> None:
+    names = [f"t{i}" for i in range(30)]
+    entries, known = [entry_of(n) for n in reversed(names)], Rows()
+    for rank in (1000, 1001, 4999, 5000, 9999):
+        data, file = file_of(rank, names)
+        header, box = parse_header(data, file, "there"), Box((2 * rank, 0), (2, 4))
+        found = find_alike(header, entries, box, known)
+        assert found is not None
+        chunks = by_json(data, file.header)
+        for entry, offset, length, digest in zip(entries, *(c.tolist() for c in found), strict=True):
+            assert chunks[f"{entry.name}[{2 * rank}:{2 * rank + 2},:]"][2:] == (offset, length, digest.decode())
+        wrong = (Box((2 * rank + 2, 0), (2, 4)), Box((2 * rank, 0), (1, 4)), Box.whole(SHAPE))
+        assert all(find_alike(header, entries, other, known) is None for other in wrong)
+        assert find_alike(header, [entry_of("t1", "int32")], box, known) is None
+        assert find_alike(header, [entry_of("t1"), entry_of("lost")], box, known) is None
+
+
+def test_a_digest_that_is_not_hex_is_damage() -> None:
+    data, file = file_of(3, ["w"])
+    for bad in (b"g" * 16, "é".encode() * 8):
+        digest = json.loads(data[8:])["__metadata__"]["ckpt.digests"].encode()
+        broken = data.replace(digest, bad)
+        row = DataFile(path=file.path, size=file.size, header=file.header, digest=header_module.xxhash.xxh3_128_hexdigest(broken), rank=3)
+        with pytest.raises(CorruptError, match="digests of 16 hex digits"):
+            parse_header(broken, row, "there")
