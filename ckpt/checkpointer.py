@@ -309,8 +309,7 @@ class Checkpointer:
     @property
     def latest(self) -> int | None:
         """The highest committed step."""
-        found = self.steps()
-        return found[-1].number if found else None
+        return self._tiers.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``; None if none has it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -80,32 +80,54 @@ def list_steps(root_url: str) -> list[Step]:
         StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
     """
     backend = open_backend(root_url)
+    itself, names = look(backend, root_url)
+    return [itself] if itself is not None else in_order(read_steps(backend, root_url, names).values())
+
+
+def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
+    """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
     here = backend.children("")
     itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
-    if itself is not None:
-        return [itself]
-    names = [name.rstrip("/") for name in here if name.endswith("/")]
-    with ThreadPoolExecutor(max(_LISTING_THREADS, backend.grain.calls)) as pool:
-        found = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
-        steps = [step for step in found if step is not None]
-    return _once(sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url)))
+    return itself, [name.rstrip("/") for name in here if name.endswith("/")]
 
 
-def _once(steps: list[Step]) -> list[Step]:
-    """Each checkpoint under one name. Those of equal id have equal bytes, so a link with the id of another one is a second name of it."""
+def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[str, Step]:
+    """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(len(names), max(_LISTING_THREADS, backend.grain.calls))) as pool:
+        steps = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
+        return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
+
+
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """The highest step last, and each checkpoint under one name: those of equal id have equal bytes, so a link with the id of another one
+    is a second name of it."""
+    ordered = sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+    links: dict[str, list[Step]] = {}
+    for s in ordered:
+        if s.link is not None and s.id is not None:
+            links.setdefault(s.id, []).append(s)
+    if not links:
+        return ordered
     named: dict[str, Step] = {}
-    for s in steps:
+    for s in ordered:
         if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
             named[s.id] = s
-    found = []
-    for s in steps:
+    listed = []
+    for s in ordered:
         first = named.get(s.id, s) if s.id is not None else s
         if first is s:
-            others = [o for o in steps if o is not s and o.link is not None and o.id == s.id and s.id is not None]
-            found.append(replace(s, also=tuple(o.url.rstrip("/").rpartition("/")[2] for o in others)) if others else s)
+            others = [o for o in links.get(s.id or "", ()) if o is not s]
+            listed.append(replace(s, also=tuple(directory_name(o) for o in others)) if others else s)
         elif s.link is None:
-            found.append(s)
-    return found
+            listed.append(s)
+    return listed
+
+
+def directory_name(step: Step) -> str:
+    """Its name below the root."""
+    return step.url.rstrip("/").rpartition("/")[2]
 
 
 def _is_of_checkpoint(names: Sequence[str]) -> bool:
@@ -133,10 +155,33 @@ def none_here(url: str) -> NotFoundError:
     return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
 
 
-def remove_step(root_url: str, step: Step) -> None:
+def remove_steps(root_url: str, steps: Iterable[Step], referrers: Mapping[int, Collection[int]], busy: str | None = None) -> list[Step]:
+    """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
+
+    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
+    ``busy``, and so does what they use.
+
+    Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    stayed: set[int | None] = set()
+    removed = []
+    for step in steps:
+        used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
+        if used:
+            log.warning("%s stays, since a checkpoint that uses it does", step.url)
+        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step):
+            stayed.add(step.number)
+        else:
+            removed.append(step)
+    return removed
+
+
+def remove_step(root_url: str, step: Step) -> bool:
     """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
 
-    Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays.
+    Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays. Whether it
+    was removed.
 
     Raises:
         StorageError: the storage refuses, or it has become a link since it was listed.
@@ -144,9 +189,10 @@ def remove_step(root_url: str, step: Step) -> None:
     if step.url == root_url:
         removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
     else:
-        removed = _remove_named(open_backend(root_url), step.url.rstrip("/").rpartition("/")[2], step)
+        removed = _remove_named(open_backend(root_url), directory_name(step), step)
     if not removed:
         log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
+    return removed
 
 
 def remove_at(url: str) -> None:
@@ -181,32 +227,55 @@ def infos(steps: Sequence[Step]) -> list[StepInfo]:
 
     What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag.
     """
-    found = []
-    for s in steps:
-        if s.number is None:
-            continue
-        users = [v for v in steps if v is not s and _points_into(v, s)]
-        nameless = {f"used by {v.url.rstrip('/').rpartition('/')[2]}" for v in users if v.number is None}
-        found.append(
-            StepInfo(
-                step=s.number,
-                created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
-                metrics=dict(s.metrics),
-                tags=frozenset(s.tags) | nameless,
-                referred_by=tuple(v.number for v in users if v.number is not None),
-                committed=s.committed,
-            )
+    users = _users(steps)
+    return [
+        StepInfo(
+            step=s.number,
+            created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
+            metrics=dict(s.metrics),
+            tags=frozenset((*s.tags, *(f"used by {directory_name(v)}" for v in users.get(s.url, ()) if v.number is None))),
+            referred_by=tuple(v.number for v in users.get(s.url, ()) if v.number is not None),
+            committed=s.committed,
         )
-    return found
+        for s in steps
+        if s.number is not None
+    ]
 
 
-def _points_into(user: Step, step: Step) -> bool:
-    """Whether a virtual checkpoint points into files of ``step``, under whatever name."""
-    if not user.sources:
-        return False
-    root = step.url.rstrip("/").rpartition("/")[0]
-    places = [real_url(url) for url in (step.url, *(join_url(root, name) for name in step.also))]
-    return any(source == place or source.startswith(f"{place}/") for source in map(real_url, user.sources) for place in places)
+def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """The URL of a step → the virtual checkpoints among ``steps`` that point into its files, under whatever name.
+
+    Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps + sources.
+    """
+    virtual = [v for v in steps if v.sources]
+    if not virtual or len(steps) < 2:
+        return {}
+    owners: dict[str, list[Step]] = {}
+    real: dict[str, str] = {}
+    for s in steps:
+        root, _, name = s.url.rstrip("/").rpartition("/")
+        if s.link is not None or s.also:
+            places = {real_url(url) for url in (s.url, *(join_url(root, other) for other in s.also))}
+        else:
+            if root not in real:
+                real[root] = real_url(root) if root else ""
+            places = {f"{real[root].rstrip('/')}/{name}"}
+        for place in places:
+            owners.setdefault(place, []).append(s)
+    users: dict[str, list[Step]] = {}
+    for v in virtual:
+        sources = {real_url(url) for url in v.sources}
+        pointed = {s.url: None for source in sources for place in _upwards(source) for s in owners.get(place, ()) if s is not v}
+        for url in pointed:
+            users.setdefault(url, []).append(v)
+    return users
+
+
+def _upwards(url: str) -> Iterator[str]:
+    """A place and all above it."""
+    while url:
+        yield url
+        url = url.rpartition("/")[0]
 
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timezone
@@ -23,9 +23,10 @@ from ckpt.io_backends.registry import is_file_system, join_url, open_backend, re
 
 from .errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
 from .group import Group, Row
+from .known_steps import KnownSteps, newest_first
 from .plan.tables import ranks_text
 from .policies import All, KeepPolicy, Latest, retention
-from .runs import Step, infos, list_steps, remove_step
+from .runs import Step, infos, remove_steps
 
 log = logging.getLogger("ckpt")
 
@@ -55,6 +56,7 @@ class Tiers:
         self.lock = threading.Lock()
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
+        self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
         self._published: set[str] = set()
         self._passed: set[str] = set()
         """Ids of local checkpoints of which was said that the root has a later one of their step."""
@@ -102,7 +104,7 @@ class Tiers:
         self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
 
     def _at_root(self) -> list[Step]:
-        found = _below(self.root)
+        found = _numbered(_checked(self._known_root.list(), self.root))
         self._answers = True
         self._see(*(s.id for s in found))
         return found
@@ -126,46 +128,68 @@ class Tiers:
             found[step.number] = step
         return list(found.values())
 
+    def latest(self) -> int | None:
+        """The highest committed step. Only the newest few commit records are read."""
+        levels = _levels(self._newest_local(), self._newest_root())
+        return next((number for number, near, far in levels if any(s.committed for s in (*near, *far))), None)
+
     def _near(self) -> list[Step]:
-        return _below(self.local) if self.local is not None else []
+        return _numbered(_checked(self._known_local.list(), self.local)) if self.local is not None else []
+
+    def _newest_local(self, step: int | None = None) -> Iterator[tuple[int, list[Step]]]:
+        return _newest(self.local, step or 0, step) if self.local is not None else iter(())
+
+    def _newest_root(self, lowest: int = 0, highest: int | None = None) -> Iterator[tuple[int, list[Step]]]:
+        for number, steps in _newest(self.root, lowest, highest):
+            self._answers = True
+            self._see(*(s.id for s in steps))
+            yield number, steps
 
     def _ordered(self, steps: Iterable[Step]) -> list[Step]:
         """Those that are committed in the order in which to try them. Of steps alike the first stays first, and local ones come first."""
         return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
 
-    def copies(self, step: int | None) -> list[list[Any]]:
-        """Step, URL and id of what to restore, the newest step first; of one step what was saved last, the local copy before the other.
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
+        """Step, URL and id of the copies of the newest step that has some beside those ``tried``, by URL and id, or of ``step``: what was
+        saved last first, the local copy before the other. Records are read from the newest on, and no more than it takes; but going on from
+        ``step``, later ones may be saved again, so the ids that these have at the root are seen first.
 
         Raises:
             NotFoundError: there is none of ``step``.
             StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
             UsageError: a tier is itself a checkpoint.
         """
-        near = self._near()
-        far = self._far(near, step)
-        self._say_passed(near, far)
-        found = [*near, *far]
-        whole = self._ordered(found)
-        for s in found:
-            if not s.committed and (s.damaged or s.number not in {w.number for w in whole}):
-                log.warning("%s is passed over: %s", s.url, s.reason)
-        rows = [[s.number, s.url, s.id] for s in whole if step in (None, s.number)]
-        if step is not None and not rows:
+        there = False
+        for number, near, far in _levels(self._newest_local(step), self._far(step)):
+            if step not in (None, number):
+                continue
+            self._say_passed(near, far)
+            committed = self._ordered([*near, *far])
+            for s in (*near, *far):
+                if not s.committed and (s.damaged or not committed):
+                    log.warning("%s is passed over: %s", s.url, s.reason)
+            there = there or bool(committed)
+            rows: list[list[Any]] = [[s.number, s.url, s.id] for s in committed if (s.url, s.id) not in tried]
+            if rows:
+                return rows
+        if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
-        return rows
+        return []
 
-    def _far(self, near: list[Step], step: int | None) -> list[Step]:
+    def _far(self, step: int | None) -> Iterator[tuple[int, list[Step]]]:
+        """What the root has of ``step``, and with a local tier of what comes after it; by default all."""
         try:
-            return self._at_root()
+            yield from self._newest_root(step or 0, step if self.local is None else None)
         except StorageError as err:
-            mine = [s.number for s in near if s.committed]
-            if step is not None and step in mine:
-                log.warning("only the local copy of step %d is looked at: %s", step, err)
-                return []
-            if not mine:
+            near = (number for number, steps in self._newest_local(step) if any(s.committed for s in steps))
+            mine = next(near, None)
+            if mine is None:
                 raise
-            hint = f"try again when the storage answers; restore(state, step={mine[-1]}) takes the newest local checkpoint as it is"
-            message = f"whether the root has newer checkpoints than step {mine[-1]}, the newest local one, cannot be seen: {err.message}"
+            if step is not None:
+                log.warning("only the local copy of step %d is looked at: %s", step, err)
+                return
+            hint = f"try again when the storage answers; restore(state, step={mine}) takes the newest local checkpoint as it is"
+            message = f"whether the root has newer checkpoints than step {mine}, the newest local one, cannot be seen: {err.message}"
             raise StorageError(message, where=self.root, hint=hint) from err
 
     def unconfirmed(self) -> list[Step]:
@@ -194,11 +218,11 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self.local, self.local_keep, self.busy)
+            _remove(self.local, self._known_local, self.local_keep, self.busy)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        _remove(self.root, self.keep, None)
+        _remove(self.root, self._known_root, self.keep, None)
 
     # ---- whether ranks share the local tier
 
@@ -226,32 +250,45 @@ def _numbered(steps: Iterable[Step]) -> list[Step]:
     return [s for s in steps if s.number is not None]
 
 
-def _below(root: str) -> list[Step]:
-    """The numbered steps of a run.
+def _checked(steps: list[Step], root: str) -> list[Step]:
+    """The same steps.
 
     Raises:
         UsageError: ``root`` is itself a checkpoint.
     """
-    steps = list_steps(root)
     if any(s.url == root and (s.committed or s.damaged) for s in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
         raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
-    return _numbered(steps)
+    return steps
 
 
-def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
+def _newest(root: str, lowest: int, highest: int | None) -> Iterator[tuple[int, list[Step]]]:
+    return ((number, _numbered(_checked(steps, root))) for number, steps in newest_first(root, lowest, highest))
+
+
+def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, list[Step]]]) -> Iterator[tuple[int, list[Step], list[Step]]]:
+    """Each number that there is in either tier, the highest first, with its steps in both. Of each tier only the next is read."""
+    local, root = next(near, None), next(far, None)
+    while local is not None or root is not None:
+        number = max(level[0] for level in (local, root) if level is not None)
+        here, there = local is not None and local[0] == number, root is not None and root[0] == number
+        yield number, local[1] if local is not None and here else [], root[1] if root is not None and there else []
+        local = next(near, None) if here else local
+        root = next(far, None) if there else root
+
+
+def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None) -> None:
     if keep == All():
         return
     try:
-        steps = [s for s in _numbered(list_steps(root)) if s.committed]
-        by_number = {s.number: s for s in steps}
-        for number in retention(keep, infos(steps), datetime.now(timezone.utc)).removed:
-            if by_number[number].id != busy:
-                step = by_number[number]
-                remove_step(root, step)
-                if step.link is None:
-                    log.info("step %d is removed from %s", number, root)
+        steps = {s.number: s for s in _numbered(_checked(known.list(), root)) if s.committed}
+        facts = infos(list(steps.values()))
+        going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
+        referrers = {info.step: info.referred_by for info in facts}
+        for step in remove_steps(root, going, referrers, busy):
+            if step.link is None:
+                log.info("step %d is removed from %s", step.number, root)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 

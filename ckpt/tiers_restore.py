@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from .errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
 from .group import Group
@@ -29,13 +30,12 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
     while True:
         # Listed anew each time: what could not be read may have been removed because something newer is there.
         call = group.call("restore", tiers.root, timeout)
-        listed: list[tuple[int, str, str]] = [(n, url, id) for n, url, id in call.agree("list", dict, lambda rows: tiers.copies(step))]
-        copies = [copy for copy in listed if copy[1:] not in tried]
+        copies: list[list[Any]] = call.agree("list", dict, lambda rows: tiers.copies(step, tried))
         if not copies:
             break
         number, url, id = copies[0]
         tried.add((url, id))
-        again = any(n == number for n, *_ in copies[1:])
+        again = len(copies) > 1
         try:
             load(url)
         except CkptError as err:

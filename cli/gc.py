@@ -47,7 +47,7 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps, none_here, remove_step
+    from ckpt.runs import infos, list_steps, none_here, remove_steps
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
@@ -67,13 +67,13 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
             hint = "they are yours to remove; `ckpt ls` lists them"
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
-    verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), infos(steps), datetime.fromtimestamp(now, timezone.utc))
+    facts = infos(steps)
+    verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), facts, datetime.fromtimestamp(now, timezone.utc))
     by_number = {s.number: s for s in steps}
     going = [by_number[n] for n in verdicts.removed]
     _tell(output, root, _step_rows(steps, verdicts, going, debris), debris, removed=yes)
-    for step in going if yes else ():
-        remove_step(root, step)
     if yes:
+        remove_steps(root, going, {info.step: info.referred_by for info in facts})
         remove_debris(backend, debris)
 
 

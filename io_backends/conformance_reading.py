@@ -221,6 +221,17 @@ class ListingRows:
         if prefix:
             assert listed.children(prefix + "/") == names
 
+    def test_version_tokens(self, backend: Backend) -> None:
+        for path in ("a/mark", "b/mark", "c/data/mark", "mark", "d/mark.txt", "e/x/mark"):
+            backend.publish(path, b"old", replaces=None)
+        before = backend.version_tokens("mark", skip="/data/")
+        backend.publish("b/mark", b"new", replaces=b"old")
+        after = backend.version_tokens("mark", skip="/data/")
+        if before is not None and after is not None:
+            assert before.keys() | after.keys() <= {"a", "b"}
+            assert after.get("a", "a") == before.get("a", after.get("a", "a"))
+            assert "b" not in before or after.get("b") != before["b"]
+
     def test_empty_root(self, backend: Backend) -> None:
         assert (list(backend.list()), backend.children(), backend.children("a")) == ([], [], [])
         backend.prepare()

@@ -196,6 +196,9 @@ class FaultyBackend(Backend):
     def children(self, prefix: str = "") -> builtins.list[str]:
         return self.process.operate(f"children {prefix}", lambda: self._inner.children(prefix))
 
+    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+        return self.process.operate(f"version_tokens {name}", lambda: self._inner.version_tokens(name, skip=skip))
+
     def create(self, path: str, size: int) -> Writer:
         return self.process.operate(f"create {path}", lambda: FaultyWriter(self._inner, path, size, self.process))
 

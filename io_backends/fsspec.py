@@ -165,6 +165,20 @@ class FsspecBackend(Backend):
         below_base = (name.removeprefix(f"{base}/") for name, i in names.items() if name.startswith(f"{base}/") and i["type"] != "other")
         return sorted(name for name in below_base if name.strip("/"))
 
+    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+        """See ``Backend.version_tokens``: of object stores whose listings tell generations or ETags. All objects are listed."""
+        with self._place.errors(self._url, "list", reading=True):
+            self._fs.invalidate_cache()
+            listed = {} if self._place.speaks(DIRECTORIES) else self._fs.find(self._place.root, detail=True)
+        below = len(self._place.root) + 1
+        tokens = {}
+        for path, info in listed.items():
+            directory, _, rest = path[below:].partition("/")
+            token = next((info[key] for key in ("generation", "etag", "ETag") if info.get(key)), None)
+            if rest == name and token is not None:
+                tokens[directory] = f"{token} {info.get('size')}"
+        return tokens or None
+
     # ---- writing
 
     def create(self, path: str, size: int) -> Writer:

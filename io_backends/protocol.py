@@ -238,6 +238,21 @@ class Backend(Protocol):
         """
         ...
 
+    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+        """For each directory right below the root that has an object ``name``: a text that is another one after that object was replaced.
+
+        None where that is not cheaper than reading them. Paths that contain ``skip``, such as ``/data/``, need not be listed.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        other bytes were published since then         another text, or the directory is left out
+        nobody wrote to it                            the same text, unless the directory was left out, as it may be: it counts as new
+        the directory has no such object              it is left out
+        ============================================  ==========================================================================
+        """
+        return None
+
     def create(self, path: str, size: int) -> Writer:
         """Start a new object of ``size`` bytes. Parents are made as needed.
 

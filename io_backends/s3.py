@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
@@ -141,6 +141,19 @@ class S3Backend(Backend):
             names += [str(p["Key"]) for p in page.get("Contents", ())]
         below = (name.removeprefix(start) for name in names)
         return sorted(name for name in below if _is_path(name.removesuffix("/")))
+
+    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+        """See ``Backend.version_tokens``: ETags of a listing in which all paths of a directory that contain ``skip`` count as one."""
+        tokens = {}
+        try:
+            for page in self._pages(Prefix=self._prefix, Delimiter=skip):
+                for entry in page.get("Contents", ()):
+                    directory, _, rest = str(entry["Key"]).removeprefix(self._prefix).partition("/")
+                    if rest == name and entry.get("ETag"):
+                        tokens[directory] = f"{entry['ETag']} {entry['Size']}"
+        except StorageError:
+            return None  # a store that knows no delimiter but the slash; if it is something else, who reads the objects hears of it
+        return tokens
 
     def _pages(self, **what: str) -> Iterator[Any]:
         while True:

@@ -118,15 +118,15 @@ def _verdict(step: int, reasons: list[str] | None) -> Verdict:
 
 def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:
     """All ``steps``, each after those that refer to it; where that leaves a choice, the lower one first."""
-    referrers = {s.step: sorted(r for r in s.referred_by if r != s.step) for s in steps}
+    referrers = {s.step: iter(sorted(r for r in s.referred_by if r != s.step)) for s in steps}
     order: dict[int, None] = {}
     begun: set[int] = set()
     for first in sorted(referrers):
-        path = [first]
+        path = [] if first in begun else [first]
         while path:
             step = path[-1]
             begun.add(step)
-            following = next((r for r in referrers[step] if r in referrers and r not in begun), None)
+            following = next((r for r in referrers[step] if r in referrers and r not in begun), None)  # goes on where it was
             if following is not None:
                 path.append(following)
             else:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import numpy as np
 import pytest
 
 from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.commit import CommitRecord, new_id
+from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Entry, open_backend, s3_client
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.s3 import S3Backend
 from ckpt.io_backends.s3_writer import part_size
+from ckpt.known_steps import KnownSteps
+from ckpt.runs import list_steps
+from tests.cli.checkpoints import write_checkpoint
 from tests.s3.meddling import Seen, answer, watch
 from tests.s3.stores import KEYS, ObjectStore, use
 
@@ -27,6 +33,53 @@ MIB = 1 << 20
 
 def random_bytes(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------- many steps
+
+
+def test_a_save_asks_a_store_for_few_things_however_many_steps_and_files_there_are(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing leaves out the data files of all steps, and a record that is the same object is not read again."""
+    write_checkpoint(f"{s3_url}/step-1", {"w": np.zeros((6, 2), np.float32)}, ranks=3)
+    known = KnownSteps(s3_url)
+    for n in range(2, 5):
+        copy(s3_url, f"step-{n}")
+    seen = watch(monkeypatch)
+    assert known.list() == list_steps(s3_url)
+    seen.clear()
+    listed = listed_objects(monkeypatch)
+    assert [s.number for s in known.list()] == [1, 2, 3, 4]
+    assert [s.operation for s in seen] == ["ListObjectsV2", "ListObjectsV2"]
+    assert not [path for path in listed if "/data/" in path] and sum("checkpoint.json" in path for path in listed) == 4
+    set_tags(open_backend(f"{s3_url}/step-3"), ["mine"])
+    seen.clear()
+    assert [s.number for s in known.list() if s.tags] == [3]
+    assert [s.operation for s in seen if s.operation == "GetObject"] == ["GetObject"]
+
+
+def listed_objects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The objects that listings give from now on."""
+    listed: list[str] = []
+    pages = S3Backend._pages
+
+    def kept(self: S3Backend, **what: str) -> Any:
+        for page in pages(self, **what):
+            listed.extend(str(entry["Key"]) for entry in page.get("Contents", ()))
+            yield page
+
+    monkeypatch.setattr(S3Backend, "_pages", kept)
+    return listed
+
+
+def copy(run: str, name: str) -> None:
+    """Step 1 under another name, and of another id."""
+    backend = open_backend(run)
+    for entry in backend.list("step-1/"):
+        inner = entry.path.removeprefix("step-1/")
+        data = backend.read(entry.path)
+        if inner == "checkpoint.json":
+            data = replace(CommitRecord.from_bytes(data, ""), id=new_id()).to_bytes()
+        put(backend, f"{name}/{inner}", data)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts

@@ -1,0 +1,222 @@
+"""What a job knows of its run: cheap to ask again, and never believed where the storage shows something else."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.converters.importing import import_checkpoint
+from ckpt.errors import NotFoundError
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.writer import set_tags
+from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.known_steps import KnownSteps, newest_first
+from ckpt.policies import EverySteps, Latest, StepInfo, retention
+from ckpt.runs import Step, infos, list_steps, remove_steps
+from ckpt.tiers import Tiers
+from tests.cli.checkpoints import flip, write_checkpoint
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+TINY = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
+
+
+def write(root: Path, *numbers: int) -> None:
+    for n in numbers:
+        write_checkpoint(str(root / f"step-{n}"), TINY, ranks=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Eight steps, on a file system whose times are exact enough to be believed at once."""
+    monkeypatch.setattr("ckpt.io_backends.posix._COARSE", 0)
+    write(tmp_path / "run", *range(8))
+    return tmp_path / "run"
+
+
+def read(ask: Any) -> tuple[Any, set[str]]:
+    """What ``ask`` gives, and the commit records that were read for it."""
+    process = FaultyProcess()
+    with wrap_backends(process.wrap):
+        answer = ask()
+    return answer, {
+        line.split()[1].split("/")[0] for line in process.log if line.startswith(("read", "size")) and "checkpoint.json" in line
+    }
+
+
+def test_only_what_is_new_or_changed_is_read_again(run: Path) -> None:
+    known = KnownSteps(str(run))
+    everything = {f"step-{n}" for n in range(8)}
+    steps, records = read(known.list)
+    assert steps == list_steps(str(run)) and records == everything
+    assert read(known.list) == (steps, set())
+
+    write(run, 8)
+    set_tags(open_backend(str(run / "step-1")), ["mine"])
+    write(run, 2)  # replaced under the same name
+    (run / "step-3" / "checkpoint.json").unlink()
+    shutil.rmtree(run / "step-4")
+    flip(run / "step-5" / "checkpoint.json", 40)
+    shutil.move(run / "step-6", run.parent / "moved")
+    (run / "step-6").symlink_to(run.parent / "moved")  # the same file, and yet nothing may be removed there any more
+    steps, records = read(known.list)
+    assert steps == list_steps(str(run))
+    assert records == {f"step-{n}" for n in (1, 2, 3, 5, 6, 8)}
+    told = {s.number: s for s in steps}
+    assert (told[1].tags, told[3].committed, told[5].damaged, bool(told[6].link), 4 in told) == (("mine",), False, True, True, False)
+
+
+def test_what_may_have_changed_within_the_same_tick_is_read_again(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    known = KnownSteps(str(tmp_path))
+    assert len(known.list()) == 1
+    assert read(known.list)[1] == {"step-1"}
+
+
+@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+def test_storages_of_every_kind_are_listed_as_they_are(tmp_path: Path, scheme: str) -> None:
+    root = f"{scheme}{tmp_path}" if scheme == "file://" else f"memory://{tmp_path.name}"
+    known = KnownSteps(root)
+    for n in (3, 1, 2):
+        write_checkpoint(f"{root}/step-{n}", TINY, ranks=1)
+        assert known.list() == list_steps(root)
+    set_tags(open_backend(f"{root}/step-2"), ["t"])
+    assert known.list() == list_steps(root)
+    assert [s.number for s in known.list()] == [1, 2, 3]
+
+
+def test_what_a_checkpoint_uses_stays_if_that_one_is_tagged_meanwhile(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ckpt.save(str(run / "step-1"), {"w": torch.full((4,), 1.0)})
+    import_checkpoint(str(run / "step-1"), str(run / "step-3"))
+    ckpt.save(str(run / "step-5"), {"w": torch.full((4,), 5.0)})
+    steps = list_steps(str(run))
+    facts = infos(steps)
+    going = retention(Latest(1), facts, facts[0].created).removed
+    assert going == (3, 1)
+    set_tags(open_backend(str(run / "step-3")), ["release"])
+    by_number = {s.number: s for s in steps}
+    assert remove_steps(str(run), [by_number[n] for n in going], {i.step: i.referred_by for i in facts}) == []
+    assert [s.number for s in list_steps(str(run)) if s.committed] == [1, 3, 5]
+    loaded = {"w": torch.zeros(4)}
+    ckpt.load(str(run / "step-3"), loaded)
+    assert torch.equal(loaded["w"], torch.full((4,), 1.0))
+
+
+def test_a_step_that_became_virtual_keeps_what_it_points_into(run: Path) -> None:
+    """The job knows step 7 as a checkpoint with files of its own; somebody has put another in its place since."""
+    tiers = Tiers(str(run), keep=Latest(2))
+    assert len(tiers.steps()) == 8
+    shutil.rmtree(run / "step-7")
+    import_checkpoint(str(run / "step-0"), str(run / "step-7"))
+    tiers.retain()
+    assert sorted(p.name for p in run.iterdir()) == ["step-0", "step-6", "step-7"]
+
+
+# ------------------------------------------------------------------------------------------------------ the newest first
+
+
+def test_going_on_reads_the_newest_few(run: Path) -> None:
+    tiers = Tiers(str(run))
+    rows, records = read(lambda: tiers.copies(None))
+    assert [row[0] for row in rows] == [7] and records == {"step-7"}
+    rows, records = read(lambda: tiers.copies(None, {(rows[0][1], rows[0][2])}))
+    assert [row[0] for row in rows] == [6] and records == {"step-7", "step-6"}
+    flip(run / "step-7" / "checkpoint.json", 40)
+    (run / "step-6" / "checkpoint.json").unlink()
+    assert (tiers.latest(), tiers.copies(None)[0][0]) == (5, 5)
+    rows, records = read(lambda: tiers.copies(2))
+    assert [row[0] for row in rows] == [2] and records == {"step-2"}
+
+
+def test_with_a_local_tier_both_are_read_from_the_newest_on(run: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    shutil.copytree(run / "step-6", local / "step-6")
+    tiers = Tiers(str(run), local=str(local))
+    assert [row[1] for row in tiers.copies(None)] == [str(run / "step-7")]
+    shutil.rmtree(run / "step-7")
+    assert [row[1] for row in tiers.copies(None)] == [str(local / "step-6"), str(run / "step-6")]
+    assert [row[1] for row in tiers.copies(3)] == [str(run / "step-3")]
+    with pytest.raises(NotFoundError, match="step 9"):
+        tiers.copies(9)
+
+
+def test_links_are_left_out_as_a_listing_does(run: Path) -> None:
+    (run / "step-9").symlink_to(run / "step-7")
+    (run / "step-3.link").symlink_to(run / "step-2")
+    (run / "link-step-4").symlink_to(run / "step-5")
+    listed = [(s.number, s.url) for s in list_steps(str(run))]
+    assert [(n, s.url) for n, steps in newest_first(str(run)) for s in steps] == listed[::-1]
+    assert Tiers(str(run)).latest() == 7
+
+
+# --------------------------------------------------------------------------------------------------------------- growth
+
+
+def many(count: int) -> list[Step]:
+    """Steps of which each tenth points into the one before it and into the first."""
+    created = "2026-01-01T00:00:00.000+00:00"
+    return [
+        Step(
+            number=n,
+            url=f"/nowhere/run/step-{n:08d}",
+            committed=True,
+            created=created,
+            id=f"{n:016d}",
+            sources=(f"/nowhere/run/step-{n - 1:08d}/data", "/nowhere/run/step-00000000") if n and n % 10 == 0 else (),
+        )
+        for n in range(count)
+    ]
+
+
+def test_what_is_known_of_steps_grows_with_their_number() -> None:
+    def seconds(count: int) -> float:
+        steps = many(count)
+        begin = time.process_time()
+        facts = infos(steps)
+        verdicts = retention(Latest(3), facts, facts[0].created)
+        taken = time.process_time() - begin
+        assert facts[9].referred_by == (10,) and len(facts[0].referred_by) == (count - 1) // 10
+        assert len(verdicts.removed) >= count - 4
+        return taken
+
+    assert min(seconds(6000) for _ in range(3)) < 12 * min(seconds(1000) for _ in range(3))  # 36 if it were quadratic
+
+
+def test_the_order_of_removal_grows_with_the_number_of_users() -> None:
+    def seconds(count: int) -> float:
+        facts = [StepInfo(step=n, created=NOW, referred_by=tuple(range(1, count)) if n == 0 else ()) for n in range(count)]
+        begin = time.process_time()
+        assert retention(Latest(1), facts, NOW).removed == (*range(1, count - 1),)  # the newest uses the first
+        return time.process_time() - begin
+
+    assert min(seconds(8000) for _ in range(2)) < 20 * min(seconds(1000) for _ in range(2)) + 0.05
+
+
+def test_a_save_reads_as_many_records_however_many_steps_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.io_backends.posix._COARSE", 0)
+    write(tmp_path, 0)
+    counts = {}
+    for count in (8, 64):
+        for n in range(1, count):
+            copied(tmp_path, n)
+        with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1), keep=Latest(1000)) as checkpointer:
+            checkpointer.save(1000 + count, {"x": 1}).wait()
+            _, counts[count] = read(lambda: checkpointer.save(2000 + count, {"x": 1}).wait())  # noqa: B023
+    assert len(counts[64]) == len(counts[8]) <= 2
+
+
+def copied(root: Path, number: int) -> None:
+    """A checkpoint of another step and id, without data: enough to be listed."""
+    record = CommitRecord.from_bytes((root / "step-0" / "checkpoint.json").read_bytes(), "")
+    (root / f"step-{number}").mkdir(exist_ok=True)
+    (root / f"step-{number}" / "checkpoint.json").write_bytes(replace(record, id=f"{number:016d}").to_bytes())
