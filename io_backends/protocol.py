@@ -46,6 +46,8 @@ class Grain:
     """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
     calls: int = 0
     """Reads or writes that one process has to have going on at once, however few cores it has."""
+    single: int = 0
+    """Bytes of an object that is written all at once: a Writer of one that is not longer leaves nothing unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,21 @@ class Backend(Protocol):
             raise too_large(f"{self.url.rstrip('/')}/{path}", size, limit)
         return self.read(path)
 
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """The first ``length`` bytes and the size of the object, which one request of an object store tells together.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        it has at least ``length`` bytes              these bytes, and its size
+        it has fewer                                  all of its bytes, and its size
+        ``path`` is absent or a directory             NotFoundError
+        ``length`` is negative                        UsageError
+        ============================================  ==========================================================================
+        """
+        size = self.size(path)
+        return self.read(path, 0, min(length, size)), size
+
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """Let caches of this machine forget ``length`` bytes of the object from ``offset`` on, or all from there, so that the next read
         comes from the storage. Only a hint: never fails, and where nothing is cached it does nothing."""
@@ -245,7 +262,7 @@ class Backend(Protocol):
         situation                                     required outcome
         ============================================  ==========================================================================
         ``path`` is absent                            an open Writer
-        ``path`` is an object                         ConflictError; the object stays as it is
+        ``path`` is an object                         ConflictError, here or from ``commit``; the object stays as it is
         two callers at once                           at most one commits; a backend that cannot promise this says so
         ``size`` is negative                          UsageError
         ============================================  ==========================================================================

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from botocore.exceptions import ClientError
 
 from ckpt import settings
-from ckpt.errors import AccessError, CkptError, ConflictError, StorageError
+from ckpt.errors import AccessError, CkptError, StorageError
 
 from .s3_checksums import OFF, WAYS, Checks, Sums, md5_in
 from .s3_errors import code_of, is_changed, is_passing, status_of, tag_of
@@ -57,19 +57,26 @@ def conditional(key: Key) -> bool:
 
 
 def probe(key: Key) -> None:
-    """Write a small object beside ``key`` and delete it. The first time in a bucket, also try what it can do.
+    """Write a small object beside ``key`` and delete it; once for all places beside each other, such as the steps of a run. The first time
+    in a bucket, also try what it can do.
 
     Raises:
         NotFoundError: there is no such bucket.
         StorageError: nothing can be written there, or a checksum that was asked for is not compared.
     """
     client, bucket = key.client, key.bucket
-    with client.trying, _beside(key) as beside:
-        if bucket in client.conditional and bucket in client.checks:
-            put(beside, _PROBE, {}, client.checks[bucket])
+    run = bucket, "/".join(key.key.split("/")[:-2])
+    with client.trying:
+        known = bucket in client.conditional and bucket in client.checks
+        if known and run in client.writable:
             return
-        client.conditional[bucket] = _keeps_conditions(beside)
-        client.checks[bucket] = _first_compared(beside, _candidates(settings.s3_checksum(), secure=client.secure()), _whole(beside))
+        with _beside(key) as beside:
+            if known:
+                put(beside, _PROBE, {}, client.checks[bucket])
+            else:
+                client.conditional[bucket] = _keeps_conditions(beside)
+                client.checks[bucket] = _first_compared(beside, _candidates(settings.s3_checksum(), secure=client.secure()), _whole(beside))
+        client.writable.add(run)
 
 
 @contextmanager
@@ -93,7 +100,7 @@ def _named_beside(key: Key) -> Key:
 def _keeps_conditions(key: Key) -> bool:
     """Whether of two writes "if absent" the second is refused, and a write "if it is this" of something else."""
     try:
-        put(key, _PROBE, {"IfNoneMatch": "*"}, OFF)
+        _refuses(key, {"IfNoneMatch": "*"})
         return _refuses(key, {"IfNoneMatch": "*"}) and _refuses(key, {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
     except StorageError as err:
         if _is_unknown(err.__cause__):
@@ -107,11 +114,16 @@ def _is_unknown(err: BaseException | None) -> bool:
 
 
 def _refuses(key: Key, condition: dict[str, str]) -> bool:
-    try:
-        put(key, b"again", condition, OFF)
-    except ConflictError:
-        return True
-    return False
+    def request(boto: Any, _: Tries) -> bool:
+        try:
+            boto.put_object(**key.names, **condition, Body=_PROBE)
+        except ClientError as err:
+            if status_of(err) != 412:
+                raise
+            return True
+        return False
+
+    return key.client.attempt("write", key.where, request)
 
 
 # ---- checksums

@@ -73,6 +73,8 @@ class Leader:
         self.tables: Tables | None = None
         self._begun: dict[int, Row] = {}
         self._values: Values | None = None
+        self._listed: list[str] = []
+        self._longest = 0
 
     # ---- begin
 
@@ -168,6 +170,7 @@ class Leader:
             kept.values, kept.state = self._said(), None
         values = self.values() if kept.state is None else Values(None, {})
         contents = Contents(tensors=entries, files=tuple(files), state=values.state, ranks=values.own)
+        self._longest = max((f.size for f in files), default=0)
         self.call.beat()
         features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
         record = write_index(
@@ -179,6 +182,7 @@ class Leader:
             features=features,
             kept=kept,
             metrics=self.metrics,
+            listed=self._listed,
         )
         return {"id": id, "tensor_bytes": record.tensor_bytes}
 
@@ -243,7 +247,7 @@ class Leader:
         try:
             replaced = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
             stale: dict[str, list[str]] = {}
-            for path in sorted(e.path for e in self.backend.list()):
+            for path in sorted(self._listed or (e.path for e in self.backend.list())):
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
@@ -251,7 +255,8 @@ class Leader:
                 self.backend.delete(path)
             for save, paths in stale.items():
                 clear(self.backend, save, "", paths, partial(committed_id, self.backend))
-            self._forget_uploads(id)
+            if self._longest > self.backend.grain.single:  # else no save of this size leaves any
+                self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
 

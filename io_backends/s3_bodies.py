@@ -1,0 +1,46 @@
+"""What requests send: memory, piece by piece. No requests.
+
+The standard library gives a socket one time-out for all that it is handed at once. Handed a whole part, that would end every upload over a
+slow line, however steadily it goes on; so a body is handed over in pieces, each with a time-out of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+PIECE = 256 << 10
+"""Bytes that have to be taken by the network before a time-out is over."""
+
+
+class Body:
+    """A file of these bytes, as botocore takes it: it is never copied. ``went_on`` is called for each piece."""
+
+    def __init__(self, data: memoryview | bytes, went_on: Callable[[], None] | None = None) -> None:
+        self._view = memoryview(data)
+        self._at = 0
+        self._went_on = went_on
+
+    def __len__(self) -> int:
+        return self._view.nbytes
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        """The next piece; its length does not depend on ``size``: who sends asks for 16 KiB at a time, a call of the system for each."""
+        del size
+        piece = self._view[self._at : self._at + PIECE]
+        self._at += piece.nbytes
+        if self._went_on is not None:
+            self._went_on()
+        return piece if piece.nbytes else b""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """As for files."""
+        self._at = offset + (0, self._at, self._view.nbytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """As for files."""
+        return self._at
+
+    def getbuffer(self) -> memoryview:
+        """All bytes."""
+        return self._view
