@@ -325,6 +325,15 @@ class Backend(Protocol):
         """
         ...
 
+    def abilities(self) -> str | None:
+        """What ``prepare`` found out about the storage, for ``assume`` in other processes of the job: None if there was nothing to find."""
+        return None
+
+    def assume(self, abilities: str) -> None:
+        """Take what ``abilities`` of another process gave as tried, so that this one need not try. What was tried at another storage, or is
+        no such text, is left aside."""
+        return None  # noqa: RET501  a body, so that backends that try nothing need none
+
     def link(self, path: str = "") -> str | None:
         """Where ``path`` (by default the root) leads if it is a symbolic link, as a URL; None if it is none, also where there are no links.
 

@@ -18,7 +18,7 @@ from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_options import DEFAULT, S3Options
-from .s3_probing import conditional, probe
+from .s3_probing import abilities, assume, conditional, probe
 from .s3_publishing import publish
 from .s3_reading import Key, described, head, read_into, read_start, read_tagged
 from .s3_requests import delete, forget
@@ -200,6 +200,14 @@ class S3Backend(Backend):
         key = self._key("checkpoint")
         probe(key)
         conditional(key)
+
+    def abilities(self) -> str:
+        """See ``Backend.abilities``: what ``s3_probing`` tries, of parts too."""
+        return abilities(self._key("checkpoint"))
+
+    def assume(self, abilities: str) -> None:
+        """See ``Backend.assume``."""
+        assume(self._key("checkpoint"), abilities)
 
     # ---- uploads that nobody ends
 

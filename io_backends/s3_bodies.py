@@ -13,12 +13,14 @@ PIECE = 256 << 10
 
 
 class Body:
-    """A file of these bytes, as botocore takes it: it is never copied. ``went_on`` is called for each piece."""
+    """A file of these bytes for one try, as botocore takes it: it is never copied. ``sent`` is told how many bytes were taken out of it,
+    which are more than there are if they are hashed before they are sent."""
 
-    def __init__(self, data: memoryview | bytes, went_on: Callable[[], None] | None = None) -> None:
+    def __init__(self, data: memoryview | bytes, sent: Callable[[int], None]) -> None:
         self._view = memoryview(data)
         self._at = 0
-        self._went_on = went_on
+        self._taken = 0
+        self._sent = sent
 
     def __len__(self) -> int:
         return self._view.nbytes
@@ -28,8 +30,8 @@ class Body:
         del size
         piece = self._view[self._at : self._at + PIECE]
         self._at += piece.nbytes
-        if self._went_on is not None:
-            self._went_on()
+        self._taken += piece.nbytes
+        self._sent(self._taken)
         return piece if piece.nbytes else b""
 
     def seek(self, offset: int, whence: int = 0) -> int:

@@ -79,6 +79,8 @@ class S3Client:
         """Buckets, and whether they keep the conditions of a request."""
         self.writable: set[tuple[str, str]] = set()
         """Buckets and prefixes below which an object could be written."""
+        self.bare_tags: set[str] = set()
+        """Buckets that compare ETags without the quotes that belong to them."""
         self.checks: dict[str, Checks] = {}
         """Buckets, and the checksums of whole objects that they compare."""
         self.part_checks: dict[str, Checks] = {}
@@ -126,7 +128,7 @@ class S3Client:
 
     def body(self, data: memoryview | bytes, tries: Tries) -> Body | bytes:
         """What botocore sends in one of these tries: with checksums of its own it takes bytes alone."""
-        return bytes(data) if self._checksums else Body(data, tries.went_on)
+        return bytes(data) if self._checksums else Body(data, tries.sent)
 
     def tag_of(self, answer: Mapping[str, Any]) -> str:
         """The ETag of an answer; raises what ``s3_errors.tag_of`` does. After the first one, an answer without an ETag was cut off."""
@@ -134,9 +136,14 @@ class S3Client:
         self._store.tagged = True
         return tag
 
+    @property
+    def endpoint(self) -> str:
+        """The URL of the store, as we reach it."""
+        return str(self._client().meta.endpoint_url)
+
     def secure(self) -> bool:
         """Whether TLS protects the way."""
-        return str(self._client().meta.endpoint_url).startswith("https:")
+        return self.endpoint.startswith("https:")
 
     def sign_bodies(self, *, on: bool) -> None:
         """Whether the hash of a body is part of the signature."""

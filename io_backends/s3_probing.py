@@ -1,16 +1,18 @@
 """What a store can do, tried with small objects that are deleted at once: whether it keeps conditions, and which checksums it compares.
 
 Many stores take headers that they do not know without a word, so only a request that has to be refused tells. Each process tries once per
-bucket; parts are tried when the first file is sent in parts, since some stores compare the checksums of whole objects only.
+bucket, of the ranks of a job only the leader. Parts are tried when the first file is sent in parts, since some stores compare the checksums
+of whole objects only.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from botocore.exceptions import ClientError
@@ -124,6 +126,33 @@ def _refuses(key: Key, condition: dict[str, str]) -> bool:
         return False
 
     return key.client.attempt("write", key.where, request)
+
+
+# ---- for other processes
+
+
+def abilities(key: Key) -> str:
+    """What was tried, for ``assume``; tried now if it was not."""
+    tried = {"conditional": conditional(key), "whole": asdict(checks_of(key))}
+    with suppress(CkptError):  # perhaps nobody sends parts; who does tries them, and fails
+        tried["parts"] = asdict(part_checks_of(key))
+    return json.dumps({"endpoint": key.client.endpoint, "bucket": key.bucket, "asked": settings.s3_checksum(), **tried})
+
+
+def assume(key: Key, abilities: str) -> None:
+    """Take what another process tried, if it reaches the same store in the same way, and was asked for the same."""
+    client, bucket = key.client, key.bucket
+    with client.trying, suppress(ValueError, KeyError, TypeError):
+        found = json.loads(abilities)
+        same = (found["endpoint"], found["bucket"], found["asked"]) == (client.endpoint, bucket, settings.s3_checksum())
+        checks = {kind: Checks(**found[kind]) for kind in ("whole", "parts") if kind in found}
+        if not same or bucket in client.checks or not {c.way for c in checks.values()} <= {*WAYS, OFF.way}:
+            return
+        client.conditional[bucket], client.checks[bucket] = bool(found["conditional"]), checks["whole"]
+        if "parts" in checks:
+            client.part_checks[bucket] = checks["parts"]
+        if any(c.way == "sha256" for c in checks.values()):
+            client.sign_bodies(on=True)
 
 
 # ---- checksums

@@ -70,11 +70,12 @@ class Leader:
         self.metrics = metrics
         self.earlier = earlier
         self.previous: bytes | None = None
+        self.abilities: str | None = None
         self.tables: Tables | None = None
         self._begun: dict[int, Row] = {}
         self._values: Values | None = None
         self._listed: list[str] = []
-        self._longest = 0
+        self._first, self._longest = not known, 0
 
     # ---- begin
 
@@ -91,7 +92,7 @@ class Leader:
         kept = self.tables.index.values() if self.tables is not None else ()
         if not any(k.state is not None and k.values == self._said() for _, k in kept):
             self.values()  # they may contradict each other
-        return {"id": id}
+        return {"id": id, "storage": self.abilities}
 
     def start(self, tables: Tables) -> str:
         """Make ready to save these tensors; the id of the save.
@@ -102,6 +103,7 @@ class Leader:
         """
         check_no_link(self.backend)
         self.backend.prepare()
+        self.abilities = self.backend.abilities() if self.call.group.size > 1 else None
         self.previous = read_record(self.backend)
         self.tables = tables
         return new_id(after=self.previous, later_than=self.earlier() if self.earlier is not None else None)
@@ -255,7 +257,7 @@ class Leader:
                 self.backend.delete(path)
             for save, paths in stale.items():
                 clear(self.backend, save, "", paths, partial(committed_id, self.backend))
-            if self._longest > self.backend.grain.single:  # else no save of this size leaves any
+            if self._first or self._longest > self.backend.grain.single:  # else no save of this job leaves any
                 self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
