@@ -122,6 +122,18 @@ class ReadingRows:
             with pytest.raises(NotFoundError):
                 backend.read_whole(path, 10)
 
+    def test_read_start(self, backend: Backend) -> None:
+        put(backend, "d/a", BYTES)
+        put(backend, "d/empty", b"")
+        for length in (0, 1, len(BYTES), len(BYTES) + 1):
+            assert backend.read_start("d/a", length) == (BYTES[:length], len(BYTES))
+            assert backend.read_start("d/empty", length) == (b"", 0)
+        with pytest.raises(UsageError):
+            backend.read_start("d/a", -1)
+        for path in ("absent", "d"):
+            with pytest.raises(NotFoundError):
+                backend.read_start(path, 10)
+
     def test_refuses_buffers_it_cannot_fill(self, backend: Backend) -> None:
         put(backend, "a", BYTES)
         with pytest.raises(UsageError):

@@ -46,6 +46,8 @@ class Grain:
     """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
     calls: int = 0
     """Reads or writes that one process has to have going on at once, however few cores it has."""
+    single: int = 0
+    """Bytes of an object that is written all at once: a Writer of one that is not longer leaves nothing unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,21 @@ class Backend(Protocol):
             raise too_large(f"{self.url.rstrip('/')}/{path}", size, limit)
         return self.read(path)
 
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """The first ``length`` bytes and the size of the object, which one request of an object store tells together.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        it has at least ``length`` bytes              these bytes, and its size
+        it has fewer                                  all of its bytes, and its size
+        ``path`` is absent or a directory             NotFoundError
+        ``length`` is negative                        UsageError
+        ============================================  ==========================================================================
+        """
+        size = self.size(path)
+        return self.read(path, 0, min(length, size)), size
+
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """Let caches of this machine forget ``length`` bytes of the object from ``offset`` on, or all from there, so that the next read
         comes from the storage. Only a hint: never fails, and where nothing is cached it does nothing."""
@@ -260,7 +277,7 @@ class Backend(Protocol):
         situation                                     required outcome
         ============================================  ==========================================================================
         ``path`` is absent                            an open Writer
-        ``path`` is an object                         ConflictError; the object stays as it is
+        ``path`` is an object                         ConflictError, here or from ``commit``; the object stays as it is
         two callers at once                           at most one commits; a backend that cannot promise this says so
         ``size`` is negative                          UsageError
         ============================================  ==========================================================================
@@ -322,6 +339,15 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def abilities(self) -> str | None:
+        """What ``prepare`` found out about the storage, for ``assume`` in other processes of the job: None if there was nothing to find."""
+        return None
+
+    def assume(self, abilities: str) -> None:
+        """Take what ``abilities`` of another process gave as tried, so that this one need not try. What was tried at another storage, or is
+        no such text, is left aside."""
+        return None  # noqa: RET501  a body, so that backends that try nothing need none
 
     def link(self, path: str = "") -> str | None:
         """Where ``path`` (by default the root) leads if it is a symbolic link, as a URL; None if it is none, also where there are no links.

@@ -12,20 +12,22 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, StorageError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_options import DEFAULT, S3Options
-from .s3_probing import conditional, probe
+from .s3_probing import abilities, assume, conditional, probe
 from .s3_publishing import publish
-from .s3_reading import RANGE, Key, described, head, read_into, read_tagged
+from .s3_reading import Key, described, head, read_into, read_start, read_tagged
 from .s3_requests import delete, forget
 from .s3_shared import S3SharedObject
-from .s3_writer import PART, S3Writer, part_size
+from .s3_writer import PART, SINGLE, S3Writer, check_free, part_size
 
 _SCHEME = "s3://"
+_PIECE = 8 << 20
+"""Each thread has room for one."""
 _STRETCH = 64 << 20
 """As long as a chunk may be: a checkpoint of few tensors keeps the store as busy as one of many."""
 _GAP = 1 << 20
@@ -34,12 +36,14 @@ _GAP = 1 << 20
 
 class S3Backend(Backend):
     """The objects of a bucket below a prefix. Parts of an upload have at least ``part`` bytes, which is at least 5 MiB for most stores.
+    Objects up to ``single`` bytes are sent in one request while there is room for them; by default that is one part, or 64 MiB if nothing
+    is said about parts.
 
     Of two Writers of one path at most one commits if the object is small enough for one request, or the store keeps the condition of
     completing an upload, as AWS does and Ceph does not.
     """
 
-    def __init__(self, url: str, *, part: int = PART, options: S3Options = DEFAULT) -> None:
+    def __init__(self, url: str, *, part: int = PART, single: int | None = None, options: S3Options = DEFAULT) -> None:
         bucket, _, prefix = url.removeprefix(_SCHEME).partition("/")
         if not url.startswith(_SCHEME) or not bucket:
             raise UsageError(f"{url!r} is not the URL of a bucket", hint="write s3://bucket/prefix")
@@ -47,6 +51,7 @@ class S3Backend(Backend):
         self._bucket = bucket
         self._prefix = f"{check_path(prefix)}/" if prefix else ""
         self._part = part
+        self._single = single if single is not None else SINGLE if part == PART else part
         self._options = options
 
     @property
@@ -57,7 +62,7 @@ class S3Backend(Backend):
     @property
     def grain(self) -> Grain:
         """Long ranges, many at once: each answer takes a while to begin."""
-        return Grain(piece=RANGE, stretch=_STRETCH, gap=_GAP, calls=LANES)
+        return Grain(piece=_PIECE, stretch=_STRETCH, gap=_GAP, calls=LANES, single=self._single)
 
     @property
     def _client(self) -> S3Client:
@@ -87,6 +92,11 @@ class S3Backend(Backend):
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
         read_into(self._key(path), offset, view)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """See ``Backend.read_start``. One request."""
+        check_read(0, length)
+        return read_start(self._key(path), length)
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
@@ -170,14 +180,19 @@ class S3Backend(Backend):
     # ---- writing
 
     def create(self, path: str, size: int) -> Writer:
-        """See ``Backend.create``."""
+        """See ``Backend.create``. Where one conditional request writes the object, that request tells whether the name is taken."""
         key = self._key(path)
         check_size(size, key.where)
-        try:
-            head(key)
-        except NotFoundError:
-            return S3Writer(key, size, part_size(size, self._part), conditional=conditional(key))
-        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
+        keeps, part = conditional(key), part_size(size, self._part)
+        room = size if part < size <= self._single and key.client.room.take(size) else 0
+        writer = S3Writer(key, size, part, conditional=keeps, single=bool(room) or size <= part, room=room)
+        if not (writer.single and keeps):
+            try:
+                check_free(key)
+            except BaseException:
+                writer.abort()
+                raise
+        return writer
 
     def share(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
         """See ``Backend.share``."""
@@ -198,6 +213,14 @@ class S3Backend(Backend):
         key = self._key("checkpoint")
         probe(key)
         conditional(key)
+
+    def abilities(self) -> str:
+        """See ``Backend.abilities``: what ``s3_probing`` tries, of parts too."""
+        return abilities(self._key("checkpoint"))
+
+    def assume(self, abilities: str) -> None:
+        """See ``Backend.assume``."""
+        assume(self._key("checkpoint"), abilities)
 
     # ---- uploads that nobody ends
 

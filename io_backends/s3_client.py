@@ -18,6 +18,7 @@ from botocore.exceptions import CredentialRetrievalError
 from ckpt import settings
 from ckpt.errors import CkptError, StorageError
 
+from .s3_bodies import Body
 from .s3_checksums import Checks
 from .s3_errors import FAILURES, HALF_ANSWERS, TruncatedError, is_refused, is_stale_key, tag_of, translated
 from .s3_options import DEFAULT, S3Options
@@ -30,6 +31,8 @@ STALL, PATIENCE = 30.0, 120.0
 CONNECTIONS = 128
 LANES = 16
 """Parts that are sent at once, and calls that one process has going on."""
+ROOM = 256 << 20
+"""Bytes of longer objects that are gathered at once to be sent in one request each."""
 _RENEW = 30.0
 """Seconds before credentials are looked up anew a second time."""
 
@@ -38,6 +41,26 @@ def environment() -> tuple[tuple[str, str], ...]:
     """All that decides what a client is like, as far as it is not in files."""
     names = ("HOME", "CKPT_TIMEOUT", "CKPT_S3_CHECKSUM", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k in names))
+
+
+class Room:
+    """So much memory for those who come first; others do with less. Thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> bool:
+        """Whether there was as much."""
+        with self._lock:
+            enough = self._free >= size
+            self._free -= size if enough else 0
+            return enough
+
+    def give_back(self, size: int) -> None:
+        """What was taken."""
+        with self._lock:
+            self._free += size
 
 
 class S3Client:
@@ -50,8 +73,14 @@ class S3Client:
         self._stall = min(STALL, timeout / 4)
         self.lanes = threading.BoundedSemaphore(LANES)
         """For parts that are sent beside the caller: they are what is kept in memory."""
+        self.room = Room(ROOM)
+        """For objects that are gathered whole, and are longer than a part."""
         self.conditional: dict[str, bool] = {}
         """Buckets, and whether they keep the conditions of a request."""
+        self.writable: set[tuple[str, str]] = set()
+        """Buckets and prefixes below which an object could be written."""
+        self.bare_tags: set[str] = set()
+        """Buckets that compare ETags without the quotes that belong to them."""
         self.checks: dict[str, Checks] = {}
         """Buckets, and the checksums of whole objects that they compare."""
         self.part_checks: dict[str, Checks] = {}
@@ -97,9 +126,9 @@ class S3Client:
                     raise translated(err, "set up the client", where, options=self._options) from err
                 tries.again(TruncatedError(f"half an answer: {type(err).__name__}: {err}"))
 
-    def body(self, data: memoryview | bytes) -> memoryview | bytes:
-        """What botocore takes as a body: with checksums of its own it knows no memoryview."""
-        return bytes(data) if self._checksums else data
+    def body(self, data: memoryview | bytes, tries: Tries) -> Body | bytes:
+        """What botocore sends in one of these tries: with checksums of its own it takes bytes alone."""
+        return bytes(data) if self._checksums else Body(data, tries.sent)
 
     def tag_of(self, answer: Mapping[str, Any]) -> str:
         """The ETag of an answer; raises what ``s3_errors.tag_of`` does. After the first one, an answer without an ETag was cut off."""
@@ -107,9 +136,14 @@ class S3Client:
         self._store.tagged = True
         return tag
 
+    @property
+    def endpoint(self) -> str:
+        """The URL of the store, as we reach it."""
+        return str(self._client().meta.endpoint_url)
+
     def secure(self) -> bool:
         """Whether TLS protects the way."""
-        return str(self._client().meta.endpoint_url).startswith("https:")
+        return self.endpoint.startswith("https:")
 
     def sign_bodies(self, *, on: bool) -> None:
         """Whether the hash of a body is part of the signature."""
@@ -185,9 +219,15 @@ def _make(stall: float, options: S3Options = DEFAULT) -> Any:
     host = urlsplit(made.meta.endpoint_url).hostname or ""
     if not ("addressing_style" in {**s3, **styled} or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))):
         made = client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
+    made.meta.events.register("before-call.s3", _expect_nothing)
     if options.requester_pays:
         made.meta.events.register("before-call.s3", _pay)
     return made
+
+
+def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
+    """Files are sent with "Expect: 100-continue": one more way to the store and back, and a second where a store does not know it."""
+    params["headers"].pop("Expect", None)
 
 
 def _pay(params: dict[str, Any], **_: Any) -> None:

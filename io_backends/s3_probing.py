@@ -1,22 +1,24 @@
 """What a store can do, tried with small objects that are deleted at once: whether it keeps conditions, and which checksums it compares.
 
 Many stores take headers that they do not know without a word, so only a request that has to be refused tells. Each process tries once per
-bucket; parts are tried when the first file is sent in parts, since some stores compare the checksums of whole objects only.
+bucket, of the ranks of a job only the leader. Parts are tried when the first file is sent in parts, since some stores compare the checksums
+of whole objects only.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from botocore.exceptions import ClientError
 
 from ckpt import settings
-from ckpt.errors import AccessError, CkptError, ConflictError, StorageError
+from ckpt.errors import AccessError, CkptError, StorageError
 
 from .s3_checksums import OFF, WAYS, Checks, Sums, md5_in
 from .s3_errors import code_of, is_changed, is_passing, status_of, tag_of
@@ -57,19 +59,26 @@ def conditional(key: Key) -> bool:
 
 
 def probe(key: Key) -> None:
-    """Write a small object beside ``key`` and delete it. The first time in a bucket, also try what it can do.
+    """Write a small object beside ``key`` and delete it; once for all places beside each other, such as the steps of a run. The first time
+    in a bucket, also try what it can do.
 
     Raises:
         NotFoundError: there is no such bucket.
         StorageError: nothing can be written there, or a checksum that was asked for is not compared.
     """
     client, bucket = key.client, key.bucket
-    with client.trying, _beside(key) as beside:
-        if bucket in client.conditional and bucket in client.checks:
-            put(beside, _PROBE, {}, client.checks[bucket])
+    run = bucket, "/".join(key.key.split("/")[:-2])
+    with client.trying:
+        known = bucket in client.conditional and bucket in client.checks
+        if known and run in client.writable:
             return
-        client.conditional[bucket] = _keeps_conditions(beside)
-        client.checks[bucket] = _first_compared(beside, _candidates(settings.s3_checksum(), secure=client.secure()), _whole(beside))
+        with _beside(key) as beside:
+            if known:
+                put(beside, _PROBE, {}, client.checks[bucket])
+            else:
+                client.conditional[bucket] = _keeps_conditions(beside)
+                client.checks[bucket] = _first_compared(beside, _candidates(settings.s3_checksum(), secure=client.secure()), _whole(beside))
+        client.writable.add(run)
 
 
 @contextmanager
@@ -93,7 +102,7 @@ def _named_beside(key: Key) -> Key:
 def _keeps_conditions(key: Key) -> bool:
     """Whether of two writes "if absent" the second is refused, and a write "if it is this" of something else."""
     try:
-        put(key, _PROBE, {"IfNoneMatch": "*"}, OFF)
+        _refuses(key, {"IfNoneMatch": "*"})
         return _refuses(key, {"IfNoneMatch": "*"}) and _refuses(key, {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
     except StorageError as err:
         if _is_unknown(err.__cause__):
@@ -107,11 +116,43 @@ def _is_unknown(err: BaseException | None) -> bool:
 
 
 def _refuses(key: Key, condition: dict[str, str]) -> bool:
-    try:
-        put(key, b"again", condition, OFF)
-    except ConflictError:
-        return True
-    return False
+    def request(boto: Any, _: Tries) -> bool:
+        try:
+            boto.put_object(**key.names, **condition, Body=_PROBE)
+        except ClientError as err:
+            if status_of(err) != 412:
+                raise
+            return True
+        return False
+
+    return key.client.attempt("write", key.where, request)
+
+
+# ---- for other processes
+
+
+def abilities(key: Key) -> str:
+    """What was tried, for ``assume``; tried now if it was not."""
+    tried = {"conditional": conditional(key), "whole": asdict(checks_of(key))}
+    with suppress(CkptError):  # perhaps nobody sends parts; who does tries them, and fails
+        tried["parts"] = asdict(part_checks_of(key))
+    return json.dumps({"endpoint": key.client.endpoint, "bucket": key.bucket, "asked": settings.s3_checksum(), **tried})
+
+
+def assume(key: Key, abilities: str) -> None:
+    """Take what another process tried, if it reaches the same store in the same way, and was asked for the same."""
+    client, bucket = key.client, key.bucket
+    with client.trying, suppress(ValueError, KeyError, TypeError):
+        found = json.loads(abilities)
+        same = (found["endpoint"], found["bucket"], found["asked"]) == (client.endpoint, bucket, settings.s3_checksum())
+        checks = {kind: Checks(**found[kind]) for kind in ("whole", "parts") if kind in found}
+        if not same or bucket in client.checks or not {c.way for c in checks.values()} <= {*WAYS, OFF.way}:
+            return
+        client.conditional[bucket], client.checks[bucket] = bool(found["conditional"]), checks["whole"]
+        if "parts" in checks:
+            client.part_checks[bucket] = checks["parts"]
+        if any(c.way == "sha256" for c in checks.values()):
+            client.sign_bodies(on=True)
 
 
 # ---- checksums

@@ -20,13 +20,18 @@ def publish(key: Key, data: bytes, replaces: bytes | None) -> None:
 
 
 def _replace(key: Key, data: bytes, etag: str) -> None:
+    bare = etag.strip('"')
+    if key.bucket in key.client.bare_tags:
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        return
     try:
         put(key, data, {"IfMatch": etag}, checks_of(key))
     except ConflictError:
         # Some versions of Ceph compare with the quotes that belong to an ETag, some without.
-        if not etag.startswith('"') or _etag(key) != etag:
+        if bare == etag or _etag(key) != etag:
             raise
-        put(key, data, {"IfMatch": etag.strip('"')}, checks_of(key))
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        key.client.bare_tags.add(key.bucket)
 
 
 def _tag_of(key: Key, content: bytes) -> str:

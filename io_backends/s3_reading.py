@@ -1,11 +1,13 @@
 """Bytes out of an object store: ranges straight into the memory that asked for them, several at once where they are long.
 
-Invariant: all bytes of one call are of one version of the object: after the first answer each further request asks for its ETag.
+Invariant: all bytes of one call are of one version of the object. Ranges that are asked for at once have to have one ETag; what is asked for
+after an answer asks for its ETag.
 """
 
 from __future__ import annotations
 
 import http.client
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,14 @@ from .s3_client import S3Client
 from .s3_errors import FAILURES, TruncatedError, status_of
 from .s3_tries import Tries
 
-RANGE = 8 << 20
-"""Bytes of one request, where a longer range is read."""
+RANGE = 32 << 20
+"""Bytes of one request, where a longer range is read: a request takes as much processor time as some MiB."""
+_FIRST = 16 << 20
+"""Bytes that one request reads of an object whose size is not known yet."""
 READERS = 8
 """Ranges of one call that are read at once."""
+_QUICK: int | None = getattr(socket, "TCP_QUICKACK", None)
+"""Some stores, Ceph's among them, send the body when its head was acknowledged, which a kernel puts off for 40 ms if nobody asks."""
 _STEP = 1 << 20
 """Bytes after which a reader notes how far it came."""
 
@@ -90,14 +96,33 @@ def read_into(key: Key, offset: int, view: memoryview) -> None:
         if offset > size:
             raise past_end(key.where, offset, 0, size)
         return
-    first = _Range(key, offset, view[:RANGE] if view.nbytes > 2 * RANGE else view, reach=offset + view.nbytes)
-    first.run()
-    _read_ranges(key, offset + len(first.view), view[len(first.view) :], first.etag)
+    _read_ranges(key, offset, view, "")
+
+
+def read_start(key: Key, length: int) -> tuple[bytes, int]:
+    """The first ``length`` bytes, or fewer of a shorter object, and the object's size: one request."""
+
+    def request(boto: Any, tries: Tries) -> tuple[bytes, int]:
+        try:
+            answer = get(boto, key, f"bytes=0-{length - 1}", "", 0, 0)
+        except CorruptError:
+            return b"", 0  # of an empty object there is no range
+        with _Body(answer) as body:
+            total = _total(answer, 0, key.where)
+            key.client.tag_of(answer)
+            reading = _Range(key, 0, memoryview(bytearray(min(length, total))))
+            reading.receive(body, tries)
+        return bytes(reading.view), total
+
+    return key.client.attempt("read", key.where, request) if length > 0 else (b"", head(key)[0])
 
 
 def _read_ranges(key: Key, offset: int, view: memoryview, etag: str) -> None:
-    reads = [_Range(key, offset + at, view[at : at + RANGE], etag=etag) for at in range(0, view.nbytes, RANGE)]
+    reach = offset + view.nbytes
+    reads = [_Range(key, offset + at, view[at : at + RANGE], etag=etag, reach=reach) for at in range(0, view.nbytes, RANGE)]
     run_tasks([read.run for read in reads], READERS, "ckpt-s3-read")
+    if len({read.etag for read in reads}) > 1:
+        raise _replaced(key)
 
 
 class _Range:
@@ -154,7 +179,7 @@ class _Rest:
                 raise too_large(self.key.where, size, self.limit)
             self.memory = bytearray(size)
             self.etag = self.key.client.tag_of(answer)
-            reading = _Range(self.key, self.offset, memoryview(self.memory)[: 2 * RANGE])
+            reading = _Range(self.key, self.offset, memoryview(self.memory)[:_FIRST])
             with suppress(*FAILURES):
                 reading.receive(body, tries)
             self.done = reading.done
@@ -169,10 +194,14 @@ def get(boto: Any, key: Key, asked: str | None, etag: str, offset: int, reach: i
         return boto.get_object(**key.names, **conditions)
     except ClientError as err:
         if status_of(err) == 412:
-            raise CorruptError("the object was replaced while it was read", where=key.where, hint="read it again") from err
+            raise _replaced(key) from err
         if status_of(err) == 416:
             raise _beyond(boto, key, offset, reach) from err
         raise
+
+
+def _replaced(key: Key) -> CorruptError:
+    return CorruptError("the object was replaced while it was read", where=key.where, hint="read it again")
 
 
 def _beyond(boto: Any, key: Key, offset: int, reach: int) -> Exception:
@@ -207,6 +236,9 @@ class _Body:
         # Straight from the socket into the target: both layers above copy every byte once more.
         self._inner = inner if isinstance(inner, http.client.HTTPResponse) and inner.length is not None else None
         self._release = getattr(raw, "release_conn", None)
+        if _QUICK is not None:
+            with suppress(AttributeError, OSError):  # other classes than we know, or a connection that is gone: then it takes longer
+                inner.fp.raw._sock.setsockopt(socket.IPPROTO_TCP, _QUICK, 1)
 
     def __enter__(self) -> _Body:
         return self

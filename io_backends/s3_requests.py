@@ -44,19 +44,19 @@ def mark_of(key: Key) -> tuple[str, str] | None:
         return None
 
 
-def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: Checks) -> str:
-    """Write a whole small object under a condition; gives its ETag.
+def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: Checks, mark: str = "") -> str:
+    """Write a whole object under a condition, with this mark or a new one; gives its ETag.
 
     Raises:
         ConflictError: the condition does not hold.
     """
-    mark = new_mark()
+    mark = mark or new_mark()
     sums = checks.of(data)
     holds = dict(condition)
 
     def request(boto: Any, tries: Tries) -> str:
         try:
-            tag = key.client.tag_of(boto.put_object(**key.names, **marked(mark), **sums.names, Body=key.client.body(data), **holds))
+            tag = key.client.tag_of(boto.put_object(**key.names, **marked(mark), **sums.names, Body=key.client.body(data, tries), **holds))
         except ClientError as err:
             if status_of(err) != 412:
                 raise

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import UsageError
 from ckpt.workers import run_tasks
 
 from .checks import byte_views, check_write
 from .s3_checksums import Checks, Part
 from .s3_client import LANES
 from .s3_probing import part_checks_of
-from .s3_reading import Key, head
-from .s3_writer import S3Writer
+from .s3_reading import Key
+from .s3_writer import S3Writer, check_free
 from .shared import check_total
 
 
@@ -22,8 +21,7 @@ class S3SharedObject(S3Writer):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
-        super().__init__(key, size, part, conditional=conditional)
-        self._single = False
+        super().__init__(key, size, part, conditional=conditional, single=False)
         self.part = part
         self._began = token is None
         if token is None:
@@ -67,19 +65,13 @@ class S3SharedObject(S3Writer):
         if replace:
             self._condition = {}
         else:
-            self._check_free()
+            check_free(self._key)  # some stores know no conditions for uploads: then this question has to do
         self._state = "failed"  # until it did not
         try:
             self._complete()
         finally:
             self._perhaps_there = self._perhaps_there and not replace  # what is there may be what was there before
         self._state = "committed"
-
-    def _check_free(self) -> None:
-        """Some stores know no conditions for uploads: then this question has to do."""
-        with suppress(NotFoundError):
-            head(self._key)
-            raise self._taken()
 
     def abort(self) -> None:
         """See ``SharedObject.abort``."""

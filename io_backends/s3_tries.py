@@ -60,12 +60,20 @@ class Tries:
         self._store = store
         self._over = over
         self._changed = 0
+        self._furthest = 0
         self._began = time.monotonic()
         self._told = False
 
     def went_on(self) -> None:
         """Some bytes came: the patience is new."""
         self._began = time.monotonic()
+
+    def sent(self, count: int) -> None:
+        """So many bytes of a try were sent. Only what no try before has reached is progress: else a store that takes all of them and fails
+        then would be tried for ever."""
+        if count > self._furthest:
+            self._furthest = count
+            self.went_on()
 
     def again(self, err: Exception) -> None:
         """Pause before the next try; raises what ``err`` is in our words if there is none."""

@@ -1,8 +1,8 @@
-"""Writing one new object: a single request if it is small, else parts that are sent at once from several threads.
+"""Writing one new object: a single request if it is not large, else parts that are sent at once from several threads.
 
-A write that covers a whole part is sent from the caller's own memory. Other bytes are gathered until their part is whole, and sent from
-there beside the caller, who waits only while ``LANES`` gathered parts of the process are on their way. So memory is bounded as long as
-writes come more or less in order: each hole keeps at most one part.
+Of parts, a write that covers a whole one is sent from the caller's own memory. Other bytes are gathered until their part is whole, and sent
+from there beside the caller, who waits only while ``LANES`` gathered parts of the process are on their way. So memory is bounded as long as
+writes come more or less in order: each hole keeps at most one part. A single request is gathered whole; ``S3Client.room`` bounds these.
 
 Invariant: a part of an upload is sent whole or not at all, and the upload is completed from parts that the store has confirmed.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from botocore.exceptions import ClientError
 
 from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
@@ -33,6 +34,9 @@ from .written import Written
 
 PART = 16 << 20
 """Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""
+SINGLE = 64 << 20
+"""Bytes of an object that is one request where there is room to gather it. As parts it would be six: a store takes so many requests a
+second, and a job of thousands of ranks sends all of theirs at once."""
 LONG_PART = 64 << 20
 MANY_PARTS, MOST_PARTS = 1000, 10_000
 """Parts grow up to ``LONG_PART`` rather than be more than the first of these, and further rather than be more than the second, which no
@@ -44,6 +48,13 @@ def part_size(size: int, least: int = PART) -> int:
     """Bytes of each part but the last of an object of ``size`` bytes: whole MiB, all alike (some stores insist)."""
     wanted = max(least, min(LONG_PART, -(-size // MANY_PARTS)), -(-size // MOST_PARTS))
     return -(-wanted // _MIB) * _MIB
+
+
+def check_free(key: Key) -> None:
+    """Raises ConflictError if there is an object of this name."""
+    with suppress(NotFoundError):
+        head(key)
+        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
 
 
 class _Place(NamedTuple):
@@ -58,7 +69,7 @@ class _Gathered:
     """A part that is gathered from writes that do not cover it."""
 
     def __init__(self, size: int) -> None:
-        self.memory = bytearray(size)
+        self.memory = np.empty(size, dtype=np.uint8).data  # a bytearray would be filled with zeros first
         self.written = Written(size)
 
     @property
@@ -67,13 +78,17 @@ class _Gathered:
 
 
 class S3Writer(Writer):
-    """An object of ``size`` bytes that is being written to ``key``, in parts of ``part`` bytes if that is less."""
+    """An object of ``size`` bytes that is being written to ``key``, in one request if it is ``single``, else in parts of ``part`` bytes.
 
-    def __init__(self, key: Key, size: int, part: int, *, conditional: bool) -> None:
+    ``room`` bytes of the client's are given back when it is done.
+    """
+
+    def __init__(self, key: Key, size: int, part: int, *, conditional: bool, single: bool, room: int = 0) -> None:
         self._key = key
         self._size = size
-        self._part = min(part, size)
-        self._single = size <= part
+        self._part = size if single else min(part, size)
+        self.single = single
+        self._room = room
         self._condition = {"IfNoneMatch": "*"} if conditional else {}
         self._written = Written(size)
         self._lock = threading.Lock()
@@ -97,7 +112,7 @@ class S3Writer(Writer):
     @property
     def block(self) -> int:
         """The size of a part; the usual block of an object that is one."""
-        return 1 << 20 if self._single else self._part
+        return 1 << 20 if self.single else self._part
 
     # ---- write
 
@@ -111,7 +126,7 @@ class S3Writer(Writer):
             whole: list[_Place] = []
             some: list[_Place] = []
             for place in self._places(offset, views):
-                (whole if place.view.nbytes == self._length(place.number) and not self._single else some).append(place)
+                (whole if place.view.nbytes == self._length(place.number) and not self.single else some).append(place)
             self._check_unsent(some)
             for place in some:
                 self._gather(place)
@@ -148,7 +163,7 @@ class S3Writer(Writer):
                 gathered = self._gathered[place.number] = _Gathered(self._length(place.number))
         gathered.memory[place.at : place.at + place.view.nbytes] = place.view
         gathered.written.add(place.at, place.at + place.view.nbytes)
-        if not self._single and gathered.whole and self._take(place.number, gathered):
+        if not self.single and gathered.whole and self._take(place.number, gathered):
             self._key.client.lanes.acquire()
             pending = Pending(partial(self._send_gathered, place.number, gathered), "ckpt-s3-write")
             with self._lock:
@@ -167,7 +182,7 @@ class S3Writer(Writer):
 
     def _send_gathered(self, number: int, gathered: _Gathered) -> None:
         try:
-            self._send(number, memoryview(gathered.memory))
+            self._send(number, gathered.memory)
         except BaseException as err:  # noqa: BLE001  write or commit raises it
             with self._lock:
                 self._gathered[number] = gathered  # for commit to try again
@@ -191,8 +206,8 @@ class S3Writer(Writer):
         sums = self._checks.of(view)
         what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1, **sums.names}
 
-        def request(boto: Any, _: Tries) -> str:
-            tag = tag_of(boto.upload_part(**what, Body=self._key.client.body(view)))
+        def request(boto: Any, tries: Tries) -> str:
+            tag = tag_of(boto.upload_part(**what, Body=self._key.client.body(view, tries)))
             sums.check(tag)
             return tag
 
@@ -253,25 +268,31 @@ class S3Writer(Writer):
         self._written.check(self._key.where)
         self._send_rest()
         self._state = "failed"  # until it did not
-        if self._single:
+        if self.single:
             self._put()
         else:
             self._complete()
         self._state = "committed"
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Let go of the memory."""
         self._gathered.clear()
+        room, self._room = self._room, 0
+        self._key.client.room.give_back(room)
 
     def _send_rest(self) -> None:
         """Parts that were whole, but could not be sent before."""
-        for number, gathered in [] if self._single else list(self._gathered.items()):
+        for number, gathered in [] if self.single else list(self._gathered.items()):
             assert gathered.whole
-            self._send(number, memoryview(gathered.memory))
+            self._send(number, gathered.memory)
             del self._gathered[number]
 
     def _put(self) -> None:
-        data = self._gathered[0].memory if self._size else bytearray()
+        data = self._gathered[0].memory if self._size else b""
         self._perhaps_there = True
         try:
-            put(self._key, memoryview(data) if data else b"", self._condition, checks_of(self._key))
+            put(self._key, data, self._condition, checks_of(self._key), self._mark)
         except ConflictError as err:
             self._perhaps_there = False
             raise self._taken() from err
@@ -342,9 +363,16 @@ class S3Writer(Writer):
     def _drop(self) -> None:
         for pending in self._sending:
             pending.wait()
-        self._gathered.clear()
+        self._give_back()
         if self._upload is not None:
             forget(self._key, self._upload)
             self._upload = None
-        if self._perhaps_there and self._is_whole():
-            delete(self._key)  # its name was free when we began, and no answer said that somebody else took it
+        if self._perhaps_there and self._may_be_ours():
+            delete(self._key)
+
+    def _may_be_ours(self) -> bool:
+        """Whether what is there may go. Where a store keeps no marks: if nobody looked whether the name was free, it may be somebody's."""
+        there = mark_of(self._key)
+        if there is None or there[0]:
+            return there is not None and there[0] == self._mark
+        return not (self.single and self._condition) and self._is_whole()

@@ -70,9 +70,12 @@ class Leader:
         self.metrics = metrics
         self.earlier = earlier
         self.previous: bytes | None = None
+        self.abilities: str | None = None
         self.tables: Tables | None = None
         self._begun: dict[int, Row] = {}
         self._values: Values | None = None
+        self._listed: list[str] = []
+        self._first, self._longest = not known, 0
 
     # ---- begin
 
@@ -89,7 +92,7 @@ class Leader:
         kept = self.tables.index.values() if self.tables is not None else ()
         if not any(k.state is not None and k.values == self._said() for _, k in kept):
             self.values()  # they may contradict each other
-        return {"id": id}
+        return {"id": id, "storage": self.abilities}
 
     def start(self, tables: Tables) -> str:
         """Make ready to save these tensors; the id of the save.
@@ -100,6 +103,7 @@ class Leader:
         """
         check_no_link(self.backend)
         self.backend.prepare()
+        self.abilities = self.backend.abilities() if self.call.group.size > 1 else None
         self.previous = read_record(self.backend)
         self.tables = tables
         return new_id(after=self.previous, later_than=self.earlier() if self.earlier is not None else None)
@@ -176,6 +180,7 @@ class Leader:
             kept.values, kept.state = self._said(), None
         values = self.values() if kept.state is None else Values(None, {})
         contents = Contents(tensors=entries, files=tuple(files), state=values.state, ranks=values.own)
+        self._longest = max((f.size for f in files), default=0)
         self.call.beat()
         features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
         record = write_index(
@@ -187,6 +192,7 @@ class Leader:
             features=features,
             kept=kept,
             metrics=self.metrics,
+            listed=self._listed,
         )
         return {"id": id, "tensor_bytes": record.tensor_bytes}
 
@@ -251,7 +257,7 @@ class Leader:
         try:
             replaced = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
             stale: dict[str, list[str]] = {}
-            for path in sorted(e.path for e in self.backend.list()):
+            for path in sorted(self._listed or (e.path for e in self.backend.list())):
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
@@ -259,7 +265,8 @@ class Leader:
                 self.backend.delete(path)
             for save, paths in stale.items():
                 clear(self.backend, save, "", paths, partial(committed_id, self.backend))
-            self._forget_uploads(id)
+            if self._first or self._longest > self.backend.grain.single:  # else no save of this job leaves any
+                self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
 

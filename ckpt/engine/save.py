@@ -187,6 +187,8 @@ class Save:
         """Agree, write, commit."""
         with self.spans.span("agree"):
             begin = self.call.agree("begin", lambda: self.begin(prepare), self.leader_check)
+        if not self.call.is_leader and begin["storage"] is not None:
+            self.backend.assume(begin["storage"])
         self.writer = writer = self.make_writer(begin["id"])
         try:
             found = self.call.agree("write", lambda: self.write(writer), lambda rows: self.leader_commit(begin["id"], rows))

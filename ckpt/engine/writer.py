@@ -90,7 +90,7 @@ class RankWriter:
             try:
                 for number in range(len(self.plan.batches)):
                     writer, plan, header = self._file(number)
-                    commits.append((writer, Pending(partial(self._commit, writer, plan.size), "ckpt-sync")))
+                    commits.append((writer, Pending(partial(self._commit, writer, plan), "ckpt-sync")))
                     if len(commits) >= COMMITS:
                         commits[-COMMITS][1].wait()
                     files.append(plan.row(header))
@@ -133,9 +133,13 @@ class RankWriter:
                 writer.abort()
             raise
 
-    def _commit(self, writer: Writer, size: int) -> None:
-        with self.spans.span("sync", size):
-            self.alive.during(writer.commit, size / SLOWEST)
+    def _commit(self, writer: Writer, plan: DataFilePlan) -> None:
+        try:
+            with self.spans.span("sync", plan.size):
+                self.alive.during(writer.commit, plan.size / SLOWEST)
+        except ConflictError:
+            self._made.remove(plan.path)  # somebody else's
+            raise
 
     def _create(self, path: str, size: int) -> Writer:
         self._made.append(path)  # before it is made: an error may come after the effect

@@ -182,12 +182,11 @@ class NativeCatalog:
 
         def read() -> Header:
             try:
-                size = self._backend.size(file.path)
-                if size != file.size:
-                    raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
-                data = self._backend.read(file.path, 0, file.header)
+                data, size = self._backend.read_start(file.path, file.header)
             except NotFoundError as err:
                 raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
+            if size != file.size:
+                raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
             return parse_header(data, file, where)
 
         return read_checked(self._backend, file.path, read, length=file.header)

@@ -47,29 +47,30 @@ def check_there(backend: Backend, id: str, sizes: Mapping[str, int]) -> None:
     Raises:
         StorageError: it has not, or somebody is; or the storage failed.
     """
-    problem = _problem(backend, id, sizes)
+    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0])
     if problem is not None:
         raise problem
 
 
-def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None) -> None:
+def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
-    again, or nothing is.
+    again, or nothing is. Gives the paths of everything that is there, if it took a look at everything.
 
     Raises:
         StorageError: it has not.
     """
     try:
-        problem = _problem(backend, id, sizes)
+        there, everything = _listed(backend, id, sizes)
+        problem = _problem(backend, id, sizes, there)
         if problem is None:
-            return
+            return list(there) if everything else None
         record = read_record(backend)
     except StorageError as err:  # no sign that anything is missing
         log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
-        return
+        return None
     while record is not None:
         if CommitRecord.from_bytes(record, backend.url).id != id:
-            return
+            return None
         try:
             _take_back(backend, record, previous)
             break
@@ -81,10 +82,14 @@ def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes
     raise problem
 
 
-def _problem(backend: Backend, id: str, sizes: Mapping[str, int]) -> StorageError | None:
+def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], bool]:
+    """Sizes by path of what is there of a save, and whether that is all that is there: where every listing is a request, one does."""
     starts = (data_prefix(id), index_path(id, ""))
-    prefixes: Sequence[str] = starts if all(path.startswith(starts) for path in sizes) else ("",)
-    there = {e.path: e.size for prefix in prefixes for e in backend.list(prefix)}
+    everything = bool(backend.grain.gap) or not all(path.startswith(starts) for path in sizes)
+    return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list(prefix)}, everything
+
+
+def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (

@@ -36,6 +36,7 @@ def write_index(
     kept: Kept | None = None,
     metrics: Mapping[str, float] | None = None,
     shared: bool = False,
+    listed: list[str] | None = None,
 ) -> CommitRecord:
     """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
 
@@ -43,7 +44,8 @@ def write_index(
     ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
     ``shared``: others may do the same at the same time. Index files then appear whole, are taken as they are, and are never removed.
-    The record is published if all files are there, and stays if they are still there then (``clearing``).
+    The record is published if all files are there, and stays if they are still there then (``clearing``). ``listed`` takes the paths of
+    everything that was there then, if that was looked at.
     If this raises, the save is not committed and its index files are removed. One case is left open: the storage failed while it published
     the record, and may have it or not. Then the index files stay, and a caller MUST NOT remove data files of the save before
     ``committed_id`` has shown that it is not the committed one.
@@ -70,7 +72,9 @@ def write_index(
     except BaseException:
         _remove(backend, made)
         raise
-    _publish(backend, record.to_bytes(), previous, made, id=id, sizes=sizes)
+    there = _publish(backend, record.to_bytes(), previous, made, id=id, sizes=sizes)
+    if listed is not None:
+        listed += there or ()
     return record
 
 
@@ -220,7 +224,10 @@ def _put(backend: Backend, path: str, data: bytes) -> None:
             backend.publish(path, data, replaces=there)
 
 
-def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str], *, id: str, sizes: Mapping[str, int]) -> None:
+def _publish(
+    backend: Backend, data: bytes, previous: bytes | None, made: Sequence[str], *, id: str, sizes: Mapping[str, int]
+) -> list[str] | None:
+    """Commit; gives what ``confirm`` does."""
     try:
         backend.publish(COMMIT_PATH, data, replaces=previous)
     except BaseException as err:
@@ -230,7 +237,7 @@ def _publish(backend: Backend, data: bytes, previous: bytes | None, made: Sequen
                 _remove(backend, made)
             raise
     try:
-        confirm(backend, id, sizes, previous)
+        return confirm(backend, id, sizes, previous)
     except StorageError:
         if _holds(backend, data) is False:
             _remove(backend, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,20 +94,34 @@ def cutting(endpoint: str, cuts: list[int]) -> Iterator[str]:
             server.shutdown(socket.SHUT_RDWR)
 
 
-def _accept(server: socket.socket, target: Any, cuts: list[int]) -> None:
+@contextmanager
+def slow(endpoint: str, speed: int) -> Iterator[str]:
+    """The endpoint of a proxy that takes so many bytes a second of what a client sends on one connection."""
+    target = urlsplit(endpoint)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        threading.Thread(target=_accept, args=(server, (target.hostname, target.port), [], speed), daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(server: socket.socket, target: Any, cuts: list[int], speed: int = 0) -> None:
     with suppress(OSError):
         while True:
             client, _ = server.accept()
             store = socket.create_connection(target)
-            threading.Thread(target=_pump, args=(client, store, 1 << 62), daemon=True).start()
+            threading.Thread(target=_pump, args=(client, store, 1 << 62, speed), daemon=True).start()
             threading.Thread(target=_pump, args=(store, client, cuts.pop(0) if cuts else 1 << 62), daemon=True).start()
 
 
-def _pump(source: socket.socket, sink: socket.socket, left: int) -> None:
+def _pump(source: socket.socket, sink: socket.socket, left: int, speed: int = 0) -> None:
     with suppress(OSError):
         while left > 0 and (data := source.recv(min(1 << 16, left))):
             sink.sendall(data)
             left -= len(data)
+            if speed:
+                time.sleep(len(data) / speed)
     for end in (source, sink):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)

@@ -40,6 +40,15 @@ def save_sharded(environment: dict[str, str], url: str, seed: int) -> None:
     ckpt.save(url, state, layout=layout, timeout=60)
 
 
+def seen_while_saving(environment: dict[str, str], url: str, seed: int) -> list[str]:
+    """What was asked of the store by a save: the operation and the last part of the path of each request."""
+    os.environ.update(environment)
+    seen: list[str] = []
+    on_request(lambda operation, request: seen.append(f"{operation} {request.url.partition('?')[0].rpartition('/')[2]}"))
+    save_sharded(environment, url, seed)
+    return seen
+
+
 def load_sharded(environment: dict[str, str], url: str, seed: int) -> tuple[bool, int]:
     """Whether every byte is right, and the bytes of data that the store was asked for."""
     os.environ.update(environment)

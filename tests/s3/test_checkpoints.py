@@ -79,6 +79,33 @@ def test_nothing_there(s3_url: str) -> None:
         ckpt.load(f"{s3_url}/step-1", {"a": 1})
 
 
+def test_a_save_takes_ten_requests_and_a_load_eight(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them is a step back, whatever it is good for: thousands of ranks send theirs at once. The first save also tries the store."""
+    state = {"w": torch.arange(16_000_000, dtype=torch.int32)}
+    found = {"w": torch.zeros_like(state["w"])}
+    seen = watch(monkeypatch)
+    counts: list[Counter[str]] = []
+    for step in (1, 2, 2, 2):
+        seen.clear()
+        ckpt.save(f"{s3_url}/step-{step}", state)
+        counts.append(Counter(s.operation for s in seen))
+    first, again, _, replaced = counts
+    assert again == {"GetObject": 1, "PutObject": 7, "ListObjectsV2": 2}
+    assert first - again <= Counter(PutObject=7, DeleteObject=1, ListMultipartUploads=1)
+    assert replaced - again == {"GetObject": 2, "HeadObject": 1, "DeleteObject": 6}
+    seen.clear()
+    ckpt.load(f"{s3_url}/step-2", found)
+    assert Counter(s.operation for s in seen) == {"GetObject": 8}
+    assert torch.equal(found["w"], state["w"])
+
+
+def test_only_the_leader_tries_the_store(ranks: Ranks, bucket: str, object_store: ObjectStore) -> None:
+    leader, other = ranks.run(2, rank_work.seen_while_saving, object_store.environment, f"{bucket}/run/step-1", 3)
+    assert sum(".prepare-" in each for each in leader) >= 4
+    assert [each.partition(" ")[0] for each in other] == ["PutObject"]
+    assert [right for right, _ in ranks.run(2, rank_work.load_sharded, object_store.environment, f"{bucket}/run/step-1", 3)] == [True] * 2
+
+
 def test_inspecting_many_tensors_takes_five_requests(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.save(s3_url, {f"layers.{i}.weight": torch.full((3,), float(i)) for i in range(4_000)})
     seen = watch(monkeypatch)

@@ -11,10 +11,10 @@ import pytest
 from botocore.awsrequest import AWSResponse
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, StorageError
-from ckpt.io_backends import Writer, open_backend, s3_client, s3_tries
+from ckpt.io_backends import Writer, open_backend, s3_client, s3_reading, s3_tries
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.s3 import S3Backend
-from tests.s3.meddling import Seen, _Raw, answer, cutting, lost_answer, lost_request, watch
+from tests.s3.meddling import Seen, _Raw, answer, cutting, lost_answer, lost_request, slow, watch
 from tests.s3.stores import KEYS, ObjectStore, use
 
 MIB = 1 << 20
@@ -211,6 +211,62 @@ def test_an_object_that_is_replaced_while_it_is_read(s3_url: str, object_store: 
         with pytest.raises(CorruptError, match="replaced while it was read"):
             backend.read("a")
     assert replaced
+
+
+def test_ranges_that_are_read_at_once_are_of_one_version(
+    s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is asked for when the object has just been replaced."""
+    monkeypatch.setattr(s3_reading, "RANGE", MIB)
+    monkeypatch.setattr(s3_reading, "READERS", 1)
+    backend = open_backend(s3_url)
+    put(backend, "a", b"old" * MIB)
+    asked: list[Seen] = []
+
+    def replace(seen: Seen) -> None:
+        if seen.operation == "GetObject":
+            asked.append(seen)
+            if len(asked) == 2:
+                bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+                object_store.client.put_object(Bucket=bucket, Key=f"{prefix}/a", Body=b"new" * MIB)
+
+    watch(monkeypatch, replace)
+    with pytest.raises(CorruptError, match="replaced while it was read"):
+        backend.read_into("a", 0, memoryview(bytearray(2 * MIB)))
+    assert len(asked) == 2
+
+
+@pytest.mark.alone
+def test_a_slow_line_is_no_silence(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that takes longer than any time-out, but goes on: it is sent once."""
+    monkeypatch.setenv("CKPT_TIMEOUT", "8")  # silence: 2 s
+    data = bytes(range(256)) * (40 << 10)
+    with slow(object_store.endpoint, 2 * MIB) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        seen = watch(monkeypatch)
+        put(open_backend(s3_url), "a", data)
+        assert [s.operation for s in seen if s.path.endswith("/a")] == ["PutObject"]
+        assert open_backend(s3_url).read("a") == data
+
+
+def test_a_name_that_is_taken_meanwhile_keeps_what_it_has(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks whether a name is free that one request takes. Its object stays also if no answer comes."""
+    backend = open_backend(s3_url)
+    put(backend, "data/a", b"theirs")
+    writer = backend.create("data/a", 6)
+    writer.write(0, [b"oursss"])
+    with monkeypatch.context() as patch:
+        patch.setenv("CKPT_TIMEOUT", "1")
+        watch(patch, lambda s: lost_request(s.request) if s.operation == "PutObject" and s.path.endswith("/a") else None)
+        lost = open_backend(s3_url).create("data/a", 6)
+        lost.write(0, [b"oursss"])
+        with pytest.raises(StorageError):
+            lost.commit()
+        lost.abort()
+    with pytest.raises(ConflictError, match="the name is taken"):
+        writer.commit()
+    writer.abort()
+    assert everything(backend) == {"data/a": b"theirs"}
 
 
 def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
