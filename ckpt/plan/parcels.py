@@ -16,7 +16,6 @@ from ckpt.catalog import Grid
 from ckpt.geometry import Box, cell_box, cells_overlapping, intersect_all
 from ckpt.layout import TensorLayout
 
-from .flat import flat_tiling
 from .join import join
 
 MOST = 32
@@ -61,7 +60,7 @@ def shared_chunks(
 
 def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
     """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
-    tiling = flat_tiling(layout, shape) if layout.is_flat else layout.tiling(shape)
+    tiling = layout.tiling(shape)
     if tiling.boxes is None:
         assert tiling.cuts is not None
         numbers = cells_overlapping(tiling.cuts, box)
