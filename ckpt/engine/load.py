@@ -21,7 +21,7 @@ from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
 from ckpt.adapters.stateful import take_all
-from ckpt.catalog import Catalog, identity
+from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.errors import (
     CkptError,
     ConflictError,
@@ -261,7 +261,7 @@ class _Load:
         """Names of the stored tensors that do not belong to one rank."""
         assert self.catalog is not None
         if self._names is None:
-            self._names = {n for n, e in self.catalog.tensors.items() if e.rank is None}
+            self._names = job_tensors(self.catalog).keys()
         return self._names
 
     def unexpected(self, used: set[str], values: set[str]) -> list[str]:
@@ -281,7 +281,7 @@ class _Load:
         select = self.options.selection
         if not select.only and not select.rename:
             return []
-        names = [n for n, e in self.catalog.tensors.items() if e.rank is None]
+        names = [*job_tensors(self.catalog)]
         names += [path for path, _ in tree.leaves(self.catalog.state)]
         names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
         return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
