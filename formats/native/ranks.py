@@ -172,7 +172,7 @@ class RankParts:
                 starts = [0, *self._rows.stops.tolist()]
                 for rank, number in self._number.items():
                     if rank not in self._parts:
-                        self._keep(rank, data[starts[number] : starts[number + 1]])
+                        self._keep(rank, self._checked(number, starts[number], data[starts[number] : starts[number + 1]]))
             return {rank: self._parts[rank] for rank in self._number}
 
     def _read(self, number: int, start: int, length: int) -> bytes:
@@ -181,11 +181,14 @@ class RankParts:
                 data = self._backend.read(self._file.path, start, length)
             except NotFoundError as err:
                 raise CorruptError("the file with the values of ranks is missing", where=self._where, hint="restore it") from err
-            if xxhash.xxh3_64_intdigest(data) != int(self._rows.digests[number]):
-                self._damaged(f"bytes {start} to {start + length} do not fit their digest")
-            return data
+            return self._checked(number, start, data)
 
         return read_checked(self._backend, self._file.path, read, offset=start, length=length)
+
+    def _checked(self, number: int, start: int, data: bytes) -> bytes:
+        if xxhash.xxh3_64_intdigest(data) != int(self._rows.digests[number]):
+            self._damaged(f"bytes {start} to {start + len(data)} do not fit their digest")
+        return data
 
     def _keep(self, rank: int, data: bytes) -> None:
         try:
