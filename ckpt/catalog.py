@@ -127,6 +127,16 @@ class Source:
     stamp: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankRows:
+    """Where the rows of single ranks lie, one after another: row i, of rank ``ranks[i]``, ends at byte ``stops[i]`` and has the XXH3-64
+    ``digests[i]``."""
+
+    ranks: IntArray
+    stops: IntArray
+    digests: npt.NDArray[np.uint64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """All that an index says: what a writer writes and a reader reads. ``state`` and ``ranks`` are JSON nodes (docs/format.md §8)."""
@@ -137,6 +147,13 @@ class Contents:
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     """Of a virtual checkpoint, in the place of ``files``: grids number these."""
+    rows: Mapping[int, bytes] = field(default_factory=dict)
+    """What ranks have of their own, by rank, as the format has it (``formats.native.ranks``): in the place of ``ranks``, and of tensors of
+    single ranks. A writer gives it."""
+    rows_bytes: int = 0
+    """Sum of the sizes of the tensors in ``rows``."""
+    rank_rows: RankRows | None = None
+    """Where a reader finds them."""
     extents: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
     """Of a virtual checkpoint: the chunks of each tensor that is no alias, in their order. Paths do not count: grids name the source."""
 
@@ -183,6 +200,12 @@ class Catalog(Protocol):
         Raises:
             CorruptError: as above.
         """
+
+
+def job_tensors(catalog: Catalog) -> Mapping[str, TensorEntry]:
+    """The tensors that belong to no single rank. Those of ranks are not read for it, where they lie apart."""
+    known: Mapping[str, TensorEntry] | None = getattr(catalog.tensors, "of_job", None)
+    return {n: e for n, e in catalog.tensors.items() if e.rank is None} if known is None else known
 
 
 def identity(catalog: Catalog) -> str:

@@ -16,7 +16,7 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, Not
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import CLEARING, INDEX_NAMES, SPANS, index_path
+from ckpt.formats.native.paths import CLEARING, SPANS, index_path
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import commit_copy, previous_files, read_record
 from ckpt.formats.registry import open_catalog
@@ -164,7 +164,7 @@ class Transfer:
 
     def _index(self) -> dict[str, bytes]:
         """The small files, whole; those whose digests the record has are compared with them."""
-        found = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in INDEX_NAMES}
+        found = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in self.record.index}
         spans = index_path(self.record.id, SPANS)
         with suppress(NotFoundError):  # not every save keeps them
             found[spans] = self.source.read(spans)

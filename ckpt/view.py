@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from . import tree
-from .catalog import Catalog, TensorEntry
+from .catalog import Catalog, TensorEntry, job_tensors
 from .errors import NamesError, NotFoundError, UsageError
 from .geometry import Box
 
@@ -129,8 +129,7 @@ class View(Mapping[str, StoredTensor]):
             return self[payload]
         if kind == "$tensors":
             prefix = f"{payload}." if payload else ""
-            entries = self._catalog.tensors.items()
-            return _Tensors({n[len(prefix) :]: self[n] for n, e in entries if n.startswith(prefix) and e.rank is None})
+            return _Tensors({n[len(prefix) :]: self[n] for n in job_tensors(self._catalog) if n.startswith(prefix)})
         if kind == "$inline":
             from .adapters.optimizers import decode_inline
 

@@ -42,6 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
         "plan-ranks": 8,
         "large-layers": 2,
         "large-ranks": 64,
+        "scale-ranks": 128,
+        "scale-layers": 1,
         "foreign-parts": 64,
     }
     command = [sys.executable, "-m", "benchmarks", "--dir", str(folder), "--json", str(folder / "out.json"), "-q"]

@@ -6,7 +6,7 @@ tensors are filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -181,9 +181,10 @@ class _Walk(Binder):
         if not self.selection.wants(path):
             return
         self.found.values.append(path)
-        nodes = {rank: nodes[path] for rank, nodes in sorted(self.catalog.ranks.items()) if path in nodes}
+        nodes = _AtPath(self.catalog.ranks, path)
+        some = self.placer.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
         try:
-            chosen = target.choose(nodes, self.catalog.world_size, self.placer.rank, self.placer.ranks) if nodes else None
+            chosen = target.choose(nodes, self.catalog.world_size, self.placer.rank, self.placer.ranks) if some else None
         except ShapeError as err:
             self.found.misfits.append(f"{path}: {err.message}")
             return
@@ -213,6 +214,23 @@ class _Walk(Binder):
         local = self.placer.add_own(f"{stored}>", new)
         self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
         return new
+
+
+class _AtPath(Mapping[int, Node]):
+    """The nodes that ranks have at one path, by rank; of each rank that is asked for, and of all if all are."""
+
+    def __init__(self, ranks: Mapping[int, Mapping[str, Node]], path: str) -> None:
+        self._ranks = ranks
+        self._path = path
+
+    def __getitem__(self, rank: int) -> Node:
+        return self._ranks[rank][self._path]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(rank for rank, nodes in self._ranks.items() if self._path in nodes))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _item_setter(container: Any, key: Any) -> Setter:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt import tree
-from ckpt.catalog import Catalog, TensorEntry
+from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
@@ -63,7 +63,7 @@ class Binder:
         self.cast = cast
         self.found = Binding()
         self._used = self.found.used.add
-        self.entries = selection.view({n: e for n, e in catalog.tensors.items() if e.rank is None})
+        self.entries = selection.view(job_tensors(catalog))
         self.nodes = Nodes(catalog.state, selection)
         self._absent: list[tuple[str, LocalTensor]] = []
         self._filled: dict[int, tuple[str, TensorEntry]] = {}  # id of a memory → the first name that it is filled under

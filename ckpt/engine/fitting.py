@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from typing import Any
 
 from ckpt import tree
-from ckpt.catalog import Catalog
+from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import MismatchError, NamesError, ShapeError
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
@@ -57,7 +57,7 @@ def judge(
 
 def names_of(catalog: Catalog) -> Set[str]:
     """Names of the stored tensors that do not belong to one rank."""
-    return {n for n, e in catalog.tensors.items() if e.rank is None}
+    return job_tensors(catalog).keys()
 
 
 def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: set[str]) -> list[str]:
@@ -74,7 +74,7 @@ def _paths(catalog: Catalog, select: Selection) -> list[str]:
     """Everything that ``only`` and ``rename`` may mean: names of tensors, paths of values, and all that contains them."""
     if not select.only and not select.rename:
         return []
-    names = [n for n, e in catalog.tensors.items() if e.rank is None]
+    names = [*job_tensors(catalog)]
     names += [path for path, _ in tree.leaves(catalog.state)]
     names += [n.replace(".state.", ".", 1) for n in names]  # an optimizer's state goes by its parameters too
     return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,18 +15,19 @@ from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import CODED
+from ckpt.formats.native.commit import APART, CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import Kept, committed_id, new_id, previous_files, read_record, write_index
 from ckpt.group import Call, Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import ownership
-from ckpt.plan.ownership import assign
+from ckpt.plan.ownership import Global, assign
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 
 from .grids import Grids
+from .plan import own_tensors
 
 log = logging.getLogger("ckpt")
 
@@ -179,10 +181,17 @@ class Leader:
         if kept.values != self._said():
             kept.values, kept.state = self._said(), None
         values = self.values() if kept.state is None else Values(None, {})
-        contents = Contents(tensors=entries, files=tuple(files), state=values.state, ranks=values.own)
+        contents = Contents(
+            tensors=entries,
+            files=tuple(files),
+            state=values.state,
+            ranks=values.own,
+            rows={positions[rank]: self._own_row(row) for rank, row in self._begun.items() if "own_bytes" in row},
+            rows_bytes=sum(row.get("own_bytes", 0) for row in self._begun.values()),
+        )
         self._longest = max((f.size for f in files), default=0)
         self.call.beat()
-        features = (CODED,) if any(row.get("coded") for row in rows.values()) else ()
+        features = (*((CODED,) if any(row.get("coded") for row in rows.values()) else ()), *((APART,) if contents.rows else ()))
         record = write_index(
             self.backend,
             contents,
@@ -195,6 +204,10 @@ class Leader:
             listed=self._listed,
         )
         return {"id": id, "tensor_bytes": record.tensor_bytes}
+
+    def _own_row(self, row: Row) -> bytes:
+        """What a rank has of its own, as it made it for the index."""
+        return row["own_row"].encode() if "own_row" in row else self.call.fetch(row["own_blob"])
 
     def compare_replicas(self, rows: dict[int, Row]) -> None:
         sets: dict[str, dict[str, list[int]]] = {}
@@ -216,20 +229,31 @@ class Leader:
     def entries(self, files: Sequence[DataFile], *, coded: bool) -> tuple[tuple[TensorEntry, ...], Kept]:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
         assert self.tables is not None
-        key = (coded, tuple(f.rank for f in files))
+        apart = self._apart(files)
+        key = (coded, tuple(f.rank for f in files), apart)
         if key not in self.tables.index:
             self.tables.index.clear()
-            self.tables.index[key] = (self._entries(self.tables, files, coded=coded), Kept())
+            self.tables.index[key] = (self._entries(self.tables, files, apart, coded=coded), Kept())
         return self.tables.index[key]
 
-    def _entries(self, tables: Tables, files: Sequence[DataFile], *, coded: bool) -> tuple[TensorEntry, ...]:
+    def _apart(self, files: Sequence[DataFile]) -> tuple[Global, ...]:
+        """Tensors of the rows of ranks that wrote several files: which file has a chunk depends on all that its rank wrote."""
+        many = [position for position, count in Counter(f.rank for f in files).items() if count > 1]
+        found = []
+        for rank in (self.call.group.ranks[position] for position in many):
+            row = self._begun.get(rank, {})
+            if "own_bytes" in row:
+                found += own_tensors(self._own_row(row), rank)
+        return tuple(found)
+
+    def _entries(self, tables: Tables, files: Sequence[DataFile], apart: Sequence[Global], *, coded: bool) -> tuple[TensorEntry, ...]:
         tensors, owned = dict(tables.joined.tensors), dict(tables.joined.owned)
         rank_of: dict[str, int] = {}
         for rank, table in tables.own.items():
             for t in table.tensors:
                 tensors[t.name], rank_of[t.name] = t, rank
             owned |= assign(table.tensors)
-        grids = Grids(files, owned, tensors, self.call.group.ranks, coded=coded)
+        grids = Grids(files, owned | assign(apart), tensors | {t.name: t for t in apart}, self.call.group.ranks, coded=coded)
         entries = {
             name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
             for name, t in tensors.items()

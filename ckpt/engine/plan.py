@@ -6,14 +6,19 @@ that the plan depends on is the same.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.placements import Placements
+from ckpt.dtypes import dtype
 from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.geometry import Box
+from ckpt.layout import TensorLayout
+from ckpt.mesh import Mesh
 from ckpt.plan import ownership
 from ckpt.plan.merge import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
@@ -24,6 +29,8 @@ BATCH = 1 << 20
 NO_ID = "0" * 16
 """Stands for the id of the save in plans that are kept."""
 _ALIGN = 16
+APART = 256
+"""Most ranks of a job whose values and tensors of their own are in the tables of the index; of more they lie apart."""
 KEPT = 2
 """Plans of different states that a job keeps: a model and its averaged copy are often saved in turns."""
 
@@ -49,14 +56,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPlan:
-    """``shared`` are the parts of the rank's table as it sends them, ``own`` its own (only if it has values of its own); ``chunks`` in the
-    order in which every rank lists them, ``specs`` what their files say of them; ``files`` with ``NO_ID`` as id, or ``groups`` of chunks
-    that become files once they are coded; ``batches`` of each file or group; ``sends`` and ``receives`` are what moves between ranks
-    before merged chunks are whole; ``replicated`` the tensors, and their chunks, that other ranks have too."""
+    """``shared`` are the parts of the rank's table as it sends them, ``own`` its own (only if it has values of its own), and
+    ``own_tensors`` the same for a row of the index; ``chunks`` in the order in which every rank lists them, ``specs`` what their files
+    say of them; ``files`` with ``NO_ID`` as id, or ``groups`` of chunks that become files once they are coded; ``batches`` of each file
+    or group; ``sends`` and ``receives`` are what moves between ranks before merged chunks are whole; ``replicated`` the tensors, and
+    their chunks, that other ranks have too."""
 
     key: _Key
     shared: Sequence[bytes]
     own: bytes
+    own_tensors: bytes
     owned: Mapping[str, Owned]
     chunks: Sequence[Chunk]
     specs: Sequence[ChunkSpec]
@@ -124,8 +133,9 @@ def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | 
     held = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
     replicated = [(name, numbers) for name, o in owned.items() if (numbers := held.get(id(o)))]
     plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
-    plan = replace(plan, key=key, shared=[part.to_bytes() for part in shared.parts()], own=own.to_bytes())
-    return replace(plan, sends=sends, receives=receives, replicated=replicated)
+    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated)
+    parts = [part.to_bytes() for part in shared.parts()]
+    return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
 
 
 def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int, position: int, codec: str | None) -> RankPlan:
@@ -138,6 +148,7 @@ def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int
         key=_Key(tuple(infos), {}, frozenset(), ()),
         shared=(),
         own=b"",
+        own_tensors=b"",
         owned=owned,
         chunks=chunks,
         files=files,
@@ -148,6 +159,26 @@ def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int
         receives=[],
         replicated=[],
     )
+
+
+def own_tensors(row: bytes, rank: int) -> list[Global]:
+    """The tensors of a row of the index that ``rank`` made, as its plan has them."""
+    layout, members = TensorLayout(Mesh.flat((rank,))), json.loads(row)["tensors"]
+    return [Global(name, dtype(t["dtype"]), tuple(t["shape"]), layout) for name, t in members.items()]
+
+
+def _own_tensors(plan: RankPlan, own: Table) -> bytes:
+    """The rank's own tensors for its row in the index: which of its files has each chunk is known before anything is written."""
+    names = {t.name for t in own.tensors}
+    spans = plan.groups or [slice(f.first, f.first + len(f)) for f in plan.files]
+    file = {(c.name, c.number): n for n, span in enumerate(spans) for c in plan.chunks[span] if c.name in names}
+    tensors = []
+    for t in own.tensors:
+        owned = plan.owned[t.name]
+        assert owned.cuts is not None  # they are not sharded
+        files = [file[t.name, i] for i in range(len(owned.owners))]
+        tensors.append(OwnTensor(t.name, t.dtype, t.shape, owned.cuts, files if len({*files}) > 1 else files[:1]))
+    return encode_tensors(tensors, own.aliases)
 
 
 def _replicated(owned: Owned, rank: int) -> list[int]:

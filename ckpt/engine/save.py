@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from ckpt import tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.errors import CancelledError, CkptError
+from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.group import Call, Group, Row
 from ckpt.io_backends.protocol import Backend
@@ -34,13 +35,16 @@ from .coded import CodedWriter
 from .garbage import uncollected
 from .leader import Leader, Tables
 from .merge import Merge
-from .plan import Plans, RankPlan
+from .plan import APART, Plans, RankPlan
 from .replicas import Replicas
 from .sources import Source
 from .staging import Arena, Stage, lay_out
 from .writer import Alive, RankWriter
 
 log = logging.getLogger("ckpt")
+
+_INLINE = 4096
+"""Bytes of what a rank has of its own that are part of its message to the leader."""
 
 When = Literal["lazy", "eager"]
 
@@ -222,12 +226,17 @@ class Save:
         """Leave tables and values for the leader."""
         prepare()
         share = self.call.share
-        row = {
+        row: Row = {
             "table": " ".join(map(share, self.plan.shared)),
             "state": share(self.values),
             "options": f"merge={self.options.merge} codec={self.options.codec}",
         }
-        if self.collected.own:
+        if self.collected.own and self.call.group.size > APART:
+            found = encode_row(self.plan.own_tensors, self.collected.own)
+            # No two ranks have the same row: most are too small to be worth messages of their own.
+            row |= {"own_row": found.decode()} if len(found) <= _INLINE else {"own_blob": share(found)}
+            row["own_bytes"] = sum(t.info.nbytes for n, t in self.collected.placer.tensors.items() if n in self.collected.placer.own)
+        elif self.collected.own:
             row["own"] = share(self.plan.own)
             row["values"] = share(self.own_values)
         return row

@@ -102,6 +102,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     began = time.monotonic()
     try:
         catalog = open_catalog(url)
+        len(catalog.tensors), [*catalog.ranks.values()]  # what lies apart is read now
     except CorruptError as err:
         problems = check_index(open_backend(url), err)
         return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))

@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from .header import Header, StoredChunk, parse_header
 from .header_rows import Rows, Stretches, find_alike
 from .index import decode_index
 from .keys import chunk_key, coded_key
-from .paths import INDEX_LIMIT, TENSORS, has_debris
+from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_debris
+from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
 from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
@@ -56,7 +58,18 @@ class NativeCatalog:
         self._backend = backend
         self._record, self._contents = _open(backend, record) if opened is None else opened
         self.coded = CODED in self._record.features
-        self._tensors = {t.name: t for t in self._contents.tensors}
+        self._tensors: Mapping[str, TensorEntry] = {t.name: t for t in self._contents.tensors}
+        self._ranks = self._contents.ranks
+        if self._contents.rank_rows is not None:
+            parts = RankParts(
+                backend,
+                self._record,
+                self._contents.rank_rows,
+                files=self._contents.files,
+                of_job=self._tensors,
+                read_all=partial(read_index_file, backend, self._record, RANK_ROWS),
+            )
+            self._tensors, self._ranks = TensorsOfRanks(parts), ValuesOfRanks(parts)
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
 
@@ -94,7 +107,7 @@ class NativeCatalog:
 
     @property
     def ranks(self) -> Mapping[int, Mapping[str, Any]]:
-        return self._contents.ranks
+        return self._ranks
 
     def header(self, file: int) -> Header:
         """The verified header of data file number ``file`` of ``files``; read once.
@@ -302,7 +315,7 @@ def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
 
 
 def _contents(backend: Backend, record: CommitRecord) -> Contents:
-    files = {n: read_index_file(backend, record, n) for n in record.index}
+    files = {n: read_index_file(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
         contents = decode_index(files, where)

@@ -66,6 +66,12 @@ def _chunks(grid: Grid) -> int:
     return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
 
 
+def tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry], files: int) -> str | None:
+    """What is wrong with one tensor of a checkpoint of ``files`` data files; None if nothing is."""
+    problem = _tensor_problem(t, by_name)
+    return problem if problem is not None or t.alias is not None else grid_problem(t.grid, t.shape, files)
+
+
 def _file_problem(f: DataFile) -> str | None:
     problem = path_problem(f.path)
     if problem is not None:

@@ -18,7 +18,7 @@ import xxhash
 from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError, UsageError
 
-from .paths import INDEX_NAMES, VIRTUAL_NAMES, is_digest, path_problem
+from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
 COMMIT_PATH = "checkpoint.json"
 FORMAT = "ckpt"
@@ -27,7 +27,9 @@ CODED = "codecs"
 """The extension of checkpoints that have coded chunks."""
 VIRTUAL = "extents"
 """The extension of checkpoints whose chunks lie in files of others."""
-FEATURES = frozenset({CODED, VIRTUAL})
+APART = "ranks"
+"""The extension of checkpoints whose values and tensors of single ranks have index files of their own."""
+FEATURES = frozenset({CODED, VIRTUAL, APART})
 """Extensions that this reader knows."""
 
 RECORD_LIMIT = 64 << 20
@@ -232,8 +234,11 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
     if {CODED, VIRTUAL} <= set(members["features"]):
         _damaged(f"it has the features {CODED} and {VIRTUAL}, which exclude each other", where)
+    if {APART, VIRTUAL} <= set(members["features"]):
+        _damaged(f"it has the features {APART} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)
-    names = INDEX_NAMES + VIRTUAL_NAMES if VIRTUAL in members["features"] else INDEX_NAMES
+    more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
+    names = (*INDEX_NAMES, *(name for feature in members["features"] for name in more.get(feature, ())))
     missing = [n for n in names if not isinstance(index.get(n), dict)]
     if missing:
         _damaged(f"its index lacks {', '.join(missing)}", where)

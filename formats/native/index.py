@@ -18,11 +18,13 @@ import pyarrow as pa
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
+from ckpt.geometry import Cuts
 
 from .checks import find_problem
 from .extents import decode_extents, decode_sources, encode_extents
 from .nodes import node_problem
-from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, SOURCES, STATE, TENSORS
+from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
+from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
 from .recent import Recent
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file, too_little_memory
 
@@ -55,8 +57,6 @@ _FILES = pa.schema(
     ]
 )
 _ALIAS = -1
-_OF_RANKS = frozenset({"$tensor", "$inline"})
-"""Kinds of nodes that refer to something, in the values of ranks."""
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
@@ -99,10 +99,11 @@ def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, byte
         FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
         STATE: kept.state,
         **(encode_extents(contents) if contents.sources else {}),
+        **(encode_ranks(contents.rows) if contents.rows else {}),
     }
     for name, data in files.items():
         if len(data) > INDEX_LIMIT:
-            what = "keep arrays as tensors, not as plain values" if name == STATE else "save fewer tensors"
+            what = "keep arrays as tensors, not as plain values" if name in (STATE, RANK_ROWS) else "save fewer tensors"
             raise StateError(f"{name} would have {len(data):,} bytes; at most {INDEX_LIMIT:,} can be read again", hint=what)
     return files
 
@@ -210,8 +211,11 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
     if problem is not None:
         _contradicts(problem, where)
     _known.put(key, tensors)
+    rows = decode_ranks(files[RANK_TABLE], f"{where}/{RANK_TABLE}") if RANK_TABLE in files else None
+    if rows is not None and (ranks or any(t.rank is not None for t in tensors)):
+        _contradicts("it has values or tensors of ranks in two places", where)
     extents = decode_extents(files[EXTENTS], tensors, sources, where) if EXTENTS in files else {}
-    return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents)
+    return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents, rank_rows=rows)
 
 
 _known: Recent[tuple[bytes, bytes, int], tuple[TensorEntry, ...]] = Recent(2)
@@ -283,7 +287,7 @@ class _GridTable:
         numbers = self._file_values[files]
         if axes is not None:
             spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
-            return Grid(cuts=tuple(tuple(self._cut_values[s]) for s in spans), files=numbers)
+            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers)
         values = self._box_values[boxes]
         if dims == 0 or len(values) % (2 * dims):
             _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
@@ -311,7 +315,7 @@ def _state_problem(state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> str | 
 
 
 def _own_problem(path: object, node: Any) -> str | None:
-    return node_problem(node, _OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path"
+    return node_problem(node, REFERENCES_OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path"
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -17,12 +17,16 @@ SOURCES = "sources.arrow"
 EXTENTS = "extents.arrow"
 VIRTUAL_NAMES = (SOURCES, EXTENTS)
 """Index files that virtual checkpoints have besides."""
+RANK_TABLE = "ranks.arrow"
+RANK_ROWS = "ranks.jsonl"
+RANK_NAMES = (RANK_TABLE, RANK_ROWS)
+"""Index files that checkpoints have besides whose values of single ranks lie apart. The rows are read when somebody asks for them."""
 SPANS = "spans.json"
 """Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 
 CLEARING = "clearing"
 """Lies beside the index while somebody clears away a save that was not committed (``clearing``)."""
-_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, SPANS, CLEARING)
+_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, CLEARING)
 
 _OF_A_SAVE = re.compile(
     rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"

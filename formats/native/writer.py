@@ -40,7 +40,8 @@ def write_index(
 ) -> CommitRecord:
     """Write the index of save ``id`` and commit it: the last act of a save, done by one rank, when all data files are durable.
 
-    ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded.
+    ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded, ``commit.APART``
+    if the contents have ``rows``.
     ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint.
     ``previous`` is the commit record that this one replaces, as ``read_record`` gave it before the save; None if there was none.
     ``shared``: others may do the same at the same time. Index files then appear whole, are taken as they are, and are never removed.
@@ -59,7 +60,7 @@ def write_index(
     check_no_link(backend)
     kept = Kept() if kept is None else kept
     files = encode_index(contents, kept)
-    record = _record(files, kept.tensor_bytes, id, world_size, features, metrics or {})
+    record = _record(files, kept.tensor_bytes + contents.rows_bytes, id, world_size, features, metrics or {})
     made: list[str] = []
     try:
         for name, data in files.items():

@@ -41,6 +41,7 @@ TENSORS = {
     "rank": pa.int32(),
 }
 GRIDS = {"cuts": pa.list_(INTS), "boxes": INTS, "files": pa.list_(pa.int32())}
+RANKS = {"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()}
 FILES = {"path": pa.utf8(), "size": pa.int64(), "header": pa.int64(), "digest": pa.utf8(), "rank": pa.int32()}
 SOURCE_ROWS = {"root": pa.utf8(), "path": pa.utf8(), "size": pa.int64(), "stamp": pa.utf8()}
 EXTENT_ROWS = {"offset": pa.int64(), "length": pa.int64(), "digest": pa.utf8(), "strides": INTS}
@@ -96,6 +97,8 @@ class Checkpoint:
     tables: Callable[[dict[str, dict[str, list[Any]]]], None] = lambda tables: None
     header: Callable[[dict[str, Any]], None] = lambda header: None
     data: Callable[[bytearray], None] = lambda data: None
+    apart: Callable[[dict[str, dict[str, Any]]], None] | None = None
+    """With the extension ``ranks``; changes its rows, by rank, before they are written."""
     index: Callable[[dict[str, bytes]], None] = lambda index: None
 
 
@@ -158,7 +161,7 @@ def write(root: Path, c: Checkpoint) -> None:
         path = f"data/{c.id}-{rank:05d}{f'-{count}' if count else ''}.safetensors"
         _data_file(root / path, c, stored, number, rank, rows)
     tables = {"tensors": {n: [] for n in TENSORS}, "grids": {n: [] for n in GRIDS}, "files": rows}
-    for t in sorted(c.tensors, key=lambda t: t.name):
+    for t in sorted((t for t in c.tensors if c.apart is None or t.rank is None), key=lambda t: t.name):
         grid = -1 if t.alias is not None else len(tables["grids"]["files"])
         if t.alias is None:
             boxes = t.boxes()
@@ -175,9 +178,31 @@ def write(root: Path, c: Checkpoint) -> None:
     c.tables(tables)
     types = {"tensors": TENSORS, "grids": GRIDS, "files": FILES}
     index = {f"{n}.arrow": arrow(tables[n], types[n], "zstd" if n == "tensors" else None) for n in tables}
-    index["state.json"] = json.dumps({"state": c.state, "ranks": c.ranks}, ensure_ascii=False).encode()
-    features = ["codecs"] if any(t.codec for t in stored) else []
+    index["state.json"] = json.dumps({"state": c.state, "ranks": {} if c.apart else c.ranks}, ensure_ascii=False).encode()
+    index |= _apart(c) if c.apart else {}
+    features = [*(["codecs"] if any(t.codec for t in stored) else []), *(["ranks"] if c.apart else [])]
     commit(root, c, index, features, sum(len(t.raw()) for t in stored))
+
+
+def _apart(c: Checkpoint) -> dict[str, bytes]:
+    """The index files of the extension ``ranks``."""
+    rows: dict[str, dict[str, Any]] = {r: {"values": c.ranks[r], "tensors": {}, "aliases": {}} for r in sorted(c.ranks, key=int)}
+    for t in (t for t in c.tensors if t.rank is not None):
+        row = rows[str(t.rank)]
+        if t.alias is not None:
+            row["aliases"][t.name] = t.alias
+            continue
+        mine = [number for number, (rank, _) in enumerate(c.files) if rank == t.rank]
+        row["tensors"][t.name] = {"dtype": t.dtype, "shape": list(t.shape)}
+        if t.cuts:
+            row["tensors"][t.name] |= {"cuts": t.cuts, "files": [mine.index(file) for _, file in t.boxes()]}
+    assert c.apart is not None
+    c.apart(rows)
+    texts = {int(r): json.dumps(row, ensure_ascii=False).encode() + b"\n" for r, row in rows.items()}
+    table: dict[str, list[Any]] = {"rank": [*texts], "length": [*map(len, texts.values())], "digest": []}
+    table["digest"] = [int(xxh3_64_hexdigest(text), 16) for text in texts.values()]
+    c.tables({"ranks": table})
+    return {"ranks.arrow": arrow(table, RANKS), "ranks.jsonl": b"".join(texts.values())}
 
 
 def commit(root: Path, c: Checkpoint, index: dict[str, bytes], features: list[str], tensor_bytes: int) -> None:
@@ -320,6 +345,14 @@ def accepted() -> dict[str, Checkpoint]:
     ]
     names = [Tensor(name=name, dtype="int16", shape=(2,)) for name in _ODD_NAMES]
     names += [Tensor(name=f"cut {name[:40]}", dtype="int16", shape=(2,), cuts=[[0, 1, 2]]) for name in _ODD_NAMES]
+    half: list[tuple[Box, int]] = [(((0, 2), (0, 3)), 2), (((2, 4), (0, 3)), 1)]
+    own = [
+        Tensor(name="w", dtype="float32", shape=(4, 3), parts=[(((0, 4), (0, 3)), 0)]),
+        Tensor(name="g@rank0", dtype="uint8", shape=(16,), rank=0, parts=[(((0, 16),), 0)]),
+        Tensor(name="cut@rank2", dtype="int16", shape=(4, 3), rank=2, parts=half, cuts=[[0, 2, 4], [0, 3]]),
+        Tensor(name="scalar@rank2", dtype="float64", shape=(), rank=2, parts=[((), 1)]),
+        Tensor(name="tied@rank2", dtype="int16", shape=(4, 3), rank=2, alias="cut@rank2"),
+    ]
     smooth = np.linspace(0, 1, 5000, dtype="<f4")
     codecs = [
         Tensor(name="zstd", dtype="float32", shape=(100, 50), data=smooth.tobytes(), codec="zstd"),
@@ -356,6 +389,18 @@ def accepted() -> dict[str, Checkpoint]:
         "objects": Checkpoint(tensors=model, state=objects, ranks={"0": {"rng": [1, 2]}, "1": {"rng": [3, 4]}}),
         "members": Checkpoint(record=more, world_size=16384),
         "empty": Checkpoint(world_size=1, files=[]),
+        "ranks": Checkpoint(
+            tensors=own,
+            state={"w": {"$tensor": "w"}, "rng": {"$per_rank": True}},
+            ranks={
+                "0": {"rng": {"$tensor": "g@rank0"}, "n": 1},
+                "2": {"rng": {"$tuple": [{"$tensor": "cut@rank2"}, 2.5]}},
+                "10": {"rng": "ü"},
+            },
+            files=[(0, 0), (2, 0), (2, 1)],
+            world_size=11,
+            apart=lambda rows: None,
+        ),
     }
 
 
@@ -421,7 +466,8 @@ Tables = dict[str, dict[str, list[Any]]]
 
 def _cell(table: str, column: str, row: int, value: Any) -> Callable[[Tables], None]:
     def change(tables: Tables) -> None:
-        tables[table][column][row] = value
+        if table in tables:
+            tables[table][column][row] = value
 
     return change
 
@@ -469,6 +515,13 @@ def _renamed_codec() -> Checkpoint:
     return c
 
 
+def _ranks(*, row: dict[str, Any] | None = None, **hooks: Any) -> Checkpoint:
+    """The base with values of two ranks apart, and members of the second one's row."""
+    c = _with(**hooks)
+    c.ranks, c.apart = {"0": {"v": 1}, "1": {"v": 2}}, lambda rows: rows["1"].update(row or {})
+    return c
+
+
 def _flip(data: bytearray) -> None:
     if data:
         data[0] ^= 1
@@ -499,7 +552,7 @@ def _twice(tables: Tables) -> None:
 
 def refused() -> dict[str, tuple[str, str, Checkpoint]]:
     """Case → section of docs/format.md, what is wrong, and the checkpoint. Rows of tensors.arrow are a, s, tied, w; of grids a, s, w."""
-    uncoded = {"index": {}}
+    uncoded, byte = {"index": {}}, {"dtype": "int8", "shape": []}
     return {
         "record-version": ("2", "version 2", _with(record={"version": 2})),
         "record-feature": ("2", "an unknown feature", _with(record={"features": ["telepathy"]})),
@@ -561,6 +614,22 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "state-tensor": ("8", "a tensor that the index lacks", _state({"$tensor": "missing"})),
         "state-deep": ("9", "nodes nested 200 deep", _state(_deep(200))),
         "state-nan": ("8", "NaN, which is not JSON", _state(float("nan"))),
+        "ranks-and-extents": ("12", "ranks and extents at once", _with(record={"features": ["ranks", "extents"]})),
+        "ranks-digest": ("12", "a row of another digest", _ranks(tables=_cell("ranks", "digest", 1, 7))),
+        "ranks-length": ("12", "rows that end before the file", _ranks(tables=_cell("ranks", "length", 1, 30))),
+        "ranks-decrease": ("12", "ranks that decrease", _ranks(tables=_cell("ranks", "rank", 1, 0))),
+        "ranks-name-twice": (
+            "12",
+            "a tensor of a rank that is the job's too",
+            _ranks(row={"tensors": {"a": byte}}),
+        ),
+        "ranks-file": (
+            "12",
+            "a data file that the rank lacks",
+            _ranks(row={"tensors": {"x": byte | {"files": [9]}}}),
+        ),
+        "ranks-node": ("12", "a value with an unknown $ key", _ranks(row={"values": {"x": {"$telepathy": 1}}})),
+        "ranks-alias": ("12", "an alias of nothing", _ranks(row={"aliases": {"x": "y"}})),
         "coded-unknown-codec": ("10", "an unknown codec", _renamed_codec()),
         "coded-version": ("10", "planes of another version", _coded(lambda raw: b"\2" + raw[1:])),
         "coded-kind": ("10", "a plane of kind 3", _coded(lambda raw: raw[:8] + b"\3" + raw[9:])),

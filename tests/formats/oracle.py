@@ -20,6 +20,8 @@ DTYPES = {name: (int(size), stored) for name, size, stored in (row.split() for r
 INTS = "list<int64>"
 TENSORS = {"name": "string", "dtype": "string", "shape": INTS, "logical": f"{INTS}?", "grid": "int32", "alias": "string?", "rank": "int32?"}
 GRIDS = {"cuts": f"list<{INTS}>?", "boxes": f"{INTS}?", "files": "list<int32>"}  # ? may be null
+RANKS = {"rank": "int32", "length": "int64", "digest": "uint64"}
+APART = ["ranks.arrow", "ranks.jsonl"]
 FILES = {"path": "string", "size": "int64", "header": "int64", "digest": "string", "rank": "int32"}
 
 
@@ -43,18 +45,23 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
-    assert record["features"] in ([], ["codecs"]), "unknown feature"
+    assert {*record["features"]} <= {"codecs", "ranks"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
-    for name, entry in ((n, record["index"][n]) for n in ("tensors.arrow", "grids.arrow", "files.arrow", "state.json")):
+    names = ["tensors.arrow", "grids.arrow", "files.arrow", "state.json", *(APART if "ranks" in record["features"] else [])]
+    for name, entry in ((n, record["index"][n]) for n in names):
         index[name] = raw = (root / entry["path"]).read_bytes()
         must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", GRIDS), ("files", FILES)))
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     said = {n: (d, tuple(s)) for file in unread for n, (d, s) in file.pop("").items()}
-    assert bool(said) == (record["features"] == ["codecs"]), f"features {record['features']}, but coded are {[*said]}"
-    assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
+    assert bool(said) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {[*said]}"
     assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
+    if "ranks" in record["features"]:
+        assert all(r["rank"] is None for r in rows) and _json(index["state.json"])["ranks"] == {}, "ranks in two places"
+        rows += _rows_apart(index, grids, files)
+    assert len({r["name"] for r in rows}) == len(rows), "a name in two rows of ranks"
+    assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
     tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread) for r in rows if r["alias"] is None}
     assert not any(unread), f"chunks that no tensor has: {[*map(list, unread)]}"
     assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
@@ -65,6 +72,24 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     state = _json(index["state.json"])
     assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
     return tensors | aliases, state
+
+
+def _rows_apart(index: dict[str, bytes], grids: list[dict[str, Any]], files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as tensors.arrow would have them; their grids are added."""
+    table, data = _table(index["ranks.arrow"], RANKS), index["ranks.jsonl"]
+    ends, found = [*accumulate((r["length"] for r in table), initial=0)], []
+    assert ends[-1] == len(data) and [r["rank"] for r in table] == sorted({r["rank"] for r in table}), "ranks.arrow: lengths or ranks"
+    for r, a, b in zip(table, ends, ends[1:], strict=False):
+        assert int(xxh3_64_hexdigest(data[a:b]), 16) == r["digest"], f"ranks.jsonl: digest of rank {r['rank']}"
+        row, mine = _json(data[a:b]), [i for i, f in enumerate(files) if f["rank"] == r["rank"]]
+        of: dict[str, Any] = {}
+        for name, t in row["tensors"].items():
+            cuts, numbers = t.get("cuts", [[0, n] for n in t["shape"]]), t.get("files", [0])
+            grids.append({"cuts": cuts, "boxes": None, "files": [mine[n] for n in numbers]})
+            about = {"dtype": t["dtype"], "shape": t["shape"], "logical": None, "rank": r["rank"]}
+            of[name] = {"name": name, "grid": len(grids) - 1, "alias": None} | about
+        found += [*of.values(), *({**of[to], "name": name, "alias": to, "grid": -1} for name, to in row["aliases"].items())]
+    return found
 
 
 def _json(raw: bytes | str) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 import ckpt.layout as layout_module
+from benchmarks import scale_jobs, scale_save
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
@@ -268,3 +269,77 @@ def test_the_leader_of_a_flat_model(job: str) -> None:
     seconds, size = lead([(range(ranks), Table(tensors=tuple(tensors), aliases={}))], tensors, ranks, merge=True)
     assert size < 2_000_000
     assert seconds < 20
+
+
+# ------------------------------------------------------------------------------------------- nothing grows with the square of the ranks
+
+FEW, MANY = 1024, 8192
+GROWTH = 1.1
+"""Most exponent with which work may grow with the ranks. What grew with their square took minutes."""
+NOISE = 0.3
+"""CPU seconds, about ten times what this work takes at 1,024 ranks."""
+
+
+def growth(cost: Callable[[int], float]) -> None:
+    few, many = cost(FEW), cost(MANY)
+    print(f"{few:.3f} CPU s at {FEW:,} ranks, {many:.3f} at {MANY:,}")
+    assert many <= (few + NOISE) * (MANY / FEW) ** GROWTH
+    assert many < 5
+
+
+RANK = {"FSDP2": scale_jobs.fsdp, "HSDP": scale_jobs.hsdp, "flat": scale_jobs.zero, "3-D": scale_jobs.three_d, "EP64": scale_jobs.experts}
+
+
+@pytest.mark.parametrize("kind", RANK)
+def test_a_ranks_plan_grows_with_the_ranks_at_most(kind: str) -> None:
+    def cost(ranks: int) -> float:
+        forget()
+        found = scale_save.plan(RANK[kind](ranks, 16 if kind == "3-D" else 4))
+        assert found["second"] < 0.1
+        return found["first"]
+
+    growth(cost)
+
+
+@pytest.mark.parametrize("kind", ["3-D", "EP64", "own"])
+def test_the_leaders_work_grows_with_the_ranks_at_most(kind: str) -> None:
+    """Checks, index, commit and spans of the first two saves."""
+    indexes, later = {}, {}
+
+    def cost(ranks: int) -> float:
+        forget()
+        job = scale_jobs.fsdp(ranks, 4) if kind == "own" else RANK[kind](ranks, 16 if kind == "3-D" else 4)
+        found = scale_save.lead(job, own=2 * (kind == "own"), spans=8)
+        indexes[ranks], later[ranks] = found["index"], found["all_1"]
+        return found["all_0"]
+
+    growth(cost)
+    growth(later.__getitem__)
+    assert indexes[MANY] < 3_000_000
+
+
+def test_groups_of_experts_do_not_make_the_leader_compare_them_with_each_other() -> None:
+    """The work for one more group is that of its tensors: 16 and 64 groups of 256 experts have the same tensors in all."""
+    costs = {}
+    for groups in (16, 64):
+        forget()
+        found = scale_save.lead(scale_jobs.experts(4096, 4, ep=groups), spans=1)
+        costs[groups], told = found["check_0"], found["tables"]
+    print(costs, told)
+    assert costs[64] < 2 * costs[16] + NOISE
+    assert told < 1_500_000
+
+
+@pytest.mark.parametrize("splits", [(Flat("dp"),), (Shard(0, "tp"), Flat("dp")), (Interleaved(0, "tp", 2), Shard(0, "dp"))], ids=str)
+def test_a_tiling_grows_with_the_ranks_at_most(splits: tuple[Split, ...]) -> None:
+    """Of ranks that are listed one by one, too."""
+
+    def cost(ranks: int) -> float:
+        forget()
+        layout = TensorLayout(Mesh(("dp", "tp"), (ranks // 8, 8), tuple(range(0, 2 * ranks, 2))), splits)
+        began = time.process_time()
+        layout.tiling((53_248, 16_384))
+        assert len(layout.pieces((53_248, 16_384), ranks)) > 0
+        return time.process_time() - began
+
+    growth(cost)
