@@ -1,8 +1,7 @@
-"""Scale of loads: what one rank plans of a load of 405 billion parameters, as thousands of ranks wrote them. One process plays the ranks; no
-bytes of tensors are moved.
+"""Scale of loads: what one rank plans of a load of 405 billion parameters, as thousands of ranks wrote them. One process plays the ranks.
 
-*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into. Headers are made for a sample of the files, as saves
-make them; the time of a file is that of the sample. *shared*: who reads what for whom. *verdict*: what every rank reads of machines.
+*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into. Headers are made for a sample of the files; the
+time of a file is that of the sample. *shared*: who reads what for whom. *verdict*: what every rank reads of machines.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def gather(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
     before, chunks = cpu_seconds(), 0
     for number in sample:
         file = sweep.look_up(number)
-        chunks += len(file.rows) + len(file.others)
+        chunks += len(file)
         for _ in sweep.tasks(file):
             pass
     each = (cpu_seconds() - before - catalog.making) / len(sample)
