@@ -42,7 +42,7 @@ from .planning_large import LAYER, OTHER
 from .pool import Pool, Rank
 from .scenarios import Settings, Tell
 
-SAMPLE = 100
+SAMPLE = 400
 """Files whose headers are made: making one takes far longer than looking into it."""
 SECONDS, MEGABYTES = 10.0, 500.0
 SHARE_SECONDS = 1.0
