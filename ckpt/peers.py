@@ -40,7 +40,9 @@ class Peers:
     All ranks make the same exchanges in the same order. Once an exchange has failed on a rank there are no further ones.
     """
 
-    def __init__(self, group: Group, timeout: float) -> None:
+    def __init__(self, group: Group, timeout: float, name: str = "peers") -> None:
+        """``name`` tells these connections from others of the same call."""
+        self._name = name
         self.call = group.calls
         self.ranks = group.ranks
         self._group = ref(group)  # a group that is not used any more is forgotten, and its connections with it
@@ -156,7 +158,7 @@ class Peers:
     # ---- what ranks leave in the store
 
     def _leave(self, name: str, value: Any) -> None:
-        key = f"{self.call}/peers/{name}"
+        key = f"{self.call}/{self._name}/{name}"
         assert self._store is not None
         self._store.set(key, json.dumps(value).encode())
         group = self._group()
@@ -165,7 +167,7 @@ class Peers:
 
     def _look(self, name: str) -> Any:
         """What a rank left under this name, or None."""
-        key = f"{self.call}/peers/{name}"
+        key = f"{self.call}/{self._name}/{name}"
         assert self._store is not None
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
 
+    from .native.catalog import Reading
+
 ENTRY_POINTS = "ckpt.formats"
 """Group of entry points that are ``Format`` values of other distributions."""
 
@@ -48,11 +50,12 @@ def formats() -> Iterator[Format]:
         yield point.load()
 
 
-def open_catalog(url: str, *, sources: Sequence[str] | None = None) -> Catalog:
+def open_catalog(url: str, *, sources: Sequence[str] | None = None, read: Reading | None = None) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
 
     Args:
         sources: where the files may lie that a virtual checkpoint points into; by default as ``CKPT_SOURCES`` says.
+        read: gives the files of the index of a checkpoint of ours, in place of ``read_index_file``.
 
     Raises:
         NotFoundError: nothing is there.
@@ -62,11 +65,11 @@ def open_catalog(url: str, *, sources: Sequence[str] | None = None) -> Catalog:
     """
     from ckpt.io_backends.registry import open_backend
 
-    from .native.catalog import open_native, read_record
+    from .native.catalog import open_native, read_index_file, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
-        return open_native(native, record, sources)
+        return open_native(native, record, sources, read or read_index_file)
     backend, names = _look(url)
     return read_checked(_Files(url, backend, names), "", partial(_open_foreign, url, backend, names), faults=(CorruptError, FormatError))
 

@@ -30,7 +30,6 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.formats.native.replaced import replacement
-from ckpt.formats.registry import open_catalog
 from ckpt.group import Call, Group, Row
 from ckpt.peers import peers_of
 from ckpt.plan import machines
@@ -41,6 +40,7 @@ from ckpt.rules import Layout
 from .fetch import Spans
 from .fitting import judge, names_of
 from .garbage import uncollected
+from .opening import open_together
 from .parcels import Carrier
 from .reader import Job, Reader, Verify, changed
 from .sharing import Sharing, refused, worth_all, worth_parts, worth_replicas
@@ -144,6 +144,7 @@ class _Load:
         self.sharing: Sharing | None = None
         self.carrier: Carrier | None = None
         self.touched = False
+        self.opened = 0
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
@@ -180,7 +181,8 @@ class _Load:
         group = self.call.group
         placements = _placements.setdefault(group, Placements())
         with self.span("open"):
-            self.catalog = open_catalog(self.call.url, sources=self.options.sources)
+            self.opened += 1
+            self.catalog = open_together(self.call, self.options.sources, f"index{self.opened}")
         with self.span("match"):
             self.binding = bind(
                 state,

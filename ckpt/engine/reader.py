@@ -192,8 +192,7 @@ class Reader:
         file = sweep.look_up(number)
         for task in sweep.tasks(file):
             task()
-        steps = _steps_of(file)
-        parts, reads = self.reads(steps)
+        parts, reads = self.reads(steps := _steps_of(file))
         for read in reads:
             self.read(read, parts, steps)
         with self._lock:

@@ -132,11 +132,10 @@ def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out
     return list(found.values())
 
 
-class Row(NamedTuple):
-    """One chunk of one tensor: job number ``job`` of its cohort."""
+class Shelf(NamedTuple):
+    """One chunk of each tensor of a cohort, in one file."""
 
     cohort: Cohort
-    job: int
     parts: Sequence[Part]
 
 
@@ -150,16 +149,23 @@ class Other(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """What to read of one file: ``rows``, with columns of where they are stored, in the order of their bytes; and ``others``."""
+    """What to read of one file: chunks as columns, in the order of their bytes, each of job ``jobs[i]`` of shelf ``places[i]``; and
+    ``others``."""
 
     path: str
-    rows: Sequence[Row]
+    shelves: Sequence[Shelf]
+    places: IntArray
+    jobs: IntArray
     offsets: IntArray
     lengths: IntArray
-    digests: Sequence[str]
+    digests: npt.NDArray[np.bytes_]
     others: Sequence[Other]
     needed: int
     """Bytes of targets."""
+
+    def __len__(self) -> int:
+        """How many chunks, of one tensor each."""
+        return len(self.offsets) + len(self.others)
 
 
 @dataclass(eq=False)
@@ -186,7 +192,7 @@ class Sweep:
         """Raises:
         CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index.
         """
-        rows: list[Row] = []
+        shelves: list[Shelf] = []
         others: list[Other] = []
         columns: list[Stretches] = []
         needed = 0
@@ -201,7 +207,7 @@ class Sweep:
                 stored = self.catalog.extents_in(file, cohort.entries, box, self._known) if box.numel * itemsize <= self.most else None
                 if stored is not None:
                     columns.append(stored)
-                    rows += [Row(cohort, i, parts) for i in range(len(cohort.jobs))]
+                    shelves.append(Shelf(cohort, parts))
                 else:
                     extents = self.catalog.extents_of([(entry, chunk) for entry in cohort.entries])
                     others += [Other(job, parts, extent) for job, extent in zip(cohort.jobs, extents, strict=True)]
@@ -209,16 +215,12 @@ class Sweep:
             self.catalog.drop(file)
         self.fetch.beat()
         offsets, lengths, digests = (np.concatenate(c) for c in zip(*columns, strict=True)) if columns else _NO_COLUMNS
+        counts = [len(shelf.cohort.jobs) for shelf in shelves]
+        places = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        jobs = np.concatenate([_NO_COLUMNS.offsets, *map(np.arange, counts)])
         order = np.lexsort((-lengths, offsets))
-        return FilePlan(
-            self.catalog.files[file].path,
-            [rows[i] for i in order.tolist()],
-            offsets[order],
-            lengths[order],
-            digests[order].astype(str).tolist(),
-            others,
-            needed,
-        )
+        path = self.catalog.files[file].path
+        return FilePlan(path, shelves, places[order], jobs[order], offsets[order], lengths[order], digests[order], others, needed)
 
     def tasks(self, plan: FilePlan) -> Iterator[Callable[[], None]]:
         """What to run to read the rows, in any order and on any threads."""
@@ -240,33 +242,35 @@ class Sweep:
         spans = list(zip((plan.offsets[first:last] - start).tolist(), plan.lengths[first:last].tolist(), strict=True))
         self.fetch.checked(Extent(plan.path, start, stop - start, None), partial(self._checked, plan, first, spans, data))
         with self.fetch.span("copy", stop - start):
-            for (at, length), row in zip(spans, plan.rows[first:last], strict=True):
-                _place(data[at : at + length], row)
+            rows = zip(spans, plan.places[first:last].tolist(), plan.jobs[first:last].tolist(), strict=True)
+            for (at, length), place, job in rows:
+                _place(data[at : at + length], plan.shelves[place], job)
 
     def _checked(self, plan: FilePlan, first: int, spans: Sequence[tuple[int, int]], data: npt.NDArray[np.uint8]) -> None:
         start = int(plan.offsets[first])
         self.fetch.fill(plan.path, start, data.data)
         verified, last, memory = 0, (-1, 0), data.data
+        digests = plan.digests[first : first + len(spans)].astype(str).tolist()
         with self.fetch.span("verify", len(data)):
             for i, span in enumerate(spans):
                 if span == last:
                     continue
                 at, length = last = span
-                if (found := _digest(memory[at : at + length])) != plan.digests[first + i]:
+                if (found := _digest(memory[at : at + length])) != digests[i]:
                     raise self._damaged(plan, first + i, found)
                 verified += length
         self.fetch.compared(verified)
 
     def _damaged(self, plan: FilePlan, i: int, found: str) -> Exception:
-        row, digest = plan.rows[i], plan.digests[i]
+        shelf, digest = plan.shelves[int(plan.places[i])], plan.digests[i].decode()
         extent = Extent(plan.path, int(plan.offsets[i]), int(plan.lengths[i]), digest)
-        chunk = Chunk(row.cohort.entries[row.job].name, row.parts[0].copy.chunk_box, extent)
+        chunk = Chunk(shelf.cohort.entries[int(plan.jobs[i])].name, shelf.parts[0].copy.chunk_box, extent)
         return damaged(chunk, f"digest {found}, should be {digest}", self.fetch.catalog.url)
 
 
-def _place(data: npt.NDArray[np.uint8], row: Row) -> None:
-    """Copy what targets want of a chunk."""
-    cohort, number, parts = row
+def _place(data: npt.NDArray[np.uint8], shelf: Shelf, number: int) -> None:
+    """Copy what the target of job ``number`` wants of a chunk."""
+    cohort, parts = shelf
     memories = cohort.memories[number]
     for copy, part, source, into in parts:
         memory = memories[part]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,11 +157,7 @@ class NativeCatalog:
 
     def extents_in(self, file: int, entries: Sequence[TensorEntry], box: Box, known: Rows) -> Stretches | None:
         """Where the chunk ``box`` of each of many tensors of one shape and dtype is in data file number ``file``; None if each has to be
-        looked at (:meth:`extents_of`). ``known`` keeps what files that are cut alike have in common.
-
-        Raises:
-            CorruptError: the file is missing or has another size, or its header is damaged.
-        """
+        looked at. ``known`` keeps what files that are cut alike have in common. Errors as for :meth:`header`."""
         return find_alike(self.header(file), entries, box, known)
 
     def drop(self, file: int) -> None:
@@ -289,13 +285,16 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     return read_checked(backend, file.path, read)
 
 
-def _open(backend: Backend, data: bytes | None) -> tuple[CommitRecord, Contents]:
+Reading = Callable[["Backend", CommitRecord, str], bytes]
+
+
+def _open(backend: Backend, data: bytes | None, read: Reading = read_index_file) -> tuple[CommitRecord, Contents]:
     """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
     data = _present_record(backend) if data is None else data
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
         try:
-            return record, _contents(backend, record)
+            return record, _contents(backend, record, read)
         except CkptError as err:
             fault, before, data = err, data, _record_after(backend, err, data)
             if data == before:
@@ -314,8 +313,8 @@ def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
     return data
 
 
-def _contents(backend: Backend, record: CommitRecord) -> Contents:
-    files = {n: read_index_file(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
+def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents:
+    files = {n: read(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
         contents = decode_index(files, where)
@@ -344,10 +343,12 @@ def not_committed(url: str) -> NotCommittedError:
     )
 
 
-def open_native(backend: Backend, record: bytes | None = None, sources: Sequence[str] | None = None) -> NativeCatalog | VirtualCatalog:
+def open_native(
+    backend: Backend, record: bytes | None = None, sources: Sequence[str] | None = None, read: Reading = read_index_file
+) -> NativeCatalog | VirtualCatalog:
     """The checkpoint here, whose chunks are in its own files or in those of others. ``record`` and errors are as for the catalogs;
-    ``sources`` says where the files of others may lie."""
-    opened = _open(backend, record)
+    ``sources`` says where the files of others may lie; ``read`` gives an index file by its name, verified."""
+    opened = _open(backend, record, read)
     return (
         VirtualCatalog(backend, *opened, settings.sources(sources))
         if VIRTUAL in opened[0].features

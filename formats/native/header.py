@@ -24,7 +24,7 @@ from .keys import METADATA
 
 # One element of our F4 dtype is two of safetensors' 4-bit ones.
 _BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
-_START = re.compile(rf'\{{"{METADATA}":\s*')
+_START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
 """Metadata comes first wherever this software wrote the header."""
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
@@ -81,15 +81,15 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     found = xxhash.xxh3_128_hexdigest(data)
     if found != file.digest:
         _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
-    whole = _text(data, where)
-    metadata, rest = _split(whole, where)
+    _check_length(data, where)
+    metadata, rest = _split(data)
     layout = None if rest is None else recall(rest, file.size - file.header)
     entries: dict[str, Any] = {}
     if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
-        entries = _parse_json(whole, where)
-        metadata, rest = entries.pop(METADATA, None), json.dumps(entries).encode()
+        entries = _parse_json(data[LENGTH_BYTES:], where)
+        metadata, rest = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
     elif layout is None:
-        entries = _parse_json(rest.decode(), where)
+        entries = _parse_json(b"{" + rest[1:] if rest != b"}" else b"{}", where)
     id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
@@ -104,32 +104,31 @@ def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_DAMAGED)
 
 
-def _text(data: bytes, where: str) -> str:
+def _check_length(data: bytes, where: str) -> None:
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
         _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
-    try:
-        return data[LENGTH_BYTES:].decode()
-    except ValueError as err:
-        _damaged(f"its header is not JSON ({err})", where)
 
 
-def _split(text: str, where: str) -> tuple[object, bytes | None]:
-    """The metadata, and the JSON of the rest; None if the metadata does not come first."""
-    start = _START.match(text)
+def _split(data: bytes) -> tuple[object, bytes | None]:
+    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are copied but once."""
+    start = _START.match(data, LENGTH_BYTES)
     if start is None:
         return None, None
+    end, last = data.find(b"}", start.end()) + 1, data.rfind(b"}") + 1
     try:
-        metadata, end = json.JSONDecoder().raw_decode(text, start.end())
-    except (ValueError, RecursionError) as err:
-        _damaged(f"its header is not JSON ({err})", where)
-    rest = text[end:].strip().encode()
-    return metadata, b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest if rest[:1] == b"}" else None
+        metadata = json.loads(data[start.end() : end].decode())
+    except (ValueError, RecursionError):  # a brace in a string, or damage
+        return None, None
+    first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
+    if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
+        return None, None
+    return metadata, data[first:last]
 
 
-def _parse_json(text: str, where: str) -> dict[str, Any]:
+def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     try:
-        entries = json.loads(text)
+        entries = json.loads(text.decode())
     except (ValueError, RecursionError) as err:
         _damaged(f"its header is not JSON ({err})", where)
     if not isinstance(entries, dict):

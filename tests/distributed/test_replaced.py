@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import tiers_restore
-from ckpt.engine import load as loading
+from ckpt.engine import opening as loading
 from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.io_backends.registry import open_backend

@@ -1,0 +1,127 @@
+"""The index of a checkpoint on storage that is no file system: one rank reads it, and it is right whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from tests.distributed.ranks import Lost, Ranks
+
+
+def save(url: str) -> None:
+    ckpt.save(url, {"w": torch.arange(40.0), "step": 7})
+
+
+def count_reads(*, fan: int) -> Counter[str]:
+    """From now on this process takes paths for object storage, and counts what it asks for by kind of file."""
+    from ckpt.engine import opening
+    from ckpt.io_backends.posix import PosixBackend
+
+    opening.is_file_system = lambda url: False
+    opening.FAN, opening.PATIENCE = fan, 5.0
+    asked: Counter[str] = Counter()
+
+    def counted(method: Any) -> Any:
+        def counting(self: Any, path: str = "", *args: Any, **options: Any) -> Any:
+            asked["data" if path.startswith("data/") else "index"] += 1
+            return method(self, path, *args, **options)
+
+        return counting
+
+    for name in ("read", "read_whole", "size", "list", "children", "read_into"):
+        setattr(PosixBackend, name, counted(getattr(PosixBackend, name)))
+    return asked
+
+
+def load(url: str, case: str) -> tuple[int, list[float]]:
+    """How often a rank asked for anything but data, and what it loaded."""
+    asked, rank = count_reads(fan=2), dist.get_rank()
+    from ckpt import peers
+    from ckpt.engine import opening
+
+    if case == "flipped" and rank == 1:
+        wrong = opening._Node.hand_on
+
+        def hand_on(self: Any) -> None:
+            self.bundle = bytearray(self.bundle)
+            self.bundle[-3] ^= 4
+            wrong(self)
+
+        opening._Node.hand_on = hand_on  # type: ignore[method-assign]
+    if case == "broken" and rank == 1:
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise OSError("no sockets here")
+
+        peers.Listener = refuse  # type: ignore[assignment, misc]
+    state: dict[str, Any] = {"w": torch.zeros(40), "step": 0}
+    ckpt.load(url, state, exchange=False)
+    assert state["step"] == 7
+    return asked["index"], state["w"].tolist()
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_requests_do_not_grow_with_ranks(ranks: Ranks, tmp_path: Path, count: int) -> None:
+    ranks.run(1, save, f"{tmp_path}/c")
+    found = ranks.run(count, load, f"{tmp_path}/c", "")
+    assert [asked for asked, _ in found] == [found[0][0]] + [0] * (count - 1)
+    assert 0 < found[0][0] <= 15
+    assert all(loaded == list(range(40)) for _, loaded in found)
+
+
+@pytest.mark.parametrize("case", ["flipped", "broken"])
+def test_what_is_not_handed_on_right_is_read(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    """Rank 1 hands on wrong bytes to ranks 3 and 4, or cannot be reached."""
+    ranks.run(1, save, f"{tmp_path}/c")
+    found = ranks.run(5, load, f"{tmp_path}/c", case)
+    assert all(loaded == list(range(40)) for _, loaded in found)
+    assert any(asked for asked, _ in found[1:])
+
+
+def load_what_cannot_be(url: str) -> str:
+    count_reads(fan=2)
+    try:
+        ckpt.load(url, {"w": torch.zeros(40), "step": 0})
+    except ckpt.CkptError as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+@pytest.mark.parametrize("damage", ["missing", "no record", "index"])
+def test_errors_are_those_of_each_rank(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+    url = f"{tmp_path}/c"
+    if damage != "missing":
+        ranks.run(1, save, url)
+        index = next(tmp_path.rglob("*tensors.arrow")) if damage == "index" else tmp_path / "c" / "checkpoint.json"
+        if damage == "index":
+            data = bytearray(index.read_bytes())
+            data[len(data) // 2] ^= 1
+            index.write_bytes(data)
+        else:
+            index.unlink()
+    found = ranks.run(4, load_what_cannot_be, url)
+    alone = ranks.run(1, load_what_cannot_be, url)
+    assert found == alone * 4
+
+
+def load_without(url: str) -> None:
+    count_reads(fan=2)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    ckpt.load(url, {"w": torch.zeros(40), "step": 0}, timeout=4)
+
+
+@pytest.mark.alone
+def test_a_rank_that_dies_ends_the_load(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, save, f"{tmp_path}/c")
+    found = ranks.run(4, load_without, f"{tmp_path}/c", allow_death=True)
+    errors = [type(lost.error).__name__ for lost in found if isinstance(lost, Lost) and lost.error is not None]
+    assert len(errors) == 3
+    assert set(errors) <= {"DeadlineError", "RankFailedError"}
