@@ -269,7 +269,8 @@ class _Load:
         assert self.catalog is not None
         select = self.options.selection
         names = [n for n in self.names() - used if select.wants(select.renamed(n))]
-        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS):
+        taken = values if not select.only and not select.rename else frozenset[str]()
+        for path, node in tree.leaves(self.catalog.state, but=_OF_TENSORS, outside=taken):
             counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
             if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
                 names.append(path)
