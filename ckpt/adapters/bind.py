@@ -7,6 +7,7 @@ tensors are filled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Walk(Binder):
         super().__init__(catalog, placer, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
         self._own: dict[str, torch.Tensor] = {}
+        self._left = 0  # mappings of the checkpoint that dicts of plain values did not take
 
     # ---- containers
 
@@ -85,31 +87,61 @@ class _Walk(Binder):
             self.optimizers.bind(target, node, path)
         elif is_stateful(target):
             self.stateful(target, node, path)
-        elif isinstance(target, dict) and (not path or _has_live(target) or tree.pairs_of(node) is not None):
-            self.mapping(target, node, path)
+        elif isinstance(target, dict) and ((live := not path or _has_live(target)) or self.nodes.children(node) is not None):
+            self.mapping(target, node, path, live=live)
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
             self.plain(node, path, lambda value: put(refill(target, value)))
 
-    def mapping(self, target: dict[Any, Any], node: Node, path: str) -> None:
-        """Bind each key of a dict. One that holds plain values only also takes the keys that just the checkpoint has."""
-        start, tensor = f"{path}." if path else "", self.tensor
+    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: bool) -> None:
+        """Bind each key of a dict. One that holds plain values only, and is not ``live``, also takes the keys that just the checkpoint has.
+
+        A state may have millions of plain values. Where nothing is selected or renamed, those of one dict that stand for themselves are
+        taken together, and if all that is stored there is taken, the path of the dict stands for theirs.
+        """
+        start, tensor, left = f"{path}." if path else "", self.tensor, self._left
+        children = self.nodes.children(node) or {}
+        everything = not self.selection.only and not self.selection.rename
+        alike: list[Any] = []
         for key, value in list(target.items()):
+            if everything and type(value) in tree.SCALARS and type(children.get(key, tree.MISSING)) in tree.SCALARS and key == key:
+                alike.append(key)
+                continue
             at = start + key if type(key) is str and key.isascii() else join(path, key)
             if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
                 tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
-        if not path or _has_live(target):
-            return
-        stored = tree.pairs_of(node) or []
-        if not stored and self.selection.wants(path):
+        runs = [alike] if live else [alike, *self.added(target, children, path, everything=everything)]
+        if not live and not children and self.selection.wants(path):
             self.found.values.append(path)
-        for key, child in ((tree.key_of(k), v) for k, v in stored):
+        if any(runs):
+            complete = everything and not live and self._left == left
+            self.found.values += [path] if complete else [join(path, key) for run in runs for key in run]
+            self.found.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
+
+    def added(self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool) -> Iterator[list[Any]]:
+        """Take the keys that just the checkpoint has, in its order. Gives those whose values stand for themselves, as they are taken."""
+        run: list[Any] = []
+        for key, child in children.items():
+            if key in target:
+                continue
+            if everything and type(child) in tree.SCALARS:
+                if not run:
+                    self.found.apply.append(partial(_take, target, run, children))
+                run.append(key)
+                continue
+            if run:
+                yield run
+                run = []
             at = join(path, key)
-            if key not in target and self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
+            if self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
                 self.plain(child, at, _item_setter(target, key))
+            else:
+                self._left += 1
+        if run:
+            yield run
 
     def sequence(self, target: Sequence[object], node: Node, path: str, put: Setter) -> None:
         loaded = list(target)
@@ -198,7 +230,7 @@ class _Walk(Binder):
 
     def compound(self, target: Compound, node: Node, path: str) -> None:
         slots, before = target.slots(), len(self.found.apply)
-        self.mapping(slots, node, path)
+        self.mapping(slots, node, path, live=not path or _has_live(slots))
         if len(self.found.apply) > before:
             self.found.apply.append(lambda: target.loaded(slots))
 
@@ -240,6 +272,11 @@ def _item_setter(container: Any, key: Any) -> Setter:
     return put
 
 
+def _take(target: dict[Any, Any], keys: Sequence[Any], children: Mapping[Any, Node]) -> None:
+    for key in keys:
+        target[key] = children[key]
+
+
 def _is_below(taken: Set[str], at: str, where: str) -> bool:
     """Whether the path ``where`` below ``at``, or something that contains it and is not above ``at``, was taken."""
     return any(p in taken for p in (at, *(f"{at}.{where[:i]}" for i, c in enumerate(f"{where}.") if c == "." and i)))
@@ -247,10 +284,12 @@ def _is_below(taken: Set[str], at: str, where: str) -> bool:
 
 def _has_live(value: object) -> bool:
     """Whether a container holds anything that is loaded in place."""
+    if type(value) in tree.SCALARS:
+        return False
     if isinstance(value, dict):
-        return any(_has_live(v) for v in value.values())
+        return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
     if isinstance(value, (list, tuple)):
-        return any(_has_live(v) for v in value)
+        return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
     return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ckpt.tree import SCALARS
+
 
 def is_stateful(value: object) -> bool:
     has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -17,6 +19,8 @@ def refill(old: Any, new: Any) -> Any:
     An object with ``state_dict`` and ``load_state_dict`` among the old values takes the new one with ``load_state_dict``. Where the
     kinds differ, the answer is ``new``.
     """
+    if type(old) in SCALARS:
+        return new
     if is_stateful(old):
         old.load_state_dict(new)
         return old

@@ -63,7 +63,8 @@ def names_of(catalog: Catalog) -> Set[str]:
 def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: set[str]) -> list[str]:
     """Names of the checkpoint that no rank took."""
     names = [n for n in unused if select.wants(select.renamed(n))]
-    for path, node in tree.leaves(catalog.state, but=_OF_TENSORS):
+    taken = values if not select.only and not select.rename else frozenset[str]()
+    for path, node in tree.leaves(catalog.state, but=_OF_TENSORS, outside=taken):
         counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
         if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
             names.append(path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ckpt.tree import MISSING, Missing, Node, child_path, find, items_of, pairs_of
+from ckpt.tree import MISSING, Missing, Node, child_path, children_of, find, items_of, pairs_of
 
 from .match import Selection
 
@@ -28,6 +29,7 @@ class Nodes:
         self._selection = selection
         self._moved: dict[str, Node] = {}
         self._origins: dict[str, str] = {}
+        self._children: dict[int, Mapping[Any, Node] | None] = {}  # id of a mapping's node, which lives as long as the root
         for path, node in _all(root, "") if selection.rename else ():
             moved = renamed_path(selection, path)
             if moved != path:
@@ -40,7 +42,18 @@ class Nodes:
             return self._moved[path]
         if self._selection.rename and renamed_path(self._selection, path) != path:
             return MISSING  # what the checkpoint has there goes elsewhere
-        return find(node, [key])
+        children = self.children(node)
+        if children is None:
+            return find(node, [key])
+        return children.get(key, MISSING) if key == key else MISSING  # NaN is no key that is found
+
+    def children(self, node: Node | Missing) -> Mapping[Any, Node] | None:
+        """The nodes of a mapping by their keys; None for other nodes."""
+        if not isinstance(node, dict):
+            return None
+        if id(node) not in self._children:
+            self._children[id(node)] = children_of(node)
+        return self._children[id(node)]
 
     def origin(self, path: str) -> str:
         """Where the checkpoint has what the state has at ``path``."""

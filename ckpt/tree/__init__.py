@@ -6,11 +6,12 @@ machine.
 
 from .decoding import Special, check, decode
 from .encoding import Leaf, encode, join
-from .looking import find, key_of, leaves
+from .looking import children_of, find, key_of, leaves
 from .nodes import (
     MAX_DEPTH,
     MISSING,
     REFERENCES,
+    SCALARS,
     Missing,
     Node,
     child_path,
@@ -27,12 +28,14 @@ __all__ = [
     "MAX_DEPTH",
     "MISSING",
     "REFERENCES",
+    "SCALARS",
     "Leaf",
     "Missing",
     "Node",
     "Special",
     "check",
     "child_path",
+    "children_of",
     "decode",
     "encode",
     "find",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
 
-from .nodes import NUMPY, REFERENCES, TORCH_ONLY, Node, at, child_path, shorten, tag_of
+from .nodes import NUMPY, REFERENCES, SCALARS, TORCH_ONLY, Node, at, child_path, shorten, tag_of
 
 Special: TypeAlias = Callable[[str, Any], object]
 """Asked for the value of a node of a kind in ``REFERENCES``: the kind (with its ``$``) and the payload."""
@@ -46,7 +46,7 @@ class _Decoder:
             return node
         tag = tag_of(node)
         if tag is None:
-            return {k: self.value(v, child_path(path, k)) for k, v in node.items()}
+            return {k: v if type(v) in SCALARS else self.value(v, child_path(path, k)) for k, v in node.items()}
         if len(node) != 1:
             raise FormatError(f"{at(path)} mixes {tag!r} with other keys", hint=HINT)
         if tag in REFERENCES:
@@ -63,7 +63,7 @@ class _Decoder:
             raise _malformed(tag, path) from e
 
     def items(self, nodes: Sequence[Node], path: str) -> list[object]:
-        return [self.value(n, child_path(path, i)) for i, n in enumerate(nodes)]
+        return [n if type(n) in SCALARS else self.value(n, child_path(path, i)) for i, n in enumerate(nodes)]
 
     def nested(self, tag: str, payload: Any, path: str) -> object:
         if not isinstance(payload, list):
@@ -88,13 +88,15 @@ class _Decoder:
         for pair in payload:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise _malformed("$map", path)
-            key = self.value(pair[0], child_path(path, "(key)"))
+            key, stored = pair
+            if type(key) not in SCALARS:
+                key = self.value(key, child_path(path, "(key)"))
             try:
                 if key in found:
                     raise FormatError(f"{at(path)} has the key {shorten(pair[0])} twice", hint=HINT)
             except TypeError as e:
                 raise _malformed("$map", path) from e
-            found[key] = self.value(pair[1], child_path(path, pair[0]))
+            found[key] = stored if type(stored) in SCALARS else self.value(stored, child_path(path, pair[0]))
         return found
 
 

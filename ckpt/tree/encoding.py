@@ -20,6 +20,8 @@ from .nodes import MAX_DEPTH, NUMPY, TORCH_ONLY, Node, at, child_path, mapping_n
 Leaf: TypeAlias = Callable[[object, str], Node]
 """Asked for the node of a value that is not plain, at a path; None means that it does not know the value."""
 
+_PLAIN_INT = 1 << 63
+"""Ints nearer to 0 than this need no look at their size."""
 _MAX_INT_BITS = 14284  # the largest that has at most 4300 decimal digits, which is what Python's JSON reader accepts
 
 
@@ -90,17 +92,29 @@ class _Encoder:
                 return self.mapping(value, path)
             if isinstance(value, (set, frozenset)):
                 return self.unordered(value, path)
-            items = [self.node(v, child_path(path, i)) for i, v in enumerate(value)]
+            items = self.elements(value, path)
             return items if type(value) is list else {"$tuple": items}
         finally:
             self.open.discard(id(value))
 
+    def elements(self, values: Sequence[object], path: str) -> list[Node]:
+        start, quick = f"{path}." if path else "", self.quick
+        nodes: list[Node] = []
+        for i, child in enumerate(values):  # a list may have many thousand
+            known = quick.get(type(child))
+            where = f"{start}{i}"
+            nodes.append(self.node(child, where) if known is None else known(child, where))
+        return nodes
+
     def mapping(self, value: dict[object, object], path: str) -> Node:
         pairs: list[tuple[Node, Node]] = []
         start, quick = f"{path}." if path else "", self.quick
+        key_node: Node
         for key, child in value.items():
             if type(key) is str and key.isascii():  # a mapping may have many thousand
                 key_node, where = key, start + key
+            elif type(key) is int and -_PLAIN_INT < key < _PLAIN_INT:
+                key_node, where = key, f"{start}{key}"
             else:
                 key_node = _encode_key(key, path)
                 where = child_path(path, key_node)
@@ -108,7 +122,7 @@ class _Encoder:
             pairs.append((key_node, self.node(child, where) if known is None else known(child, where)))
         found = mapping_node(pairs)
         if "$map" in found:
-            _refuse_twins([k for k, _ in pairs], path)
+            _refuse_twins([k for k, _ in pairs if type(k) not in (str, int)], path)
         return found
 
     def unordered(self, value: set[object] | frozenset[object], path: str) -> Node:

@@ -16,6 +16,9 @@ Node: TypeAlias = Any
 REFERENCES = frozenset({"$tensor", "$inline", "$tensors", "$param_groups", "$per_rank"})
 """Kinds of node whose values are kept elsewhere or name tensors: ``leaf`` makes them, ``special`` reads them."""
 
+SCALARS = frozenset((int, float, str, bool, type(None)))
+"""Types of nodes that stand for themselves and have nothing below them. A state may have millions, so walks look for these first."""
+
 MAX_DEPTH = 100
 """Containers may be nested this deep."""
 
@@ -95,9 +98,11 @@ def items_of(node: Node) -> list[Node] | None:
 
 def refers(node: Node) -> bool:
     """Whether a node of a kind in ``REFERENCES`` lies in it."""
+    if type(node) in SCALARS:
+        return False
     if tag_of(node) in REFERENCES:
         return True
     below = items_of(node)
     if below is None:
         below = [v for _, v in pairs_of(node) or ()]
-    return any(map(refers, below))
+    return any(refers(n) for n in below if type(n) not in SCALARS)

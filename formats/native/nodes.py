@@ -9,6 +9,7 @@ import binascii
 import math
 from base64 import b64decode
 from collections.abc import Callable, Set
+from math import isfinite
 from typing import Any
 
 from ckpt.dtypes import DTYPES
@@ -35,12 +36,13 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
             if below is None or tag_of(node) in REFERENCES - allowed:
                 return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"
             tensors = "$tensor" in allowed and depth < MAX_DEPTH
-            inside = [n for n in below[0] if type(n) not in _SIMPLE]
+            inside = [n for n in below[0] if type(n) not in _SIMPLE and not (type(n) is float and isfinite(n))]
             if tensors:  # by far the most common nodes, as they have to be
                 inside = [n for n in inside if not (type(n) is dict and len(n) == 1 and type(n.get("$tensor")) is str)]
             waiting += [(n, allowed, depth + 1) for n in inside]
-            waiting += [(n, frozenset(), depth + 1) for n in below[1] if type(n) not in _SIMPLE]
-        elif type(node) not in _SIMPLE and not (isinstance(node, float) and math.isfinite(node)):
+            keys = (n for n in below[1] if type(n) not in _SIMPLE and not (type(n) is float and isfinite(n)))
+            waiting += [(n, frozenset(), depth + 1) for n in keys]
+        elif type(node) not in _SIMPLE and not (isinstance(node, float) and isfinite(node)):
             return f"{node!r} is not a JSON value"
     return None
 
