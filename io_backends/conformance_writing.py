@@ -115,9 +115,8 @@ class WritingRows:
 
     def test_refuses_a_taken_path(self, backend: Backend) -> None:
         put(backend, "d/a", b"old")
-        with pytest.raises(ConflictError), backend.create("d/a", 3) as writer:
-            writer.write(0, [b"new"])
-            writer.commit()
+        with pytest.raises(ConflictError):
+            put(backend, "d/a", b"new")
         assert everything(backend) == {"d/a": b"old"}
 
     def test_refuses_a_negative_size(self, backend: Backend) -> None:

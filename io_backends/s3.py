@@ -18,12 +18,13 @@ from .checks import byte_view, check_path, check_prefix, check_read, check_size
 from .protocol import Backend, Entry, Grain, Unfinished, Writer
 from .s3_client import LANES, S3Client, client_of
 from .s3_options import DEFAULT, S3Options
+from .s3_parts import PART, SINGLE, part_size
 from .s3_probing import abilities, assume, conditional, probe
 from .s3_publishing import publish
 from .s3_reading import Key, described, head, read_into, read_start, read_tagged
-from .s3_requests import delete, forget
+from .s3_requests import check_free, delete, forget
 from .s3_shared import S3SharedObject
-from .s3_writer import PART, SINGLE, S3Writer, check_free, part_size
+from .s3_writer import S3Writer
 
 _SCHEME = "s3://"
 _PIECE = 8 << 20

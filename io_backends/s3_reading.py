@@ -1,7 +1,7 @@
 """Bytes out of an object store: ranges straight into the memory that asked for them, several at once where they are long.
 
-Invariant: all bytes of one call are of one version of the object. Ranges that are asked for at once have to have one ETag; what is asked for
-after an answer asks for its ETag.
+Invariant: all bytes of one call are of one version of the object. Ranges that are asked for at once have to have one ETag; what is asked
+for after an answer asks for its ETag.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class _Body:
     def __init__(self, answer: Any) -> None:
         self._stream = answer["Body"]
         raw = getattr(self._stream, "_raw_stream", None)
-        inner = getattr(raw, "_fp", None)
+        inner: Any = getattr(raw, "_fp", None)
         # Straight from the socket into the target: both layers above copy every byte once more.
         self._inner = inner if isinstance(inner, http.client.HTTPResponse) and inner.length is not None else None
         self._release = getattr(raw, "release_conn", None)

@@ -16,7 +16,7 @@ from ckpt.errors import ConflictError, NotFoundError
 
 from .s3_checksums import Checks
 from .s3_errors import ChangedError, code_of, status_of
-from .s3_reading import Key, read_tagged
+from .s3_reading import Key, head, read_tagged
 from .s3_tries import Tries
 
 _MARK = "ckpt-write"
@@ -91,6 +91,13 @@ def _tag_if_ours(key: Key, data: bytes | memoryview, mark: str, tries: Tries) ->
 
 def conflict(key: Key, what: str) -> ConflictError:
     return ConflictError(f"cannot publish: {what}", where=key.where, hint="another save was first; read it again and decide anew")
+
+
+def check_free(key: Key) -> None:
+    """Raises ConflictError if there is an object of this name."""
+    with suppress(NotFoundError):
+        head(key)
+        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
 
 
 def delete(key: Key) -> None:

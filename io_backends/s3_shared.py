@@ -13,7 +13,8 @@ from .s3_checksums import Checks, Part
 from .s3_client import LANES
 from .s3_probing import part_checks_of
 from .s3_reading import Key
-from .s3_writer import S3Writer, check_free
+from .s3_requests import check_free
+from .s3_writer import S3Writer
 from .shared import check_total
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 from botocore.exceptions import ClientError
 
 from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
@@ -26,55 +25,12 @@ from .protocol import Writer
 from .s3_checksums import OFF, Checks, Part, check_whole
 from .s3_client import LANES
 from .s3_errors import ChangedError, status_of, tag_of, translated
+from .s3_parts import Gathered, Place
 from .s3_probing import checks_of, part_checks_of
 from .s3_reading import Key, head
 from .s3_requests import delete, forget, mark_of, marked, new_mark, put
 from .s3_tries import Tries
 from .written import Written
-
-PART = 16 << 20
-"""Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""
-SINGLE = 64 << 20
-"""Bytes of an object that is one request where there is room to gather it. As parts it would be six: a store takes so many requests a
-second, and a job of thousands of ranks sends all of theirs at once."""
-LONG_PART = 64 << 20
-MANY_PARTS, MOST_PARTS = 1000, 10_000
-"""Parts grow up to ``LONG_PART`` rather than be more than the first of these, and further rather than be more than the second, which no
-store takes."""
-_MIB = 1 << 20
-
-
-def part_size(size: int, least: int = PART) -> int:
-    """Bytes of each part but the last of an object of ``size`` bytes: whole MiB, all alike (some stores insist)."""
-    wanted = max(least, min(LONG_PART, -(-size // MANY_PARTS)), -(-size // MOST_PARTS))
-    return -(-wanted // _MIB) * _MIB
-
-
-def check_free(key: Key) -> None:
-    """Raises ConflictError if there is an object of this name."""
-    with suppress(NotFoundError):
-        head(key)
-        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
-
-
-class _Place(NamedTuple):
-    """Where some bytes go: into part ``number``, from its byte ``at`` on."""
-
-    number: int
-    at: int
-    view: memoryview
-
-
-class _Gathered:
-    """A part that is gathered from writes that do not cover it."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = np.empty(size, dtype=np.uint8).data  # a bytearray would be filled with zeros first
-        self.written = Written(size)
-
-    @property
-    def whole(self) -> bool:
-        return self.written.count == len(self.memory)
 
 
 class S3Writer(Writer):
@@ -103,7 +59,7 @@ class S3Writer(Writer):
         """Parts that were sent, or are on their way."""
         self._parts: dict[int, Part] = {}
         """The parts that the store has confirmed, by number from 0."""
-        self._gathered: dict[int, _Gathered] = {}
+        self._gathered: dict[int, Gathered] = {}
         self._sending: list[Pending[None]] = []
         self._unsent: list[BaseException] = []
         self._perhaps_there = False
@@ -123,8 +79,8 @@ class S3Writer(Writer):
         check_write(offset, length, self._size, self._key.where)
         with self._using():
             self._raise_unsent()
-            whole: list[_Place] = []
-            some: list[_Place] = []
+            whole: list[Place] = []
+            some: list[Place] = []
             for place in self._places(offset, views):
                 (whole if place.view.nbytes == self._length(place.number) and not self.single else some).append(place)
             self._check_unsent(some)
@@ -133,20 +89,20 @@ class S3Writer(Writer):
             run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
             self._written.add(offset, offset + length)
 
-    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[_Place]:
+    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[Place]:
         for view in views:
             at = 0
             while at < view.nbytes:
                 number, inside = divmod(offset, self._part)
                 length = min(view.nbytes - at, self._length(number) - inside)
-                yield _Place(number, inside, view[at : at + length])
+                yield Place(number, inside, view[at : at + length])
                 at += length
                 offset += length
 
     def _length(self, number: int) -> int:
         return min(self._part, self._size - number * self._part)
 
-    def _check_unsent(self, places: Sequence[_Place]) -> None:
+    def _check_unsent(self, places: Sequence[Place]) -> None:
         with self._lock:
             sent = [p.number for p in places if p.number in self._sent]
         if sent:
@@ -156,11 +112,11 @@ class S3Writer(Writer):
                 hint="write every byte once, or whole parts (Writer.block)",
             )
 
-    def _gather(self, place: _Place) -> None:
+    def _gather(self, place: Place) -> None:
         with self._lock:
             gathered = self._gathered.get(place.number)
             if gathered is None:
-                gathered = self._gathered[place.number] = _Gathered(self._length(place.number))
+                gathered = self._gathered[place.number] = Gathered(self._length(place.number))
         gathered.memory[place.at : place.at + place.view.nbytes] = place.view
         gathered.written.add(place.at, place.at + place.view.nbytes)
         if not self.single and gathered.whole and self._take(place.number, gathered):
@@ -169,7 +125,7 @@ class S3Writer(Writer):
             with self._lock:
                 self._sending = [p for p in self._sending if not p.wait(0)] + [pending]
 
-    def _take(self, number: int, gathered: _Gathered) -> bool:
+    def _take(self, number: int, gathered: Gathered) -> bool:
         """Whether it is this thread that sends the part: two may have written its last bytes at once."""
         with self._lock:
             if self._gathered.get(number) is not gathered:
@@ -180,7 +136,7 @@ class S3Writer(Writer):
 
     # ---- parts on their way
 
-    def _send_gathered(self, number: int, gathered: _Gathered) -> None:
+    def _send_gathered(self, number: int, gathered: Gathered) -> None:
         try:
             self._send(number, gathered.memory)
         except BaseException as err:  # noqa: BLE001  write or commit raises it
@@ -191,7 +147,7 @@ class S3Writer(Writer):
         finally:
             self._key.client.lanes.release()
 
-    def _send_whole(self, place: _Place) -> None:
+    def _send_whole(self, place: Place) -> None:
         with self._lock:
             again = place.number in self._sent
             self._sent.add(place.number)

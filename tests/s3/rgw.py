@@ -38,6 +38,8 @@ class Gateway:
     version: str
     pids: dict[str, int]
     """Of the daemons, by name."""
+    control: str
+    """The socket on which the gateway tells about itself: see ``requests``."""
 
 
 def missing() -> str | None:
@@ -94,7 +96,8 @@ class _Cluster:
         self._await(gateway, lambda: answers(endpoint))
         user = ("--uid=test", "--display-name=test", f"--access-key={KEY}", f"--secret-key={SECRET}")
         self._run("radosgw-admin", "-n", "client.rgw", "user", "create", *user)
-        return Gateway(endpoint=endpoint, version=self._run("radosgw", "--version").split()[2], pids=self.pids)
+        version = self._run("radosgw", "--version").split()[2]
+        return Gateway(endpoint=endpoint, version=version, pids=self.pids, control=f"{self.folder}/client.rgw.asok")
 
     def _lay_out(self) -> None:
         for name in ("mon", "osd", "rgw"):
@@ -145,6 +148,16 @@ class _Cluster:
                 said = " ".join(p.read_text(errors="replace").strip()[-200:] for p in sorted(self.folder.glob("*.out")))
                 raise NotStartedError(f"radosgw does not serve: {said or 'it says nothing'}")
             time.sleep(0.1)
+
+
+def requests(control: str) -> int:
+    """How many requests the gateway with this socket has had so far, from anybody."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(control)
+        asking.sendall(json.dumps({"prefix": "perf dump", "format": "json"}).encode() + b"\0")
+        with asking.makefile("rb") as answer:
+            found = json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
+    return int(found["rgw"]["req"])
 
 
 def free_ports(count: int) -> list[int]:

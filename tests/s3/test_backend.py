@@ -21,7 +21,7 @@ from ckpt.io_backends import Entry, open_backend, s3_client
 from ckpt.io_backends.conformance_reading import everything, put
 from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.s3 import S3Backend
-from ckpt.io_backends.s3_writer import part_size
+from ckpt.io_backends.s3_parts import part_size
 from ckpt.known_steps import KnownSteps
 from ckpt.runs import list_steps
 from tests.cli.checkpoints import write_checkpoint

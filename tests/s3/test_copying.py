@@ -82,6 +82,7 @@ DYING = """
 import os, signal, sys
 from ckpt.cli.start import main
 from ckpt.io_backends import s3_client
+from ckpt.io_backends.s3 import S3Backend
 
 make, operation = s3_client._make, sys.argv.pop(1)
 
@@ -94,6 +95,7 @@ def made(*args):
     boto.meta.events.register(f"after-call.s3.{operation}", die)
     return boto
 
+S3Backend.__init__.__kwdefaults__["single"] = 16 << 20
 s3_client._make = made
 main()
 """
@@ -102,7 +104,7 @@ main()
 
 def _leave_an_upload(backend: Backend, path: str) -> None:
     """As a killed process would: some parts are there, and nobody ends it."""
-    size = 40 << 20
+    size = 70 << 20
     writer = backend.create(path, size)
     writer.write(0, [bytes(16 << 20)])
     deadline = time.monotonic() + 20

@@ -213,9 +213,7 @@ def test_an_object_that_is_replaced_while_it_is_read(s3_url: str, object_store: 
     assert replaced
 
 
-def test_ranges_that_are_read_at_once_are_of_one_version(
-    s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_that_are_read_at_once_are_of_one_version(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is asked for when the object has just been replaced."""
     monkeypatch.setattr(s3_reading, "RANGE", MIB)
     monkeypatch.setattr(s3_reading, "READERS", 1)
