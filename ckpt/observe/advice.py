@@ -53,9 +53,15 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
     first = save.stragglers[0]
     lost = save.work[first] - save.median
     ranks = units.plural(len(facts.tables), "rank")
-    why = f"{save.verdict[0].upper()}{save.verdict[1:]}. All {ranks} wait for the last one: about {brief(lost)} s of this save."
+    why = f"All {ranks} wait for the last one, rank {first}: about {brief(lost)} s of this save."
     if together:
         yield Advice(what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.", why=why)
+        alone = sorted(slow - {rank for name in together for rank in facts.groups[name]}, key=save.slowest.index)
+        if alone:
+            yield Advice(
+                what=f"Look at rank {alone[0]} too.",
+                why=f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work.",
+            )
     elif len(slow) > 1:
         yield Advice(what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why)
     elif "has more to" in save.verdict:

@@ -16,6 +16,7 @@ _KNOWN = ("collect", "plan", "agree", "capture", "exchange", "encode", "hash", "
 _LIKE = {"open": "collect", "match": "plan", "read": "write", "verify": "hash", "decode": "encode", "copy": "capture"}
 _HEIGHT = 84
 _STRIP = 72
+_MENTIONED = 0.001
 
 
 def colour_of(phase: str) -> str:
@@ -117,7 +118,7 @@ def phase_rows(save: SaveSummary) -> Markup:
     heads = ("phase", "slowest rank to median", "slowest", "median", "wall", "bytes", "rate", "operations")
     rows = [_phase_row(phase, top) for phase in save.phases]
     gap = save.unaccounted
-    if gap is not None:
+    if gap is not None and gap.share >= _MENTIONED:
         bar = _phase_bar("pgap", gap.seconds, gap.median, top)
         name = tag("td", "no phase", tag("small", f"{100 * gap.share:.1f} % of the save"))
         rows.append(
@@ -200,10 +201,14 @@ def _heat_cell(cell: Cell | None, label: str, phase: str) -> Markup:
 
 
 def heat_strips(heat: HeatMap, rows: int) -> Markup:
-    """A strip for each phase: a column for each block of ``rows`` cells. Scripts show what is below the pointer."""
+    """A strip for each phase: a column for each block of ``rows`` cells. Scripts show what is below the pointer. Phases in which all ranks
+    are about equal are only named."""
     columns = -(-len(heat.groups) // rows)
-    strips = []
+    strips, equal = [], []
     for number, (name, cells) in enumerate(heat.rows.items()):
+        if all(cell is not None and cell.level == MIDDLE for cell in cells):
+            equal.append(f"{short(name, 32)} ({brief(heat.medians[name] / 1e6)} s)")
+            continue
         worst = max((cell for cell in cells if cell is not None), key=lambda cell: (cell.micros, -cell.rank))
         where = f"slowest: rank {worst.rank}, {brief(worst.micros / 1e6)} s · median {brief(heat.medians[name] / 1e6)} s"
         paths = [tag("path", d=_runs(cells, level, rows, columns), class_=f"h{level}") for level in range(len(BOUNDS) + 1)]
@@ -221,6 +226,8 @@ def heat_strips(heat: HeatMap, rows: int) -> Markup:
             data_strip=str(number),
         )
         strips.append(tag("div", tag("h3", short(name, 32), tag("small", where)), strip))
+    if equal:
+        strips.append(tag("p", f"About equal on all ranks: {', '.join(equal)}.", class_="about even"))
     return join(strips)
 
 

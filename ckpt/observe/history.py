@@ -24,9 +24,11 @@ from .summary import SaveSummary, summarize
 
 STEPS = 200
 """Checkpoints of a run that are read by default, at most."""
-SPAN_BYTES = 24 << 20
-"""Bytes of spans after which no more checkpoints of a run are read."""
+SPAN_BYTES = 6 << 20
+"""Bytes of spans after which no more checkpoints of a run are read: some seconds of work."""
 _TOGETHER = 16
+_NEWEST = 8
+"""Steps looked at from the end for one whose spans can be read: the newest save may still go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +106,22 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
     backend = open_backend(url)
     numbers = {name.rstrip("/"): step_number(name) for name in backend.children("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))
-    saves: dict[int, SavedSpans] = {}
-    candidates = len(names)
-    order = list(spread_evenly(len(names)))[:limit]
-    total = 0
-    with ThreadPoolExecutor(max(_TOGETHER, min(backend.grain.calls, 64))) as pool:
-        for at in range(0, len(order), _TOGETHER):
-            if total >= most_bytes:
-                break
-            some = order[at : at + _TOGETHER]
-            for place, saved in zip(some, pool.map(lambda i: _try(join_url(url, names[i])), some), strict=True):
-                if saved is None:
-                    candidates -= 1
-                else:
-                    saves[place], total = saved, total + saved.span_bytes
-    return History(url=url, saves=tuple(saves[place] for place in sorted(saves)), candidates=candidates)
+    read: dict[int, SavedSpans | None] = {}
+    for place in range(len(names) - 1, max(len(names) - 1 - _NEWEST, -1), -1):
+        newest = read[place] = _try(join_url(url, names[place]))
+        if newest is not None and newest.summary is not None:
+            break
+    total = largest = sum(saved.span_bytes for saved in read.values() if saved is not None)
+    rest = [place for place in spread_evenly(len(names)) if place not in read]
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        while rest and len(read) < limit and total < most_bytes:
+            together = min(_TOGETHER, limit - len(read), -(-(most_bytes - total) // largest) if largest else _TOGETHER)
+            some, rest = rest[:together], rest[together:]
+            read |= zip(some, pool.map(lambda place: _try(join_url(url, names[place])), some), strict=True)
+            sizes = [saved.span_bytes for place in some if (saved := read[place]) is not None]
+            total, largest = total + sum(sizes), max(largest, *sizes, 0)
+    saves = tuple(saved for _, saved in sorted(read.items()) if saved is not None)
+    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves))
 
 
 def spread_evenly(count: int) -> Iterator[int]:

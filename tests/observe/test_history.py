@@ -55,7 +55,7 @@ def test_a_long_run_is_sampled_with_few_reads(run: Path) -> None:
         history = read_history(str(run), limit=5)
     assert [saved.step for saved in history.saves] == [0, 12, 24, 36, 49]
     assert (history.candidates, history.left_out) == (50, 45)
-    assert process.operations <= 5 * 6 + 2  # it does not look at the 45 others
+    assert process.operations <= 6 * 5 + 2  # it does not look at the 45 others
 
 
 def test_large_spans_end_the_reading_sooner(tmp_path: Path) -> None:
@@ -63,8 +63,17 @@ def test_large_spans_end_the_reading_sooner(tmp_path: Path) -> None:
     for step in range(70):
         shutil.copytree(first, tmp_path / "run" / f"step-{step}")
     size = next(first.glob("index-*/spans.json")).stat().st_size
-    assert len(read_history(str(tmp_path / "run"), most_bytes=20 * size).saves) == 32
-    assert len(read_history(str(tmp_path / "run"), most_bytes=999 * size).saves) == 70
+    assert [len(read_history(str(tmp_path / "run"), most_bytes=n * size).saves) for n in (1, 2, 20, 999)] == [1, 2, 20, 70]
+
+
+def test_the_newest_save_that_ended_is_always_read(run: Path) -> None:
+    for step in range(40, 44):
+        shutil.copytree(run / "step-0", run / f"step-{step}", dirs_exist_ok=True)
+    for step in range(44, 50):
+        (run / f"step-{step}" / "data").mkdir()
+        (run / f"step-{step}" / "data" / f"{16 * 'a'}-00000.safetensors").write_text("")
+    steps = [(saved.step, saved.summary is not None) for saved in read_history(str(run), limit=9).saves]
+    assert steps == [(0, True), (24, True), (43, True), *((step, False) for step in range(44, 50))]
 
 
 def test_what_is_wrong_with_one_save_is_kept_beside_it(run: Path) -> None:
