@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 
-from . import units
 from .output import Output, options, style
 from .progress import progress
 from .translating import left_out, numbers_in, skipping, translating, views_of

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
 from ckpt.errors import UsageError
 
-from . import units
 from .output import Output, options, style
 from .progress import progress
 from .translating import translating, views_of

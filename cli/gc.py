@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
 from ckpt.errors import NotFoundError, UsageError
 
-from . import units
 from .output import Output, options, style
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from . import units
+from ckpt import units
+
 from .output import Output, options, style
 from .progress import progress
 from .translating import left_out, skipping, translating, views_of

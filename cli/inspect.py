@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
 from ckpt.errors import NamesError
 
-from . import units
 from .output import Output, options
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from . import units
+from ckpt import units
+
 from .output import Output
 
 INTERVAL = 10.0

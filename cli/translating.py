@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckpt import units
 from ckpt.errors import UsageError
-
-from . import units
 
 if TYPE_CHECKING:
     from ckpt.plan.views import View

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import units
+from ckpt import units
+
 from .output import Output, options, style
 from .progress import progress
 

@@ -37,7 +37,7 @@ PURE = tuple(
             "tree",
             "plan",
         ),
-        *("settings", "spans", "policies", "workers", "reread"),
+        *("settings", "spans", "units", "policies", "workers", "reread"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""
@@ -47,6 +47,10 @@ ARROWS = {
     "ckpt.formats": (*PURE, "ckpt.formats", "ckpt.io_backends.protocol", "ckpt.io_backends.registry"),
     "ckpt.cli": ("ckpt",),
     "ckpt.converters": ("ckpt",),
+    **dict.fromkeys(
+        ("ckpt.observe.history", "ckpt.observe.report"), (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs")
+    ),
+    "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
     **dict.fromkeys((name for name in PURE if name != "ckpt.catalog"), PURE),
     "ckpt": ("ckpt",),
@@ -61,7 +65,7 @@ TORCH_WHEN_ASKED = ("ckpt.tree.decoding",)
 
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
-    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.known_steps", "ckpt.tiers"),
+    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.known_steps", "ckpt.tiers", "ckpt.observe"),
 )
 
 

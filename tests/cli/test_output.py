@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.cli import units
+from ckpt import units
 from ckpt.cli.output import Output
 from ckpt.cli.progress import Lines, progress
 from tests.cli.checkpoints import sample, write_checkpoint

@@ -88,6 +88,7 @@ def test_phases_slowest_first(saved: Path) -> None:
     assert result.stdout.splitlines()[5:] == [
         f"4 ranks, {size} B in 10.000 s ({size / 10:.0f} B/s)",
         "stragglers: rank 1",
+        "verdict: rank 1's disk or network: write takes 2.0 × the median (8.00 s), for as many bytes",
         "no spans were kept of 1 rank: rank 3",
         "3 spans are kept as sums only",
     ]
@@ -112,7 +113,17 @@ def test_quiet_gives_bare_names(saved: Path) -> None:
 def test_equal_ranks_have_no_stragglers(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path), sample(), ranks=2)
     keep(tmp_path, {rank: row(("write", 0, 2 + rank / 100, 5)) for rank in range(2)})
-    assert stats(tmp_path).stdout.splitlines()[-1] == "no stragglers"
+    assert stats(tmp_path).stdout.splitlines()[-2:] == ["no stragglers", "verdict: no rank is slow; write takes longest, 2.01 s on rank 1"]
+
+
+def test_what_nobody_notices_makes_no_straggler(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path), sample(), ranks=3)
+    keep(tmp_path, {rank: row(("write", 0, (0.003, 0.003, 0.052)[rank], 5)) for rank in range(3)})
+    assert document(stats("--json", tmp_path))["stragglers"] == []
+    keep_again = {rank: row(("write", 0, (0.003, 0.003, 0.054)[rank], 5)) for rank in range(3)}
+    next(tmp_path.glob("index-*/spans.json")).unlink()
+    keep(tmp_path, keep_again)
+    assert document(stats("--json", tmp_path))["stragglers"] == [2]
 
 
 def test_ranks_that_only_waited(tmp_path: Path) -> None:
@@ -137,6 +148,86 @@ def test_many_stragglers_are_counted(tmp_path: Path) -> None:
     assert line == "stragglers: " + ", ".join(f"rank {rank}" for rank in range(8)) + " and 4 more"
 
 
+def test_time_that_no_span_covers(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path), sample(), ranks=3)
+    rows = {
+        0: row(("write", 0, 4, 5), ("write", 1, 5, 5), ("sync", 8, 10, 5), threads=2),  # 3 of 10 s
+        1: row(("write", 1, 9, 5), ("sync", 2, 3, 5), ("commit", 9, 9, 0)),  # 1 of 9 s: the save began before the first span
+        2: row(("write", 9, 10, 5), folded=([1, 2, 10, 1_000_000, 0, 1_000_000],)),  # not known
+    }
+    keep(tmp_path, rows)
+    lines = [cells(line) for line in stats(tmp_path).stdout.splitlines()]
+    assert ["unaccounted", "0", "3.000", "2.000", "30 % of the save: no phase"] in lines
+    expected = {"rank": 0, "seconds": 3.0, "share": 0.3, "median": 2.0, "ranks": 2}
+    assert document(stats("--json", tmp_path))["unaccounted"] == expected
+
+
+def test_the_verdict_tells_more_work_from_slower_machines(tmp_path: Path) -> None:
+    for name, nbytes, verdict in (
+        ("slow", 8 * MIB, "rank 2's disk or network: write takes 2.2 × the median (22.0 s), for as many bytes"),
+        ("more", 20 * MIB, "rank 2 has more to write than others: 20 MiB, the median is 8.0 MiB; 2.2 × the median"),
+    ):
+        write_checkpoint(str(tmp_path / name), sample(), ranks=4)
+        keep(tmp_path / name, {rank: row(("write", 0, 10, 8 * MIB)) if rank != 2 else row(("write", 0, 22, nbytes)) for rank in range(4)})
+        assert f"verdict: {verdict}" in stats(tmp_path / name).stdout.splitlines()
+
+
+# ------------------------------------------------------------------------------------------------------------- heat map
+
+
+def test_the_heat_map_shows_slow_ranks_in_80_columns(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path), {"w": np.zeros((200, 2), dtype=np.float32)}, ranks=200)
+    rows = {rank: row(("write", 0, {7: 16.0, 150: 35.0}.get(rank, 10.0), 5), ("agree", 10, 11, 0)) for rank in range(200)}
+    rows[0] = row(("write", 0, 10, 5), ("commit", 10, 11, 0))
+    keep(tmp_path, rows)
+    lines = stats("--heatmap", tmp_path).stdout.splitlines()
+    assert max(map(len, lines[:5])) <= 80
+    assert "\x1b" not in "".join(lines)
+    head, *phases = lines[:4]
+    assert head.split() == ["PHASE", "ranks", "0", "to", "199,", "5", "a", "column", "SLOWEST"]
+    expected = "".join("▒" if 7 in range(at, at + 5) else "█" if 150 in range(at, at + 5) else "·" for at in range(0, 200, 5))
+    assert [line for line in phases if line.startswith("write")] == [f"{'write':11}  {expected}  150: 35.0 s"]
+    (commit,) = [line for line in phases if line.startswith("commit")]
+    assert commit[13:53] == "·" + 39 * " "  # the leader's block alone
+    assert phases[-1].startswith("agree")  # waiting comes last
+    assert lines[4].split("   ") == ["· about the median, or faster", "░ ≥ 1.25 ×", "▒ ≥ 1.5 ×", "▓ ≥ 2 ×", "█ ≥ 3 ×"]
+
+
+def test_the_heat_map_where_the_terminal_has_no_blocks(saved: Path) -> None:
+    code = "import sys; from ckpt.cli.main import cli; cli.main(['stats', '--heatmap', sys.argv[1]])"
+    environment = {"PATH": "", "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, check=True, env=environment)
+    lines = done.stdout.decode("latin-1").splitlines()
+    assert lines[1].split() == ["write", ".*.", "1:", "8.00", "s"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_is_a_line_for_each_save(tmp_path: Path) -> None:
+    for step, seconds in ((10, 2.0), (9, 1.0), (100, 4.0)):
+        write_checkpoint(str(tmp_path / f"step-{step}"), sample())
+        keep(tmp_path / f"step-{step}", {rank: row(("write", 0, seconds, 5), ("sync", seconds, 2 * seconds, 5)) for rank in range(2)})
+    write_checkpoint(str(tmp_path / "step-101"), sample())
+    write_checkpoint(str(tmp_path / "step-102"), sample(), commit=False)
+    (tmp_path / "step-103").mkdir()
+    lines = [cells(line) for line in stats(tmp_path).stdout.splitlines()]
+    assert lines[0][:4] == ["STEP", "CREATED", "SECONDS", "BLOCKED"]
+    assert [(line[0], line[2], line[3]) for line in lines[1:4]] == [
+        ("9", "2.000", "2.000"),
+        ("10", "4.000", "4.000"),
+        ("100", "8.000", "8.000"),
+    ]
+    assert lines[4][0] == "101" and lines[4][-1] == "no spans were kept with this checkpoint"
+    assert lines[5][0] == "102" and "did not finish" in lines[5][-1]
+    assert len(lines) == 6
+    found = document(stats("--json", tmp_path))
+    assert (found["root"], found["left_out"]) == (str(tmp_path), 0)
+    assert [(s["step"], s["seconds"]) for s in found["saves"]] == [(9, 2.0), (10, 4.0), (100, 8.0), (101, None), (102, None)]
+    assert stats("-q", tmp_path).output.split() == [str(tmp_path / name) for name in ("step-9", "step-10", "step-100")]
+    assert stats("--heatmap", tmp_path).exit_code == 2
+
+
 # -------------------------------------------------------------------------------------------------------------- machines
 
 
@@ -145,6 +236,7 @@ def test_json(saved: Path) -> None:
     assert found["url"] == str(saved)
     assert found.keys() == {
         *("url", "id", "created", "world_size", "tensor_bytes", "seconds", "median", "stragglers", "missing", "folded", "phases"),
+        *("blocked", "background", "unaccounted", "verdict"),
     }
     assert (found["world_size"], found["seconds"], found["median"], found["folded"]) == (4, 10.0, 4.0, 3)
     assert (found["stragglers"], found["missing"]) == ([1], [3])

@@ -1,0 +1,166 @@
+"""Sentences: what is worth changing, and which figures say so. Pure. Each rule gives nothing where its figures are unremarkable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from ckpt import units
+from ckpt.spans import SpanTable
+
+from .summary import NOTICEABLE, SaveSummary, brief
+
+_GAP = 0.05
+_LARGE_PART = 0.3
+_LONG_PYTHON = 1.0
+_UNEVEN = 1.5
+_SMALL_WRITE, _MANY_WRITES = 1 << 20, 10_000
+_FEW_STEPS = 6
+_WORSE = 1.3
+_TOGETHER = 0.75
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What to do, and why: both whole sentences."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What rules look at. ``earlier`` are the saves of the run up to this one; ``groups`` are named sets of ranks: hosts, coordinates."""
+
+    save: SaveSummary
+    tables: Mapping[int, SpanTable]
+    earlier: Sequence[SaveSummary] = ()
+    groups: Mapping[str, Sequence[int]]
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """The most useful first."""
+    return tuple(advice for rule in _RULES for advice in rule(facts))
+
+
+def _stragglers(facts: Facts) -> Iterator[Advice]:
+    save = facts.save
+    if not save.stragglers:
+        return
+    slow = set(save.stragglers)
+    together = [name for name, ranks in facts.groups.items() if len(ranks) > 1 and len(slow & set(ranks)) >= _TOGETHER * len(ranks)]
+    first = save.stragglers[0]
+    lost = save.work[first] - save.median
+    ranks = units.plural(len(facts.tables), "rank")
+    why = f"All {ranks} wait for the last one, rank {first}: about {brief(lost)} s of this save."
+    if together:
+        yield Advice(what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.", why=why)
+        alone = sorted(slow - {rank for name in together for rank in facts.groups[name]}, key=save.slowest.index)
+        if alone:
+            yield Advice(
+                what=f"Look at rank {alone[0]} too.",
+                why=f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work.",
+            )
+    elif len(slow) > 1:
+        yield Advice(what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why)
+    elif "has more to" in save.verdict:
+        yield Advice(
+            what=f"Give rank {first} less to write: cut its large tensors in the layout, or let more replicas share them.", why=why
+        )
+    else:
+        yield Advice(what=f"Look at the machine of rank {first}: its storage, its network, and what else runs there.", why=why)
+
+
+def _waiting_caller(facts: Facts) -> Iterator[Advice]:
+    save = facts.save
+    if save.blocked is None or save.background or save.blocked < 1:
+        return
+    yield Advice(
+        what="Save in the background: ckpt.save_async, or Checkpointer with its default.",
+        why=f"Training stood still for {brief(save.blocked)} s. In the background it waits for the copy of the state only.",
+    )
+
+
+def _sync(facts: Facts) -> Iterator[Advice]:
+    sync, save = facts.save.phase("sync"), facts.save
+    if sync is None or sync.median < _LARGE_PART * save.seconds or sync.median < NOTICEABLE:
+        return
+    yield Advice(
+        what="Ask for storage that makes bytes durable faster, or use a local tier and publish in the background.",
+        why=f"The median rank spends {brief(sync.median)} s of {brief(save.seconds)} s in sync, after all bytes were written.",
+    )
+
+
+def _python(facts: Facts) -> Iterator[Advice]:
+    for name in ("collect", "plan"):
+        phase = facts.save.phase(name)
+        if phase is not None and phase.median >= max(_LONG_PYTHON, 0.1 * facts.save.seconds):
+            yield Advice(
+                what=f"Save fewer, larger tensors, or keep the Checkpointer between saves: {name} takes long.",
+                why=f"The median rank spends {brief(phase.median)} s of {brief(facts.save.seconds)} s in {name}.",
+            )
+
+
+def _leader(facts: Facts) -> Iterator[Advice]:
+    commit = facts.save.phase("commit")
+    if commit is not None and commit.seconds >= max(_LARGE_PART * facts.save.seconds, 1.0):
+        yield Advice(
+            what="Look at the leader's storage: small files and renames are slow there.",
+            why=f"Commit takes {brief(commit.seconds)} s of {brief(facts.save.seconds)} s; it writes a few small files.",
+        )
+
+
+def _uneven(facts: Facts) -> Iterator[Advice]:
+    written = [one.nbytes for table in facts.tables.values() if (one := table.sums.get("write")) is not None]
+    if len(written) < 2 or not any(written) or facts.save.stragglers:
+        return
+    if max(written) > _UNEVEN * mean(written) and max(written) > _SMALL_WRITE:
+        yield Advice(
+            what="Spread the bytes more evenly: cut large tensors in the layout, or let replicas share them.",
+            why=f"The rank with most writes {units.size(max(written))}, the mean is {units.size(mean(written))}.",
+        )
+
+
+def _small_writes(facts: Facts) -> Iterator[Advice]:
+    write = facts.save.phase("write")
+    if write is not None and write.spans >= _MANY_WRITES and write.bytes < _SMALL_WRITE * write.spans / 4:
+        yield Advice(
+            what="Store fewer, larger tensors: most writes are small.",
+            why=f"{write.spans:,} writes carry {units.size(write.bytes / write.spans)} on average.",
+        )
+
+
+def _worse(facts: Facts) -> Iterator[Advice]:
+    seconds = [save.seconds for save in facts.earlier]
+    if len(seconds) < _FEW_STEPS:
+        return
+    third = len(seconds) // 3
+    before, now = median(seconds[:third]), median(seconds[-third:])
+    if now > _WORSE * before and now - before > NOTICEABLE:
+        yield Advice(
+            what="Find out what has changed: saves have become slower.",
+            why=f"The median of the last {third} saves is {brief(now)} s, of the first {third} {brief(before)} s.",
+        )
+
+
+def _gaps(facts: Facts) -> Iterator[Advice]:
+    gap = facts.save.unaccounted
+    if gap is not None and gap.share >= _GAP and gap.seconds >= NOTICEABLE:
+        yield Advice(
+            what="Do not look for all of the time in the phases.",
+            why=f"No phase covers {brief(gap.seconds)} s of rank {gap.rank} ({100 * gap.share:.0f} % of the save).",
+        )
+
+
+_RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
+    _stragglers,
+    _worse,
+    _waiting_caller,
+    _sync,
+    _python,
+    _leader,
+    _uneven,
+    _small_writes,
+    _gaps,
+)

@@ -1,0 +1,209 @@
+"""All that a report says, as values: what is drawn is decided here, how in ``html``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt import units
+from ckpt.errors import CkptError, UsageError
+from ckpt.mesh import Mesh
+
+from .advice import Advice, Facts, advise
+from .heat import HeatMap, blocks, heat_map
+from .history import History, SavedSpans, is_checkpoint, read_history, read_save
+from .lanes import Timeline, timeline
+from .sizes import KindSize, LayerSize, kinds_of
+
+ROWS = 64
+"""Ranks that have a row each in a heat map; of more, each is a cell of a block."""
+_PER_BLOCK = 8
+_COLUMNS, _CELLS = 256, 4096
+_WIDE = 128
+_GROUPS = 12
+_COMPARED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the reader of a report knows that spans do not tell. ``price`` is of a rank for an hour."""
+
+    price: float | None = None
+    currency: str = ""
+    ranks_per_host: int | None = None
+    mesh: Mesh | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHeat:
+    """A heat map whose rows are sets of ranks: the hosts, or the coordinates of a mesh dimension."""
+
+    title: str
+    labels: tuple[str, ...]
+    heat: HeatMap
+    left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detail:
+    """One save looked at closely. ``rows`` are the rows of a block, if the heat map has blocks of ranks in place of a row for each."""
+
+    saved: SavedSpans
+    heat: HeatMap
+    rows: int | None
+    groups: tuple[GroupHeat, ...]
+    times: Timeline
+    advice: tuple[Advice, ...]
+    kinds: tuple[KindSize, ...]
+    layers: tuple[LayerSize, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """``saves`` are shown as a series, ``compared`` side by side; ``detail`` is None if no save has spans."""
+
+    urls: tuple[str, ...]
+    setting: Setting
+    saves: tuple[SavedSpans, ...]
+    compared: tuple[SavedSpans, ...]
+    detail: Detail | None
+    notes: tuple[str, ...]
+
+
+def build_report(urls: Sequence[str], setting: Setting) -> Report:
+    """A report on a run, or on checkpoints.
+
+    Raises:
+        UsageError: a run among several URLs; a mesh that does not have the ranks of the save.
+        NotFoundError, FormatError …: a URL has no checkpoint of ours. What is wrong with spans is a note in the report.
+    """
+    notes: list[str] = []
+    if len(urls) == 1 and not is_checkpoint(urls[0]):
+        history = read_history(urls[0])
+        saves = history.saves or (read_save(urls[0]),)  # raises what is there
+        notes += _notes_of(history)
+    else:
+        saves = tuple(read_save(url) for url in urls)
+    notes += [f"{saved.url}: {saved.problem}" for saved in saves if saved.error is not None][:_COMPARED]
+    known = [saved for saved in saves if saved.summary is not None]
+    detail = None
+    if known:
+        newest = known[-1] if known[-1].tables else read_save(known[-1].url)
+        if newest.summary is not None:
+            detail = _detail(newest, [s for s in known if s.url != newest.url], setting, notes)
+    return Report(
+        urls=tuple(urls),
+        setting=setting,
+        saves=saves,
+        compared=_compared(known) if len(urls) == 1 else tuple(known[:_COMPARED]),
+        detail=detail,
+        notes=tuple(notes),
+    )
+
+
+def _notes_of(history: History) -> list[str]:
+    if not history.left_out:
+        return []
+    read = units.plural(len(history.saves), "save")
+    return [f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
+
+
+def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
+    """Of a run the fastest, the median, the slowest and the newest save."""
+    if len(known) < 2:
+        return ()
+    ordered = sorted(known, key=lambda s: (s.summary.seconds if s.summary else 0.0, s.url))
+    chosen = {s.url: s for s in (ordered[0], ordered[len(ordered) // 2], ordered[-1], known[-1])}
+    return tuple(s for s in known if s.url in chosen)
+
+
+def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> Detail:
+    save, record, tables = saved.summary, saved.record, saved.tables
+    assert save is not None and record is not None
+    groups = _groups(record.world_size, setting)
+    cells, rows = _cells(record.world_size, setting)
+    kinds, layers = _sizes(saved, notes)
+    if save.missing:
+        notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
+    if save.folded:
+        notes.append(f"{units.plural(save.folded, 'span')} are kept as sums only: their bars are pale, from first start to last end.")
+    facts = Facts(
+        save=save,
+        tables=tables,
+        earlier=[s.summary for s in earlier if s.summary is not None] + [save],
+        groups={f"{title} {label}": ranks for title, labelled in groups.items() for label, ranks in labelled.items()},
+    )
+    return Detail(
+        saved=saved,
+        heat=heat_map(save, tables, cells),
+        rows=rows,
+        groups=tuple(_group_heat(title, labelled, saved) for title, labelled in groups.items()),
+        times=timeline(save, tables),
+        advice=advise(facts),
+        kinds=kinds,
+        layers=layers,
+    )
+
+
+def _cells(ranks: int, setting: Setting) -> tuple[tuple[range, ...], int | None]:
+    """The ranks of each cell, and how many cells a column has. Columns are hosts, or blocks of eight ranks, as long as all can be seen."""
+    if ranks <= ROWS:
+        return blocks(ranks, 1), None
+    host = setting.ranks_per_host or _PER_BLOCK
+    if ranks <= _CELLS and -(-ranks // host) <= _COLUMNS:
+        return blocks(ranks, 1), host
+    cells = blocks(ranks, max(setting.ranks_per_host or 1, -(-ranks // _CELLS)))
+    if len(cells) > _CELLS:
+        cells = blocks(ranks, -(-ranks // _CELLS))
+    return cells, -(-len(cells) // _WIDE)
+
+
+def _groups(ranks: int, setting: Setting) -> dict[str, dict[str, Sequence[int]]]:
+    """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as far as the reader has told of them."""
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    if setting.ranks_per_host and ranks > setting.ranks_per_host > 1:
+        found["host"] = {str(i): block for i, block in enumerate(blocks(ranks, setting.ranks_per_host))}
+    if setting.mesh is not None:
+        mesh = setting.mesh
+        if len(mesh.ranks) != ranks:
+            sizes = " × ".join(map(str, mesh.sizes))
+            raise UsageError(f"a mesh of {sizes} has {len(mesh.ranks):,} ranks, the save has {ranks:,}", hint="--mesh names all dimensions")
+        array = mesh.array()
+        for axis, name in enumerate(mesh.names):
+            if mesh.sizes[axis] > 1:
+                found[name] = {str(i): tuple(array.take(i, axis=axis).ravel().tolist()) for i in range(mesh.sizes[axis])}
+    return found
+
+
+def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:
+    """The slowest groups, in their order, if there are too many to see: a group is as slow as its median rank."""
+    save = saved.summary
+    assert save is not None
+    work = {label: sorted(save.work.get(rank, 0.0) for rank in ranks)[len(ranks) // 2] for label, ranks in labelled.items()}
+    slowest = (
+        set(sorted(labelled, key=lambda label: (-work[label], list(labelled).index(label)))[:_GROUPS])
+        if len(labelled) > _GROUPS
+        else set(labelled)
+    )
+    shown = [label for label in labelled if label in slowest]
+    groups = [ranks if isinstance(ranks, range) else tuple(ranks) for ranks in (labelled[label] for label in shown)]
+    return GroupHeat(
+        title=title,
+        labels=tuple(f"{title} {label}" for label in shown),
+        heat=heat_map(save, saved.tables, groups, typical=True),
+        left_out=len(labelled) - len(shown),
+    )
+
+
+def _sizes(saved: SavedSpans, notes: list[str]) -> tuple[tuple[KindSize, ...], tuple[LayerSize, ...]]:
+    """From the index; nothing if it is damaged, which a note says."""
+    from ckpt.formats.native.paths import STATE
+    from ckpt.formats.registry import open_catalog
+
+    assert saved.record is not None
+    try:
+        entries = open_catalog(saved.url).tensors.values()
+    except CkptError as err:
+        notes.append(f"What the save consists of is not known: {err.message}")
+        return (), ()
+    return kinds_of(entries, saved.record.index[STATE].size)
