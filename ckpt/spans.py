@@ -6,6 +6,7 @@ began, by this rank's own clock; ``began`` is the wall clock at that moment, so 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -109,8 +110,14 @@ class Spans:
         )
 
     def to_json(self) -> Row:
-        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off."""
-        return self.table().to_row() if self.on else {}
+        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
+
+        The single spans are text in it: a leader of many ranks takes their rows apart and looks at the spans of few.
+        """
+        if not self.on:
+            return {}
+        row = self.table().to_row()
+        return {**row, "spans": json.dumps(row["spans"], separators=(",", ":"))}
 
     def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
         found = self._folded.get(phase)
@@ -251,14 +258,14 @@ class SpanTable:
 
     @classmethod
     def from_row(cls, row: object, where: str | None = None) -> SpanTable:
-        """Read what ``to_row`` gave. Nothing in it is believed; ``where`` is for the message.
+        """Read what ``to_row`` gave, or ``Spans.to_json``. Nothing in it is believed; ``where`` is for the message.
 
         Raises:
             CorruptError: it cannot be a row.
         """
         try:
             return _table(row)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
 
 
@@ -289,6 +296,8 @@ def _table(row: object) -> SpanTable:
         raise ValueError("it does not say when it began")
     phases = _list(row, "phases", _PHASES)
     _expect(all(isinstance(p, str) and _PHASE.fullmatch(p) for p in phases) and len(set(phases)) == len(phases), "its phases are no names")
+    if isinstance(row.get("spans"), str):
+        row = {**row, "spans": json.loads(row["spans"])}
     columns = _list(row, "spans", 5)
     _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
     _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")

@@ -226,8 +226,10 @@ class _Load:
         misfits: dict[str, list[int]] = {}
         used: set[str] = set()
         values: set[str] = set()
+        self.call.fetch_all(row[key] for row in rows.values() for key in ("said", "used", "shares") if key in row)
+        reports = {digest: self._once(digest) for digest in {row["said"] for row in rows.values()}}
         for rank, row in rows.items():
-            said = self._once(row["said"])
+            said = reports[row["said"]]
             for name in said["missing"]:
                 missing.setdefault(name, []).append(rank)
             for text in said["misfits"]:

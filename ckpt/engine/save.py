@@ -227,7 +227,7 @@ class Save:
         }
         if self.collected.own:
             row["own"] = share(self.plan.own)
-            row["values"] = share(self.own_values)
+            row["values"] = self.call.leave(self.own_values)
         return row
 
     def leader_check(self, rows: dict[int, Row]) -> Row:
