@@ -11,18 +11,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import xxhash
-
+from .control import ControlChannel, WrittenKeys, longest_pause, looks
 from .errors import ConsistencyError, DeadlineError, UsageError
+from .offers import NotSentError, Offers
 from .store import Store, part_of
 from .told import error_of, error_to_json, failed_on, failure
-from .watch import Watch
+from .watch import Watch, silent
 from .workers import Pending
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class Group:
     calls: int = 0
     own_stores: int = 0
     """How many parts of the store were set aside, for the notices of a Checkpointer and the like."""
-    _written: dict[int, list[str]] = field(default_factory=dict)
-    """Keys by number of the call. All calls before number ``_past`` are over on all ranks."""
-    _past: int = 0
+    keys: WrittenKeys = field(default_factory=WrittenKeys)
 
     @property
     def leader(self) -> int:
@@ -68,22 +66,6 @@ class Group:
         background, on any rank."""
         self.calls += 1
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
-
-    def settled(self, number: str) -> None:
-        """Every rank has come to this call, so all have left those before it: what they wrote there is not read any more. It may still be
-        going on in the background when the next one begins, and fails."""
-        self._past = max(self._past, int(number))
-
-    def forget(self, store: Store) -> None:
-        """Delete what this rank wrote in calls that all ranks have left."""
-        with suppress(DeadlineError):  # the call that begins now will say so
-            for number in [n for n in list(self._written) if n < self._past]:
-                for key in self._written.pop(number, ()):  # a save in the background forgets, too
-                    store.delete_key(key)
-
-    def remember(self, key: str) -> None:
-        """A key that this rank wrote: the number of its call, a slash, and a name."""
-        self._written.setdefault(int(key.partition("/")[0]), []).append(key)
 
 
 _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
@@ -133,14 +115,15 @@ class Call:
     undecided: bool = False
     """This rank has done its part and does not know what the leader decided, which may still do anything."""
     _phase: str = "start"
-    _turn: int = 0
-    """Number of the phase. Keys have it, not the name: ranks that make different calls must meet to find out."""
-    _beaten: float = 0.0
-    _looked: float = 0.0
-    _blobs: dict[str, bytes] = field(default_factory=dict)
+    _beaten: float = field(default_factory=time.monotonic)
+    _looked: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self._store = self.group.store.within(self.timeout) if self.group.store is not None else None
+        group, position = self.group, self.group.ranks.index(self.group.rank)
+        self._store = group.store.within(self.timeout) if group.store is not None else None
+        if self._store is not None:
+            self._own_channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember)
+        self._offers = Offers(self._own_channel if self._store is not None else None, position, self.timeout)
 
     @property
     def is_leader(self) -> bool:
@@ -148,15 +131,19 @@ class Call:
 
     def agree(self, phase: str, work: Callable[[], Row], decide: Callable[[dict[int, Row]], R]) -> R:
         """Run ``work`` on every rank, then ``decide`` on the leader with all rows (JSON); every rank returns what it decided (JSON).
+        ``decide`` leaves the rows as they are: equal ones are one object.
 
         Raises:
             the error of ``work`` on the rank that it happened on, and RankFailedError on the others; the error of ``decide`` on all;
             DeadlineError if a rank gave no sign of life for ``timeout`` seconds.
         """
         self._phase = phase
-        self._turn += 1
-        if self._turn == 1 and self._store is not None:
-            self.group.forget(self._store)  # here, not when the call began: a save in the background has a thread of its own for it
+        if self._store is not None:
+            self._own_channel.next_turn()
+            if self._own_channel.turn == 1:
+                self.group.keys.forget(
+                    self._store
+                )  # here, not when the call began: a save in the background has a thread of its own for it
         try:
             row = work()
         except BaseException as err:
@@ -164,7 +151,7 @@ class Call:
             raise
         if self.group.store is None:
             return decide({self.group.rank: json.loads(json.dumps(row))})
-        message = {"kind": self.kind, "url": self.url, "row": row}
+        message = json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": self._offers.told()}).encode()
         return self._lead(message, decide) if self.is_leader else self._follow(message)
 
     def beat(self) -> None:
@@ -173,7 +160,8 @@ class Call:
         if self.group.store is None or now - self._beaten < self.timeout / 8:
             return
         self._beaten = now
-        self._add(f"beat/{self.group.rank}")  # which the store answers: a rank that is cut off from it finds that out while it works
+        with self._channel() as channel:
+            channel.beat()
 
     def look(self) -> None:
         """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.
@@ -187,12 +175,11 @@ class Call:
         if self.group.store is None or now - self._looked < max(0.5, self.group.size / 1024):
             return
         self._looked = now
-        if not self._has(f"{self._turn}/all"):  # this rank's row is not there yet, so not all are: some rank has failed
-            return
-        for rank in self.group.ranks:
-            row = self._read(f"{self._turn}/row/{rank}") if self._has(f"{self._turn}/row/{rank}") else {}
-            if "error" in row:
-                raise failed_on(rank, row["error"])
+        with self._channel() as channel:
+            failed = channel.failure()
+        if failed is not None:
+            row = json.loads(failed)
+            raise failed_on(row["rank"], row["error"])
 
     def alive_while(self, work: Callable[[], R], seconds: float) -> R:
         """Run something that cannot give signs of life itself (a flush to disk), and give them for it, for at most ``seconds``."""
@@ -208,40 +195,54 @@ class Call:
             pending.wait()  # whatever happened
         return pending.result()
 
+    # ---- bytes under their digests
+
     def share(self, data: bytes) -> str:
-        """Leave bytes for the leader under their digest; equal bytes of several ranks are sent once."""
-        digest = xxhash.xxh3_128_hexdigest(data)
-        if self.group.store is None:
-            self._blobs[digest] = data
-        elif self._add(f"claim/{digest}") == 1:
-            self._set(f"blob/{digest}", data)
-        return digest
+        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
+        their digest."""
+        return self._offers.share(data)
+
+    def leave(self, data: bytes) -> str:
+        """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks. Gives
+        their digest."""
+        with self._reached():
+            return self._offers.leave(data)
 
     def fetch(self, digest: str) -> bytes:
-        """What some rank shared under this digest. Ranks share before they send their row, so it is there."""
-        if self.group.store is None:
-            return self._blobs[digest]
-        if not self._has(f"blob/{digest}"):
-            raise DeadlineError(f"{self.kind}: the job's store has lost what a rank left in it", where=self.url, hint="try again")
-        return self._get(f"blob/{digest}")
+        """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank.
 
-    def _settle(self) -> None:
-        if not self.overlaps:
-            self.group.settled(self.number)
+        Raises:
+            DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
+        """
+        with self._reached():
+            return self._offers.get(digest)
+
+    def fetch_all(self, digests: Iterable[str]) -> None:
+        """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it."""
+        with self._reached():
+            self._offers.fetch(digests)
 
     # ---- the protocol
 
-    def _key(self, name: str) -> str:
-        return f"{self.number}/{name}"
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """An error of the store says in which call."""
+        try:
+            yield
+        except NotSentError as err:
+            if err.positions:
+                raise silent(self.kind, self.url, self._phase, self.timeout, [self.group.ranks[p] for p in sorted(err.positions)]) from None
+            text = f"{self.kind}: the job's store has lost what a rank left in it"
+            raise DeadlineError(text, where=self.url, hint="try again") from None
+        except DeadlineError as err:
+            if err.where is not None:
+                raise
+            raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
 
     @contextmanager
-    def _reached(self) -> Iterator[Store]:
-        """The job's store; it raises only when it cannot be reached."""
-        assert self._store is not None
-        try:
-            yield self._store
-        except DeadlineError as err:
-            raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
+    def _channel(self) -> Iterator[ControlChannel]:
+        with self._reached():
+            yield self._own_channel
 
     def see_off(self, seconds: float = _SEE_OFF) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
@@ -252,44 +253,22 @@ class Call:
         """
         if self._store is None or not self.is_leader:
             return
-        seconds = max(seconds, self.group.size / 512)  # longer than any rank waits between two looks
-        end, pause = time.monotonic() + seconds, 0.0005
+        end = time.monotonic() + max(seconds, 4 * longest_pause(self.group.size))  # any rank looks within that, and the store may be busy
+        heard = False
         try:
-            while self._add(f"{self._turn}/heard", 0) < self.group.size - 1 and time.monotonic() < end:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+            with self._channel() as channel:
+                for _ in looks(self.group.size // 16):
+                    if (heard := channel.confirmed()) or time.monotonic() >= end:
+                        break
         except DeadlineError:
             if self._store.silent:
                 raise
+        if heard:
+            self.group.keys.over(self._store, int(self.number))
 
-    def _set(self, name: str, data: bytes) -> None:
-        with self._reached() as store:
-            store.set(self._key(name), data)
-        self.group.remember(self._key(name))
-
-    def _add(self, name: str, amount: int = 1) -> int:
-        with self._reached() as store:
-            count = store.add(self._key(name), amount)
-        if count == amount == 1:
-            self.group.remember(self._key(name))
-        return count
-
-    def _get(self, name: str) -> bytes:
-        with self._reached() as store:
-            return bytes(store.get(self._key(name)))
-
-    def _has(self, name: str) -> bool:
-        with self._reached() as store:
-            return store.check([self._key(name)])
-
-    def _read(self, name: str) -> Row:
-        found: Row = json.loads(self._get(name))
-        return found
-
-    def _post(self, message: Row) -> None:
-        self._set(f"{self._turn}/row/{self.group.rank}", json.dumps(message).encode())
-        if self._add(f"{self._turn}/count") == self.group.size or "error" in message:
-            self._set(f"{self._turn}/all", b"1")
+    def _settle(self) -> None:
+        if not self.overlaps:
+            self.group.keys.settled(self.number)
 
     def _tell(self, err: BaseException, *, decided: bool) -> None:
         """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
@@ -297,80 +276,86 @@ class Call:
             return
         told = {"error": error_to_json(err), "rank": self.group.rank, "decided": decided}
         try:
-            if not decided:
-                self._post(told)
-            if self.is_leader:
-                self._publish(told)
-                self.see_off(_SEE_OFF_THE_DEAD if isinstance(err, DeadlineError) else _SEE_OFF)
+            with self._channel() as channel:
+                if not decided:
+                    channel.post(json.dumps(told).encode(), failed=True)
+                if not self.is_leader:
+                    channel.confirm()
+                    return
+                channel.say(told)
+            self.see_off(_SEE_OFF_THE_DEAD if isinstance(err, DeadlineError) else _SEE_OFF)
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
-    def _publish(self, verdict: Row) -> None:
-        self._set(f"{self._turn}/verdict", json.dumps(verdict).encode())
-
-    def _lead(self, message: Row, decide: Callable[[dict[int, Row]], R]) -> R:
-        self._post(message)
+    def _lead(self, message: bytes, decide: Callable[[dict[int, Row]], R]) -> R:
         try:
-            rows = self._gather()
+            with self._channel() as channel:
+                channel.post(message)
+                rows = self._gather(channel)
             found = self.alive_while(lambda: decide(rows), self.timeout)
         except BaseException as err:
             self._tell(err, decided=True)
             raise
-        self._publish({"found": found})
+        with self._channel() as channel:
+            channel.say({"found": found})
         self._settle()
         return found
 
-    def _gather(self) -> dict[int, Row]:
-        watch, missing = self._watch(), list(self.group.ranks)
-        while not self._arrived(f"{self._turn}/all"):
-            self.beat()
-            missing = [r for r in missing if not self._has(f"{self._turn}/row/{r}")]
-            watch.check(missing, self._phase)
-        rows = {r: self._read(f"{self._turn}/row/{r}") for r in self.group.ranks if self._has(f"{self._turn}/row/{r}")}
-        failed = {r: row["error"] for r, row in rows.items() if "error" in row}
-        if failed:
-            raise failure(self.kind, self._phase, failed)
-        for r, row in rows.items():
+    def _gather(self, channel: ControlChannel) -> dict[int, Row]:
+        """The rows of all ranks, in their order."""
+        watch, ranks, end = self._watch(), self.group.ranks, time.monotonic() + self._slice()
+        here: list[int] = []
+        for _ in looks(self.group.size // 16):
+            here, failed = channel.here()
+            if failed or len(here) == len(ranks):
+                break
+            if time.monotonic() >= end:
+                self.beat()
+                watch.check(set(range(len(ranks))).difference(here), self._phase)
+                end = time.monotonic() + self._slice()
+        texts = channel.rows(here)
+        different = set(texts.values())  # rows of many ranks are alike
+        parsed = dict(zip(different, json.loads(b"[" + b",".join(different) + b"]"), strict=True))
+        rows: dict[int, Row] = {ranks[position]: parsed[text] for position, text in texts.items()}
+        errors = {rank: row["error"] for rank, row in rows.items() if "error" in row}
+        if errors:
+            raise failure(self.kind, self._phase, errors)
+        for rank, row in rows.items():
             if (row["kind"], row["url"]) != (self.kind, self.url):
                 raise ConsistencyError(
-                    f"rank {r} calls {row['kind']}({row['url']!r}) while rank {self.group.rank} calls {self.kind}({self.url!r})",
+                    f"rank {rank} calls {row['kind']}({row['url']!r}) while rank {self.group.rank} calls {self.kind}({self.url!r})",
                     hint="make the same calls in the same order on every rank",
                 )
-        return {r: row["row"] for r, row in rows.items()}
+        self._offers.hear({position: parsed[text]["offers"] for position, text in texts.items()})
+        return {rank: row["row"] for rank, row in rows.items()}
 
-    def _follow(self, message: Row) -> Any:
+    def _follow(self, message: bytes) -> Any:
         self.undecided = True  # before the row is out: the leader may have it although sending it failed
-        self._post(message)
-        watch = self._watch()
-        while not self._arrived(f"{self._turn}/verdict"):
-            watch.check([self.group.leader], self._phase)
-        verdict = self._read(f"{self._turn}/verdict")
-        self.undecided = False
-        self._add(f"{self._turn}/heard")
-        if "error" in verdict:
-            raise error_of(self.kind, self._phase, verdict)
+        with self._channel() as channel:
+            channel.post(message)
+            while "asks" in (word := self._await_word(channel)):
+                self._offers.give(word["asks"])
+            self.undecided = False
+            channel.confirm()
+        if "error" in word:
+            raise error_of(self.kind, self._phase, word)
         self._settle()
-        return verdict["found"]
+        return word["found"]
+
+    def _await_word(self, channel: ControlChannel) -> Row:
+        watch, end = self._watch(), time.monotonic() + self._slice()
+        for _ in looks(self.group.size):
+            if (word := channel.word()) is not None:
+                break
+            if time.monotonic() >= end:
+                watch.check([0], self._phase)
+                end = time.monotonic() + self._slice()
+        assert word is not None
+        return word
+
+    def _slice(self) -> float:
+        """Seconds after which a rank that waits looks for signs of life."""
+        return min(self.timeout / 8, max(1.0, self.group.size / 1024))
 
     def _watch(self) -> Watch:
-        return Watch(self.kind, self.url, self.timeout, self.heard)
-
-    def _arrived(self, name: str) -> bool:
-        """Look for a key for a slice of the deadline.
-
-        Looking again and again, not the store's own wait: that blocks every other user of the store's connection, and writes
-        warnings to stderr. The pause grows with the job, so that the store answers at most a few thousand questions a second.
-        """
-        pause, longest = 0.0005, max(0.05, self.group.size / 4096)
-        end = time.monotonic() + min(self.timeout / 8, max(0.25, self.group.size / 1024))
-        while not self._has(name):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return True
-
-    def heard(self, rank: int) -> bytes | None:
-        """The last sign of life of a rank."""
-        key = f"beat/{rank}"
-        return self._get(key) if self._has(key) else None
+        return Watch(self.kind, self.url, self.timeout, self.group.ranks, self._own_channel.beats)

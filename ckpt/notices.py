@@ -1,8 +1,10 @@
 """How all ranks of a job come to save after the same step when only one of them knows why: a clock, or a signal.
 
-A thread on each rank looks into the job's store a few times a second, so a training step costs no message. The leader proposes a step;
+A thread on each rank looks into the job's store now and then, at one key, so a training step costs no message. The leader proposes a step;
 every rank answers with the first step after which it can save, and waits from the proposed step on; the leader then fixes the first step
-that no rank has passed. Invariant: no rank saves after a proposed step before it is fixed, so all save after the same one.
+that no rank has passed. Looks go on for as long as the job does, and the store has one thread for all of its ranks: the more ranks, the
+longer the pauses. Where that is long the leader proposes a step that the job comes to only when all ranks know of it.
+Invariant: no rank saves after a proposed step before it is fixed, so all save after the same one.
 A rank that has ended its loop answers that it never can, and then nothing more is fixed.
 """
 
@@ -11,9 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from .control import longest_pause
 from .errors import DeadlineError
 from .group import Group
 from .store import Store
@@ -21,7 +25,9 @@ from .store import Store
 log = logging.getLogger("ckpt")
 
 PAUSE = 0.1
-"""Seconds between two looks into the store."""
+"""Seconds between two looks of a rank into the store, at least."""
+LOOKS = 2500
+"""Looks a second of all ranks together, at most. At 20 µs each they take a twentieth of the store's thread."""
 NEVER = 1 << 62
 """A step that no job comes to."""
 
@@ -44,11 +50,16 @@ class Notices:
     asked: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _seen: int = -1
+    _seen_at: float = 0.0
+    _step_seconds: float = 0.0
+    """How long the last step took."""
     _number: int = 0
     _proposed: int | None = None
     _due: Due = Due(reason="")
     _fixed: int | None = None
-    _said: bool = False
+    _asked: bool = False
+    _answered: int = -1
+    """The last number that this rank has answered."""
     _error: Exception | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -70,14 +81,14 @@ class Notices:
 
     def _answer(self, number: int, step: int) -> None:
         """Say after which step this rank can save, unless it has said so."""
-        key = f"{number}/first/{self.group.rank}"
-        if not self.store.check([key]):
-            self.store.set(key, str(step).encode())
+        if self._answered < number:
+            self._answered = number
+            self.store.append(f"{number}/first", f"{step},".encode())
 
     def ask(self) -> None:
         """Tell the leader that this rank has had a notice. Costs a message, once."""
-        if not self._said:
-            self._said = True
+        if not self._asked:
+            self._asked = True
             self.store.set("asked", b"1")
 
     @property
@@ -87,6 +98,8 @@ class Notices:
     def propose(self, step: int, due: Due) -> None:
         """Leader: the job is to save, after ``step`` or soon after it."""
         with self._lock:
+            if self._pause > PAUSE and self._step_seconds > 0:
+                step += int((self._pause + longest_pause(self.group.size)) / self._step_seconds)
             self._proposed, self._due = step, due
         self.store.set(f"{self._number}/proposed", json.dumps([step, due.reason, due.final]).encode())
 
@@ -97,6 +110,8 @@ class Notices:
             DeadlineError: a rank has not answered within the timeout, or the store has not.
         """
         with self._lock:
+            now = time.monotonic()
+            self._step_seconds, self._seen_at = now - self._seen_at if self._seen_at else 0.0, now
             self._seen = step
             if self._error is not None and self.store.silent:  # one that is gone may have ended with the job
                 raise self._error
@@ -114,10 +129,18 @@ class Notices:
 
     # ---- the thread
 
+    @property
+    def _pause(self) -> float:
+        """Seconds between two looks of a rank where nothing is proposed."""
+        return max(PAUSE, self.group.size / LOOKS)
+
     def _watch(self) -> None:
-        while not self._stop.wait(PAUSE):
+        leads = self.group.rank == self.group.leader  # it alone looks for what it decides on, and often
+        look = self._lead if leads else self._follow
+        soon = PAUSE if leads else max(PAUSE, longest_pause(self.group.size))
+        while not self._stop.wait(soon if leads or self._proposed is not None else self._pause):
             try:
-                self._look()
+                look()
             except DeadlineError as err:
                 log.warning("no save can be agreed on any more, nor a notice that the job will be stopped be passed on: %s", err)
                 with self._lock:
@@ -125,39 +148,38 @@ class Notices:
                     self._lock.notify_all()
                 return
 
-    def _look(self) -> None:
-        if self.store.check(["asked"]):
-            self.asked.set()
+    def _follow(self) -> None:
         with self._lock:
-            number, fixed = self._number, self._fixed
-        if fixed is not None:
-            return
-        prefix = f"{number}"
-        if self.store.check([f"{prefix}/fixed"]):
-            step = int(self.store.get(f"{prefix}/fixed"))  # not under the lock: a step of training waits for that
-            with self._lock:
-                self._fixed = step
-                self._lock.notify_all()
-        elif not self.store.check([f"{prefix}/first/{self.group.rank}"]) and self.store.check([f"{prefix}/proposed"]):
-            step, reason, final = json.loads(self.store.get(f"{prefix}/proposed"))
-            with self._lock:
-                self._proposed, self._due = step, Due(reason=reason, final=final)
-                # The leader waits at the step that it proposes; the others have passed the last one that they have seen.
-                first = step if self.group.rank == self.group.leader else self._seen + 1
-            self._answer(number, first)
-        if self.group.rank == self.group.leader and self._proposed is not None:
-            self._fix(number)
+            number, proposed, fixed = self._number, self._proposed, self._fixed
+        if proposed is None:
+            if (data := self.store.peek(f"{number}/proposed")) is not None:
+                step, reason, final = json.loads(data)
+                with self._lock:
+                    self._proposed, self._due = step, Due(reason=reason, final=final)
+                    first = self._seen + 1  # it has passed the last step that it has seen; the leader waits at the one that it proposes
+                self._answer(number, first)
+        elif fixed is None and (data := self.store.peek(f"{number}/fixed")) is not None:
+            self._fix(int(data))
 
-    def _fix(self, number: int) -> None:
-        """Leader: once every rank has answered, fix the step. What was said about the one before, all have read."""
-        keys = self._answers(number)
-        if self.store.check(keys) and not self.store.check([f"{number}/fixed"]):
-            self.store.set(f"{number}/fixed", str(max(int(self.store.get(key)) for key in keys)).encode())
-            for key in (f"{number - 1}/proposed", *self._answers(number - 1), f"{number - 1}/fixed"):
-                self.store.delete_key(key)
+    def _lead(self) -> None:
+        """Once every rank has answered, fix the step. What was said about the one before, all have read."""
+        with self._lock:
+            number, proposed, fixed = self._number, self._proposed, self._fixed
+        if not self.asked.is_set() and self.store.peek("asked") is not None:
+            self.asked.set()
+        if proposed is not None and fixed is None:
+            self._answer(number, proposed)
+            (answers,) = self.store.appended([f"{number}/first"])
+            steps = [int(step) for step in answers.split(b",")[:-1]]
+            if len(steps) == self.group.size:
+                self.store.set(f"{number}/fixed", str(max(steps)).encode())
+                self._fix(max(steps))
+                self.store.delete_later(f"{number - 1}/{name}" for name in ("proposed", "first", "fixed"))
 
-    def _answers(self, number: int) -> list[str]:
-        return [f"{number}/first/{rank}" for rank in self.group.ranks]
+    def _fix(self, step: int) -> None:
+        with self._lock:  # which is not held while the store is asked: a step of training waits for it
+            self._fixed = step
+            self._lock.notify_all()
 
 
 def own_store(group: Group) -> Store:

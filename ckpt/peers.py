@@ -18,6 +18,7 @@ import xxhash
 
 from . import settings
 from .addresses import listen, network
+from .control import FEW
 from .errors import CkptError, DeadlineError, GroupError, UsageError
 from .exchange import Exchange, Port
 from .group import Group
@@ -47,6 +48,8 @@ class Peers:
         self.ranks = group.ranks
         self._group = ref(group)  # a group that is not used any more is forgotten, and its connections with it
         self._store = group.store.within(timeout) if group.store is not None else None
+        self._known: dict[str, Any] = {}
+        """Where ranks are reached that have said so under one key."""
         self._number = 0
         self._broken: str | None = None
         self._closing = False
@@ -56,7 +59,7 @@ class Peers:
         if self._store is not None:
             self._port.listener = listener = Listener(listen(self._store.host), secret, timeout)
             finalize(self, listener.close)
-            self._leave(f"{group.rank}", {"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
+            self._publish({"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 
     def exchange(self, outgoing: Pieces, incoming: Pieces, *, alive: Callable[[], None] | None = None) -> None:
         """Send ``outgoing`` (rank → memory) and fill ``incoming``, contiguous memory in both; the views of one rank are one stream of
@@ -157,19 +160,40 @@ class Peers:
 
     # ---- what ranks leave in the store
 
-    def _leave(self, name: str, value: Any) -> None:
-        key = f"{self.call}/{self._name}/{name}"
+    def _publish(self, where: Mapping[str, Any]) -> None:
+        """Say where this rank is reached: a few ranks under one key, so that all of them are found at once."""
+        if len(self.ranks) > FEW:
+            self._leave(f"{self._port.rank}", where)
+            return
         assert self._store is not None
-        self._store.set(key, json.dumps(value).encode())
-        group = self._group()
-        if group is not None and group.calls:
-            group.remember(key)
+        self._store.append(self._key("all"), json.dumps([self._port.rank, where]).encode() + b"\n")
+        if self._port.rank == self.ranks[0]:
+            self._remember(self._key("all"))
+
+    def _leave(self, name: str, value: Any) -> None:
+        assert self._store is not None
+        self._store.set(self._key(name), json.dumps(value).encode())
+        self._remember(self._key(name))
 
     def _look(self, name: str) -> Any:
         """What a rank left under this name, or None."""
-        key = f"{self.call}/{self._name}/{name}"
         assert self._store is not None
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        if name in self._known:
+            return self._known[name]
+        if name.isdecimal() and len(self.ranks) <= FEW:
+            (data,) = self._store.appended([self._key("all")])
+            self._known |= {f"{rank}": where for rank, where in map(json.loads, data.splitlines())}
+            return self._known.get(name)
+        value = self._store.peek(self._key(name))
+        return json.loads(value) if value is not None else None
+
+    def _key(self, name: str) -> str:
+        return f"{self.call}/{self._name}/{name}"
+
+    def _remember(self, key: str) -> None:
+        group = self._group()
+        if group is not None and group.calls:
+            group.keys.remember(key)
 
 
 DIGEST_BYTES = 8

@@ -6,6 +6,7 @@ began, by this rank's own clock; ``began`` is the wall clock at that moment, so 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -113,7 +114,8 @@ class Spans:
     def to_json(self) -> Row:
         """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
 
-        With sums of all phases, so that a leader of many ranks need not look at each span.
+        With sums of all phases, so that a leader of many ranks need not look at each span; the single spans are text in it, which the
+        leader takes apart for few.
         """
         if not self.on:
             return {}
@@ -121,7 +123,7 @@ class Spans:
         row = table.to_row()
         numbers = {phase: i for i, phase in enumerate(row["phases"])}
         row["sums"] = [[numbers[s.phase], s.count, s.nbytes, s.busy, s.first, s.last] for s in table.sums.values()]
-        return row
+        return {**row, "spans": json.dumps(row["spans"], separators=(",", ":"))}
 
     def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
         found = self._folded.get(phase)
@@ -262,14 +264,14 @@ class SpanTable:
 
     @classmethod
     def from_row(cls, row: object, where: str | None = None) -> SpanTable:
-        """Read what ``to_row`` gave. Nothing in it is believed; ``where`` is for the message.
+        """Read what ``to_row`` gave, or ``Spans.to_json``. Nothing in it is believed; ``where`` is for the message.
 
         Raises:
             CorruptError: it cannot be a row.
         """
         try:
             return _table(row)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
 
 
@@ -298,6 +300,8 @@ def _table(row: object) -> SpanTable:
     began = began_of(row)
     phases = _list(row, "phases", _PHASES)
     _expect(all(isinstance(p, str) for p in phases) and are_phases(tuple(phases)), "its phases are no names")
+    if isinstance(row.get("spans"), str):
+        row = {**row, "spans": json.loads(row["spans"])}
     columns = _list(row, "spans", 5)
     _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
     _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")

@@ -13,7 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -21,14 +22,18 @@ from weakref import WeakSet, finalize
 
 from . import settings
 from .errors import DeadlineError
+from .key_values import KeyValues
+from .store_sockets import cloned
 
 R = TypeVar("R")
 
 GRACE = 0.25
 """Seconds that a call is given beyond its deadline."""
-IDLE, BETWEEN, LOST = 60, 20, 900
-"""Seconds after which, and between which, the kernel asks whether the other end of a connection is there: between two saves nothing else is
-sent, and firewalls forget connections that are idle for long. After ``LOST`` seconds without an answer it closes the connection."""
+QUIET = 0.02
+"""Seconds without a request, at least, after which a connection does what is not urgent; and as many as four requests take, so that where
+the store is far away the next request seldom waits behind that."""
+PUT_OFF = 256
+"""So many things are put off at most; then one is done before each request."""
 
 
 class Store:
@@ -64,25 +69,45 @@ class Store:
         return self._connection.silent_since is not None
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask(lambda store: store.set(self._prefix + key, value), answered=False)  # it is sent, and nothing comes back
+        """Not answered: it is sent, and nothing comes back."""
+        self._ask(lambda store: store.set(self._prefix + key, value), answered=False)
 
-    def get(self, key: str) -> bytes:
-        return self._ask(lambda store: bytes(store.get(self._prefix + key)))
+    def append(self, key: str, data: bytes) -> None:
+        """Add to what ranks have appended to a key. Not answered."""
+        self._ask(lambda store: store.append(self._prefix + key, data), answered=False)
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda store: int(store.add(self._prefix + key, amount)))
+        return self._ask(lambda store: store.add(self._prefix + key, amount))
 
-    def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda store: bool(store.check([self._prefix + key for key in keys])))
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all are there."""
+        return self._ask(lambda store: store.check(self._names(keys)))
 
-    def delete_key(self, key: str) -> bool:
-        return self._ask(lambda store: bool(store.delete_key(self._prefix + key)))
+    def peek(self, key: str) -> bytes | None:
+        """The value, or None where there is none. One round trip."""
+        return self._ask(lambda store: store.peek(self._prefix + key))
 
-    def _ask(self, call: Callable[[Any], R], *, answered: bool = True) -> R:
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are there."""
+        return self._ask(lambda store: store.get_all(self._names(keys)))
+
+    def appended(self, keys: Sequence[str], *, there: bool = False) -> list[bytes]:
+        """What was appended to each key. ``there``: something was to each."""
+        return self._ask(lambda store: (store.appended_all if there else store.appended)(self._names(keys)))
+
+    def delete_later(self, keys: Iterable[str]) -> None:
+        """Delete keys when nothing else is asked, without waiting for it. What cannot be deleted stays."""
+        for name in self._names(keys):
+            self._connection.put_off(lambda store, name=name: store.delete(name))  # type: ignore[misc]
+
+    def _names(self, keys: Iterable[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
+
+    def _ask(self, call: Callable[[KeyValues], R], *, answered: bool = True) -> R:
         return self._connection.ask(call, self._began, self._timeout, answered=answered)
 
 
-Connect = Callable[[list[socket.socket]], Any]
+Connect = Callable[[list[socket.socket]], KeyValues]
 """Makes a connection to a store; what it knows of its socket, it appends, for others to close."""
 
 _connections: WeakSet[Connection] = WeakSet()
@@ -98,12 +123,20 @@ class Connection:
         self._answered = time.monotonic()
         self._waiting: set[SimpleQueue[Any]] = set()
         self._requests: SimpleQueue[Any] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._requests, connect, self._sockets), name="ckpt-store", daemon=True)
+        self._put_off: deque[Callable[[KeyValues], object]] = deque()
+        arguments = self._requests, self._put_off, connect, self._sockets
+        self._thread = threading.Thread(target=_serve, args=arguments, name="ckpt-store", daemon=True)
         self._thread.start()
-        finalize(self, self._requests.put, None).atexit = False  # programs may save when they end
+        finalize(self, _end, self._requests, self._put_off, self._thread).atexit = False  # programs may save when they end
         _connections.add(self)
 
-    def ask(self, call: Callable[[Any], R], began: float, timeout: float, *, answered: bool) -> R:
+    def put_off(self, call: Callable[[KeyValues], object]) -> None:
+        """Have a call made when nothing else is asked; nobody hears what comes of it."""
+        self._put_off.append(call)
+        if len(self._put_off) == 1:
+            self._requests.put(_NOTHING)  # the thread may sleep
+
+    def ask(self, call: Callable[[KeyValues], R], began: float, timeout: float, *, answered: bool) -> R:
         """``answered``: whether the store has answered once ``call`` comes back."""
         reply: SimpleQueue[Any] = SimpleQueue()
         self._waiting.add(reply)  # before looking: who gives up wakes all that wait
@@ -137,7 +170,8 @@ class Connection:
         return reply.get()
 
     def rest(self, seconds: float) -> None:
-        """Wait for a moment until the thread is in no call."""
+        """Wait for a moment until the thread is in no call, and give up what was put off."""
+        self._put_off.clear()
         reply: SimpleQueue[Any] = SimpleQueue()
         if self._thread.is_alive():
             self._requests.put((reply, lambda store: None))
@@ -167,13 +201,41 @@ class _SilentError(Exception):
     """What those get that wait for a connection when it is given up."""
 
 
+_ending: WeakSet[threading.Thread] = WeakSet()
+"""Threads of connections that are not used any more."""
+
+
+def _end(requests: SimpleQueue[Any], put_off: deque[Callable[[KeyValues], object]], thread: threading.Thread) -> None:
+    put_off.clear()
+    requests.put(None)
+    _ending.add(thread)
+
+
 @atexit.register
 def _rest() -> None:
     for connection in list(_connections):
         connection.rest(1.0)
+    for thread in list(_ending):
+        thread.join(1.0)
 
 
-def _serve(requests: SimpleQueue[Any], connect: Connect, sockets: list[socket.socket]) -> None:
+_NOTHING = None, lambda store: None
+"""A request of nobody, for nothing."""
+
+
+def _next(requests: SimpleQueue[Any], put_off: deque[Callable[[KeyValues], object]], took: float) -> Any:
+    """The next request, or something that was put off. ``took``: seconds that the last request did, or 0 if that was put off."""
+    if len(put_off) <= PUT_OFF or not took:
+        with suppress(Empty):
+            return requests.get(timeout=(max(QUIET, 4 * took) if took else 0.0) if put_off else None)
+    with suppress(IndexError):  # given up meanwhile
+        return None, put_off.popleft()
+    return _NOTHING
+
+
+def _serve(
+    requests: SimpleQueue[Any], put_off: deque[Callable[[KeyValues], object]], connect: Connect, sockets: list[socket.socket]
+) -> None:
     """The thread. It refers to no :class:`Connection`, so that one that is not used any more goes away, and the thread with it."""
     store: Any = None
     failed: BaseException | None = None
@@ -182,15 +244,20 @@ def _serve(requests: SimpleQueue[Any], connect: Connect, sockets: list[socket.so
     except BaseException as err:  # noqa: BLE001  every call raises it
         failed = err
     del connect
-    while (request := requests.get()) is not None:
+    took = QUIET
+    while (request := _next(requests, put_off, took)) is not None:
         reply, call = request
+        began = time.monotonic()
         try:
             if failed is not None:
                 raise failed
             answer: tuple[Any, BaseException | None] = call(store), None
         except BaseException as err:  # noqa: BLE001  who asked raises it
             answer = None, err
-        reply.put(answer)
+        took = 0.0
+        if reply is not None:
+            took = max(time.monotonic() - began, 1e-6)
+            reply.put(answer)
         del request, reply, call, answer
     for sock in sockets:
         sock.close()
@@ -214,14 +281,14 @@ def part_of(base: Any, name: str, rank: int) -> Store:
     before, _connected = _connected, threading.Event()
     host, port = _served_at(base)
 
-    def connect(sockets: list[socket.socket], mine: threading.Event = _connected) -> Any:
+    def connect(sockets: list[socket.socket], mine: threading.Event = _connected) -> KeyValues:
         from torch.distributed.distributed_c10d import PrefixStore
 
         before.wait()
         try:
-            own = _cloned(base, port, sockets)
+            own = cloned(base, port, sockets)
             life = own.add(f"ckpt/{name}/life/{rank}", 1)
-            return PrefixStore(f"ckpt/{name}/{life}", own)
+            return KeyValues(PrefixStore(f"ckpt/{name}/{life}", own))
         finally:
             mine.set()
 
@@ -236,62 +303,13 @@ def _served_at(store: Any) -> tuple[str | None, int | None]:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else (None, None)
 
 
-def _cloned(store: Any, port: int | None, sockets: list[socket.socket]) -> Any:
-    before = _open_sockets()
-    try:
-        own = store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # not every kind of store can
-        return store
-    for descriptor, _ in _open_sockets() - before:
-        with suppress(OSError):  # another thread's, which is closed again
-            sock = _socket_of(descriptor)
-            if _leads_to(sock, port):
-                _keep_alive(sock)
-                sockets.append(sock)
-            else:
-                sock.close()
-    return own
-
-
-def _open_sockets() -> set[tuple[int, str]]:
-    """Descriptor and identity of each socket of this process."""
-    sockets: set[tuple[int, str]] = set()
-    with suppress(OSError):  # not Linux
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed again
-                sockets.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return {(descriptor, link) for descriptor, link in sockets if link.startswith("socket:")}
-
-
-def _socket_of(descriptor: int) -> socket.socket:
-    own = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-
-
-def _leads_to(sock: socket.socket, port: int | None) -> bool:
-    with suppress(OSError):  # it is not connected
-        return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
-    return False
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel find out that the other end is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
-
-
 def _forget_parent() -> None:
     """A forked child has none of the threads."""
     global _connected
     _connected = threading.Event()
     _connected.set()
     _connections.clear()
+    _ending.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -200,11 +200,12 @@ class _Export:
         if len({row["options"] for row in rows.values()}) > 1:
             raise ConsistencyError("the ranks export with different options", where=self.call.url, hint="give the same ones on every rank")
         self._configuration = read_configuration(self.config)
-        tables = [[digest, ranks] for digest, ranks in grouped(rows, "table")]
+        self.call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
+        tables = [[self.call.leave(self.call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")]
         state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
         said: Row = {
             "tables": tables,
-            "state": self.call.share(json.dumps(state).encode()),
+            "state": self.call.leave(json.dumps(state).encode()),
             "numbers": changed(self._configuration.numbers, self.options["numbers"]),
         }
         self.lay_out(said)

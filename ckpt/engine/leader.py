@@ -130,6 +130,7 @@ class Leader:
             ConsistencyError: ranks disagree.
         """
         if self._values is None:
+            self.call.fetch_all(row[key] for row in self._begun.values() for key in ("state", "values") if key in row)
             state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(self._begun, "state")])
             positions = self._positions()
             own = {positions[rank]: json.loads(self.call.fetch(row["values"])) for rank, row in self._begun.items() if "own" in row}
@@ -160,6 +161,7 @@ class Leader:
             if tables.said == said:
                 self.known.append(self.known.pop(i))
                 return tables
+        self.call.fetch_all([*shared, *own.values()])
         joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge=self.merge)
         found = Tables(said, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
         self.known[:] = [*self.known, found][-KEPT:]
@@ -215,6 +217,7 @@ class Leader:
             for ranks, digest in row["replicas"].items():
                 sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
         problems = []
+        self.call.fetch_all(digest for by_digest in sets.values() if len(by_digest) > 1 for digest in by_digest)
         for by_digest in sets.values():
             if len(by_digest) > 1:
                 problems += replica_problems([(ranks, json.loads(self.call.fetch(d))) for d, ranks in by_digest.items()])

@@ -217,6 +217,7 @@ class _Load:
         assert self.catalog is not None
         if len({row["id"] for row in rows.values()}) > 1:
             return {"replaced": True}
+        self.call.fetch_all(row[key] for row in rows.values() for key in ("said", "used", "shares") if key in row)
         verdict: Row = judge(rows, self._once, self.catalog, self.options.selection, strict=self.options.strict, url=self.call.url)
         return verdict | self.share_out(rows)
 

@@ -238,7 +238,7 @@ class Save:
             row["own_bytes"] = sum(t.info.nbytes for n, t in self.collected.placer.tensors.items() if n in self.collected.placer.own)
         elif self.collected.own:
             row["own"] = share(self.plan.own)
-            row["values"] = share(self.own_values)
+            row["values"] = self.call.leave(self.own_values)
         return row
 
     def leader_check(self, rows: dict[int, Row]) -> Row:

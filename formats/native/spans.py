@@ -137,6 +137,8 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
     ranks = members.get("ranks")
     if not isinstance(ranks, dict) or not ranks:
         _damaged("it has no ranks", where)
+    if any(isinstance(row, dict) and isinstance(row.get("spans"), str) for row in ranks.values()):
+        _damaged("the spans of a rank are no columns", where)  # ranks send them so, but they are not kept so
     return {_rank(text, record.world_size, where): SpanTable.from_row(row, where) for text, row in ranks.items()}
 
 

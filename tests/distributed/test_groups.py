@@ -15,6 +15,7 @@ import torch.distributed as dist
 import ckpt
 import ckpt.group
 from ckpt.errors import UsageError
+from ckpt.store import QUIET
 from tests.distributed.ranks import Ranks
 
 
@@ -102,6 +103,7 @@ def save_often(folder: str) -> list[int]:
     for n in range(6):
         ckpt.save(f"{folder}/{n}", state_of(float(n)))
         dist.barrier()
+        time.sleep(20 * QUIET)  # then there is time to delete
         found.append(store.num_keys())
         dist.barrier()
     return found

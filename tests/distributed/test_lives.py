@@ -14,6 +14,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt import group
 from ckpt.adapters import tensors as adapted
+from ckpt.control import ControlChannel
 from ckpt.errors import LayoutError, NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix_writer import PosixWriter
 from tests.distributed.ranks import Ranks
@@ -89,8 +90,8 @@ def test_a_slow_flush_of_many_bytes_is_no_death(ranks: Ranks, tmp_path: Path) ->
 def _leader_ends_at_once(root: str, kind: str) -> str:
     """Rank 0 serves the store, and its process is gone the moment its call returns; rank 1 is slow to ask what was decided."""
     if dist.get_rank() == 1:
-        ask = group.Call._has
-        group.Call._has = lambda self, name: (time.sleep(0.3 if "verdict" in name else 0), ask(self, name))[1]  # type: ignore[method-assign]
+        ask = ControlChannel.word
+        ControlChannel.word = lambda self: (time.sleep(0.3), ask(self))[1]  # type: ignore[method-assign]
     state = {"w": torch.ones(3)}
     if kind == "save":
         ckpt.save(root, state, timeout=20)

@@ -19,7 +19,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from ckpt.errors import DeadlineError
-from ckpt.store import LOST, Store, part_of
+from ckpt.store import Store, part_of
+from ckpt.store_sockets import LOST
 from tests.distributed.ranks import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc whether a process has stopped")]
@@ -85,10 +86,10 @@ def test_calls_end_in_time_and_later_ones_at_once(server: Server, store: Store) 
     assert error.hint is not None and "network" in error.hint and "`ckpt ls`" in error.hint
     assert store.silent
     for call in (
-        lambda: store.within(60).get("count"),
+        lambda: store.within(60).peek("count"),
         lambda: store.part("other").set("a", b"b"),
         lambda: store.add("count", 1),
-        lambda: store.delete_key("count"),
+        lambda: store.append("count", b"1"),
     ):
         assert late(call)[0] < 0.5
     server.go_on()
@@ -98,7 +99,7 @@ def test_calls_end_in_time_and_later_ones_at_once(server: Server, store: Store) 
 def test_the_deadline_counts_from_the_last_answer(server: Server, store: Store) -> None:
     within = store.within(2.0)
     time.sleep(0.5)
-    assert within.get("count") == b"1"
+    assert within.peek("count") == b"1"
     time.sleep(1.0)
     server.stop()
     assert 0.9 < late(lambda: within.check(["count"]))[0] < 1.9
@@ -162,20 +163,18 @@ def test_other_kinds_of_stores(tmp_path: Path) -> None:
             assert not store.check(["a"]), "each life of a name has its own part"
             store.set("a", value)
             store.part("below").set("a", b"3")
-            assert (store.check(["a"]), store.get("a"), store.part("below").get("a"), store.add("n", 2)) == (True, value, b"3", 2)
+            assert (store.check(["a"]), store.peek("a"), store.part("below").peek("a"), store.add("n", 2)) == (True, value, b"3", 2)
             assert store.host is None
 
 
 def test_a_connection_that_nobody_uses_ends(server: Server) -> None:
-    before = threading.active_count()
     store = part_of(server.base(), "short", 0)
     assert store.add("count", 1) == 1
-    assert threading.active_count() == before + 1
+    thread = store._connection._thread
+    assert thread.is_alive()
     del store
-    end = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 PROGRAM = """

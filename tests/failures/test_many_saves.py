@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.group import current_group
 from ckpt.policies import EveryMinutes, EverySteps, Latest, OnPreemption
+from ckpt.store import QUIET
 from tests.distributed.ranks import Ranks
 
 
@@ -75,6 +77,7 @@ def many_saves(root: str, saves: int, warm: int, by_clock: bool) -> tuple[Used, 
             if made in (warm, saves):
                 if dist.is_initialized():
                     dist.barrier()
+                    time.sleep(20 * QUIET)  # then there is time to delete keys
                 found.append(used(root))
                 if dist.is_initialized():
                     dist.barrier()

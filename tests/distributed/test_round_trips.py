@@ -1,0 +1,59 @@
+"""How many round trips to the job's store a save and a load wait for, one after another, where one takes long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+import ckpt
+from ckpt import Layout, Replicate, Shard
+from ckpt import group as groups
+from ckpt.group import Group
+from ckpt.store import part_of
+from tests.distributed.far_store import FarStore
+from tests.distributed.ranks import Ranks
+
+pytestmark = pytest.mark.alone
+
+ROUND_TRIP = 0.2
+"""Seconds: so many that all else hardly counts."""
+
+
+def state_of(version: int) -> dict[str, Any]:
+    return {"rows": torch.full((6, 1024), float(version)), "same": torch.full((64, 256), float(version)), "version": version}
+
+
+def save_and_load(folder: str, port: int, repeat: int) -> dict[str, list[float]]:
+    """Round trips of each call, on this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    groups._groups[dist.group.WORLD] = Group(rank, tuple(range(world)), part_of(store, "far", rank), store)
+    layout = Layout({"dp": world}, [("rows", Shard(0, "dp")), ("*", Replicate())])
+    took: dict[str, list[float]] = {"save": [], "load": [], "load, exchange": []}
+    for what, measured in took.items():
+        for n in range(repeat):
+            state = state_of(n if what == "save" else -1)
+            dist.barrier()
+            began = time.monotonic()
+            if what == "save":
+                ckpt.save(f"{folder}/{n}", state, layout=layout)
+            else:
+                ckpt.load(f"{folder}/{n}", state, layout=layout, exchange=what != "load")
+            measured.append(round((time.monotonic() - began) / ROUND_TRIP, 1))
+            assert state["version"] == n and state["rows"].unique().tolist() == [float(n)]
+    return took
+
+
+def test_a_save_and_a_load_wait_for_few_round_trips(ranks: Ranks, tmp_path: Path) -> None:
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with FarStore(served.port, ROUND_TRIP) as far:
+        results = ranks.run(4, save_and_load, str(tmp_path), far.port, 2, timeout=90)
+    print(*results, sep="\n")
+    later = {what: max(min(took[what][1:]) for took in results) for what in results[0]}
+    assert later["save"] <= 12 and later["load"] <= 12 and later["load, exchange"] <= 15, results
