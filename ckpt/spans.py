@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ WAITING = frozenset({"agree"})
 """Phases in which a rank waits for others: they say nothing about this rank."""
 LEADING = frozenset({"commit"})
 """Phases that only the leader has: they do not make it slower than others at the same work."""
+
+STRAGGLER = 1.5
+"""A rank that works longer than this times the median rank holds the others up."""
 
 LIMIT = 4096
 MOST = 1 << 16
@@ -48,6 +52,12 @@ _YEAR_9999 = 250_000_000_000
 def limit_for(ranks: int) -> int:
     """How many single spans each of ``ranks`` ranks keeps, so that what they send to the leader stays small: 4,096 down to 64."""
     return max(64, min(LIMIT, _ALL_RANKS // max(ranks, 1)))
+
+
+def stragglers(work: Mapping[int, float]) -> list[int]:
+    """Of busy seconds by rank, those ranks that hold the others up, the slowest first."""
+    middle = median(work.values()) if work else 0.0
+    return sorted((rank for rank in work if work[rank] > STRAGGLER * middle), key=lambda rank: (-work[rank], rank))
 
 
 class Spans:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timezone
@@ -52,6 +52,8 @@ class Tiers:
         self.local, self.local_keep = local, local_keep
         self.busy: str | None = None
         """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
+        self.removed: Callable[[int, str, str | None], object] = lambda step, url, id: None
+        """Told of each checkpoint that was removed."""
         self.lock = threading.Lock()
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
@@ -194,11 +196,11 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self.local, self.local_keep, self.busy)
+            _remove(self.local, self.local_keep, self.busy, self.removed)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        _remove(self.root, self.keep, None)
+        _remove(self.root, self.keep, None, self.removed)
 
     # ---- whether ranks share the local tier
 
@@ -240,7 +242,7 @@ def _below(root: str) -> list[Step]:
     return _numbered(steps)
 
 
-def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
+def _remove(root: str, keep: KeepPolicy, busy: str | None, removed: Callable[[int, str, str | None], object]) -> None:
     if keep == All():
         return
     try:
@@ -252,6 +254,7 @@ def _remove(root: str, keep: KeepPolicy, busy: str | None) -> None:
                 remove_step(root, step)
                 if step.link is None:
                     log.info("step %d is removed from %s", number, root)
+                    removed(number, step.url, step.id)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 

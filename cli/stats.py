@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
     from ckpt.spans import PhaseSum, SpanTable
 
-STRAGGLER = 1.5
-"""A rank that works longer than this times the median rank holds the others up."""
 _SHOWN = 8
 
 
@@ -123,6 +121,8 @@ class Save:
 
 
 def _save(record: CommitRecord, tables: Mapping[int, SpanTable]) -> Save:
+    from ckpt.spans import stragglers
+
     work = {rank: table.seconds for rank, table in tables.items()}
     slowest = sorted(work, key=lambda rank: (-work[rank], rank))
     middle = median(work.values())
@@ -131,7 +131,7 @@ def _save(record: CommitRecord, tables: Mapping[int, SpanTable]) -> Save:
         seconds=max(table.wall for table in tables.values()),
         median=middle,
         slowest=slowest,
-        stragglers=[rank for rank in slowest if work[rank] > STRAGGLER * middle],
+        stragglers=stragglers(work),
         missing=[rank for rank in range(record.world_size) if rank not in tables],
         folded=sum(table.folded_count for table in tables.values()),
     )

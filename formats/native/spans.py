@@ -31,8 +31,9 @@ _ZEROS = b"0" * DIGEST_DIGITS
 _DATA = len(_HEAD) + DIGEST_DIGITS
 
 
-def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> None:
-    """Keep what ``Spans.to_json`` gave on each rank (counted from 0, the leader first) with save ``id``, once that is committed.
+def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int, float]:
+    """Keep what ``Spans.to_json`` gave on each rank (counted from 0, the leader first) with save ``id``, once that is committed. Gives how
+    many seconds each of these was busy.
 
     Empty rows are left out; without any other nothing is written.
 
@@ -44,13 +45,14 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> None:
     path = index_path(id, SPANS)
     tables = {rank: SpanTable.from_row(rows[rank], f"rank {rank}") for rank in sorted(rows) if rows[rank]}
     if not tables:
-        return
+        return {}
     data = _encode(id, _thinned(tables))
     if len(data) > SIZE_LIMIT:
         raise UsageError(f"the spans of {len(tables):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
     with backend.create(path, len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
+    return {rank: table.seconds for rank, table in tables.items()}
 
 
 def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
