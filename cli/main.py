@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "Read a checkpoint whole and compare it with its digests.",
     "diff": "Compare two checkpoints of any formats.",
     "stats": "Show where the time of a save went.",
+    "advise": "Say how often a run should save.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "import": "Point a checkpoint at the files of another, of any format.",
     "convert": "Write a checkpoint in another format.",

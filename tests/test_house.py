@@ -61,7 +61,7 @@ TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
     *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.tiers"),
-    *("ckpt.events", "ckpt.listening", "ckpt.alerts", "ckpt.stall", "ckpt.costs", "ckpt.monitors"),
+    *("ckpt.events", "ckpt.listening", "ckpt.alerts", "ckpt.stall", "ckpt.costs", "ckpt.advice", "ckpt.monitors"),
 )
 
 

@@ -17,7 +17,7 @@ from ckpt.events import Event
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.listening import LIMIT, ListenerThread
-from ckpt.policies import EverySteps, Latest
+from ckpt.policies import EveryBudget, EverySteps, Latest, Moment, SavePolicy
 
 
 def state(n: float = 0.0) -> dict[str, Any]:
@@ -190,3 +190,43 @@ def test_storage_that_fails_is_said_once_until_it_works() -> None:
     other = Event(kind="save.failed", at=1.0, rank=0, ranks=4, root="r", step=1, error="ReplicaError", reason="replicas differ")
     assert alerts([failed, failed, durable(2), failed]) == [("storage", 1), ("storage", 1)]
     assert alerts([other]) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- budget
+
+
+class Recording(SavePolicy):
+    """A policy, with the moments at which it was asked."""
+
+    def __init__(self, policy: SavePolicy) -> None:
+        self.policy = policy
+        self.moments: list[Moment] = []
+
+    def reason(self, now: Moment) -> str | None:
+        self.moments.append(now)
+        return self.policy.reason(now)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_real_job_keeps_to_its_budget(tmp_path: Path) -> None:
+    """Steps of 5 ms; making the state takes 30 ms, which blocks training. How long it is blocked the loop measures, too."""
+
+    def slow_state() -> dict[str, Any]:
+        time.sleep(0.03)
+        return state()
+
+    policy, n, calls = Recording(EveryBudget(10.0, least_seconds=0.1)), 0, 0.0
+    with ckpt.Checkpointer(str(tmp_path), save=policy, keep=Latest(2)) as c:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            time.sleep(0.005)
+            n += 1
+            began = time.monotonic()
+            saved = c.step(n, slow_state)
+            calls += time.monotonic() - began if saved else 0.0
+    saves = policy.moments[-1].saves
+    assert len(saves) > 4
+    share = sum(s.seconds for s in saves[:-1]) / (saves[-1].began - saves[0].began)  # what the last one cost is not paid for yet
+    assert 100 * share == pytest.approx(10.0, rel=0.2)
+    assert sum(s.blocked for s in saves) == pytest.approx(calls, rel=0.2)
