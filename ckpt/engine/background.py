@@ -102,6 +102,7 @@ class SaveHandle:
 
     # ---- for the caller
 
+    @in_trace("ckpt.wait")
     def fence(self) -> None:
         """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,9 +31,16 @@ def ranges(root: Path, **more: object) -> dict[str, list[tuple[int, int]]]:
 
 def test_saves_are_ranges_beside_the_steps_of_training(tmp_path: Path) -> None:
     found = ranges(tmp_path)
-    assert len(found["ckpt.save"]) == 2 and len(found["Optimizer.step"]) == 2
+    assert len(found["ckpt.save"]) == 2 and len(found["Optimizer.step"]) == 2 and "ckpt.wait" in found
     first, last = found["Optimizer.step"]
     assert all(first[1] <= start <= end <= last[1] for start, end in found["ckpt.save"])
+
+
+def test_the_copy_shows_where_other_threads_do(tmp_path: Path) -> None:
+    config = torch._C._profiler._ExperimentalConfig
+    if "profile_all_threads" not in str(config.__init__.__doc__):
+        pytest.skip("this torch profiles its own thread alone")
+    assert len(ranges(tmp_path, experimental_config=config(profile_all_threads=True))["ckpt.capture"]) == 2
 
 
 def test_without_a_profiler_there_is_no_range() -> None:
