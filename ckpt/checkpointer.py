@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from . import settings
+from .alerts import Alerts
 from .api import load
+from .costs import CostMeter
 from .engine.background import SaveHandle, settle, start_save
 from .engine.save import SaveOptions
-from .errors import StorageError, UsageError
+from .errors import CkptError, StorageError, UsageError
+from .events import Listener
 from .group import current_group
 from .io_backends.registry import join_url
 from .notices import Due, Notices, own_store
 from .policies import All, EverySteps, KeepPolicy, Latest, Moment, SavePolicy
 from .policies.arguments import check_arguments
 from .preemption import SIGNALS, Preemption
+from .reporter import Reporter
 from .rules import Layout
 from .runs import Step
 from .tiers import Tiers
@@ -55,6 +60,9 @@ class Checkpointer:
         local_keep: what stays there; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
+        on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
+            :class:`ckpt.events.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
+        alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
     """
 
@@ -77,6 +85,8 @@ class Checkpointer:
         local: str | None = None,
         local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
         publish_timeout: float | None = None,
+        on_event: Listener | Sequence[Listener] | None = None,
+        alerts: bool | Alerts = True,
     ) -> None:
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         self.root = root
@@ -102,6 +112,11 @@ class Checkpointer:
         self._publisher: Publisher | None = None
         if local is not None:
             self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options["threads"])
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None)
+        self._tiers.removed = self._reporter.removed
+        if self._publisher is not None:
+            self._publisher.published, self._publisher.failed = self._reporter.published, self._reporter.not_published
+        self._costs = CostMeter()
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
@@ -140,12 +155,21 @@ class Checkpointer:
         """
         self._tiers.check(self.group, self.timeout)
         given = {"layout": self._options["layout"], "timeout": self.timeout, "threads": self._options["threads"], **options}
-        found = load_nearest(
-            self._tiers, self.group, self.timeout, lambda url: load(url, state, process_group=self._process_group, **given), step
-        )
+        began, nbytes = time.perf_counter(), 0
+
+        def load_one(url: str) -> None:
+            nonlocal nbytes
+            nbytes = load(url, state, process_group=self._process_group, **given).bytes_needed
+
+        try:
+            found = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
+        except CkptError as err:
+            self._reporter.restored(step, None, time.perf_counter() - began, None, err)
+            raise
         if found is not None:
             self._started_step = self._last_step = found[0]
             self.restored_from = found[1]
+            self._reporter.restored(*found, time.perf_counter() - began, nbytes)
         if self._publisher is not None:
             self._publisher.add()
         return found[0] if found is not None else None
@@ -166,6 +190,13 @@ class Checkpointer:
             UsageError: ``n`` is no int of at least 0.
         """
         _check_step(n)
+        self._costs.enter(self._now(), step=True)
+        try:
+            return self._step(n, state, metrics)
+        finally:
+            self._costs.leave(self._now(), step=True)
+
+    def _step(self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], metrics: Mapping[str, float] | None) -> bool:
         if self._started_step is None:
             self._started_step = n - 1
         due = self._due(n)
@@ -195,9 +226,11 @@ class Checkpointer:
             step=n,
             started_step=self._started_step if self._started_step is not None else n - 1,
             last_saved_step=self._last_step,
-            seconds=time.monotonic() - self._began,
+            seconds=self._now(),
             last_saved_at=self._last_at,
             preempted=noticed,
+            measuring=self._costs.measuring,
+            saves=self._costs.saves,
         )
         reason = self._local.due(moment) if self._local is not None else None
         if self._led is None:
@@ -227,9 +260,23 @@ class Checkpointer:
             CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
                 :func:`ckpt.save_async` raises.
         """
-        _raise(self._begin(n, state, metrics))
+        with self._called():
+            failed = self._begin(n, state, metrics)
+        _raise(failed)
         assert self.handle is not None
         return self.handle
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """Around a call of the training loop that is no step: the time that it takes is not that of a step."""
+        self._costs.enter(self._now(), step=False)
+        try:
+            yield
+        finally:
+            self._costs.leave(self._now(), step=False)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
 
     def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> BaseException | None:
         """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
@@ -240,14 +287,17 @@ class Checkpointer:
         earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
         options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, **self._options)
         self._before = self._last_step, self._last_at
-        self._last_step, self._last_at = n, time.monotonic() - self._began
+        self._last_step, self._last_at = n, self._now()
         durable: Future[Any] | None = None
         try:
             settle(self.group)
             self.handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
             durable = self.handle.durable
-        except BaseException:
+            self._costs.begun(self.handle, self._now())
+            self._reporter.begun(n, self.handle)
+        except BaseException as err:
             self._still_due()
+            self._reporter.not_begun(n, self._tiers.place(n), err)
             raise
         finally:
             if self._publisher is not None:  # whatever happened: ranks take their turns together
@@ -267,7 +317,8 @@ class Checkpointer:
             CkptError: it failed.
             StorageError: it could not be published within ``publish_timeout``.
         """
-        ended, unpublished = self._ended(), self._published()
+        with self._called():
+            ended, unpublished = self._ended(), self._published()
         _raise(ended or unpublished)
 
     def _published(self) -> StorageError | None:
@@ -331,6 +382,7 @@ class Checkpointer:
         self._preemption.restore()
         if self._notices is not None:
             self._notices.stop()
+        self._reporter.close()
 
     def __enter__(self: C) -> C:
         return self

@@ -175,6 +175,9 @@ class GroupError(CkptError):
 class RankFailedError(GroupError):
     """Another rank raised; the message has its name and its error."""
 
+    ranks: tuple[int, ...] = ()
+    """Which ranks, where the error was made; a copy by pickle has none."""
+
 
 class ExchangeError(GroupError):
     """What another rank sent was damaged on the way. That says nothing about what is stored."""

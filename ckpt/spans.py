@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import median
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,13 @@ WAITING = frozenset({"agree"})
 """Phases in which a rank waits for others: they say nothing about this rank."""
 LEADING = frozenset({"commit"})
 """Phases that only the leader has: they do not make it slower than others at the same work."""
+
+STRAGGLER = 1.5
+"""A rank that works longer than this times the median rank may hold the others up …"""
+NOTICEABLE = 0.05
+"""… if it works longer by this many seconds …"""
+NOTICEABLE_SHARE = 0.02
+"""… and by this share of the save: 5 ms are more than 1.5 × 3 ms, and nobody waits for them."""
 
 LIMIT = 4096
 MOST = 1 << 16
@@ -51,6 +59,13 @@ _YEAR_9999 = 250_000_000_000
 def limit_for(ranks: int) -> int:
     """How many single spans each of ``ranks`` ranks keeps, so that what they send to the leader stays small: 4,096 down to 64."""
     return max(64, min(LIMIT, _ALL_RANKS // max(ranks, 1)))
+
+
+def stragglers(work: Mapping[int, float], seconds: float) -> list[int]:
+    """Of busy seconds by rank, in a save of ``seconds``, those ranks that hold the others up, the slowest first."""
+    middle = median(work.values()) if work else 0.0
+    least = max(STRAGGLER * middle, middle + max(NOTICEABLE, NOTICEABLE_SHARE * seconds))
+    return sorted((rank for rank in work if work[rank] > least), key=lambda rank: (-work[rank], rank))
 
 
 class Spans:

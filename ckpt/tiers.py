@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timezone
@@ -53,6 +53,8 @@ class Tiers:
         self.local, self.local_keep = local, local_keep
         self.busy: str | None = None
         """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
+        self.removed: Callable[[int, str, str | None], object] = lambda step, url, id: None
+        """Told of each checkpoint that was removed."""
         self.lock = threading.Lock()
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
@@ -218,11 +220,11 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self.local, self._known_local, self.local_keep, self.busy)
+            _remove(self.local, self._known_local, self.local_keep, self.busy, self.removed)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        _remove(self.root, self._known_root, self.keep, None)
+        _remove(self.root, self._known_root, self.keep, None, self.removed)
 
     # ---- whether ranks share the local tier
 
@@ -278,7 +280,7 @@ def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, lis
         root = next(far, None) if there else root
 
 
-def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None) -> None:
+def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None, removed: Callable[[int, str, str | None], object]) -> None:
     if keep == All():
         return
     try:
@@ -287,8 +289,9 @@ def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None) ->
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
         referrers = {info.step: info.referred_by for info in facts}
         for step in remove_steps(root, going, referrers, busy):
-            if step.link is None:
+            if step.link is None and step.number is not None:
                 log.info("step %d is removed from %s", step.number, root)
+                removed(step.number, step.url, step.id)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 

@@ -51,6 +51,9 @@ class Publisher:
 
     def __init__(self, tiers: Tiers, group: Group, *, timeout: float, threads: int) -> None:
         self.unpublished: tuple[int, ...] = ()
+        self.published: Callable[[int, str, str | None], object] = lambda step, url, id: None
+        self.failed: Callable[[int | None, BaseException], object] = lambda step, error: None
+        """Told on the leader of what was published, and of tries that failed."""
         self._tiers = tiers
         self._group = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
         self._timeout = timeout
@@ -145,6 +148,7 @@ class Publisher:
             self.unpublished = tuple(n for n in self.unpublished if n != step)
             if self._leads:
                 log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
+                self.published(step, join_url(self._tiers.root, found["name"]), id)
                 self._tiers.retain_root()
                 self._tiers.retain()
         except Exception as err:  # noqa: BLE001  finish() raises it
@@ -155,6 +159,7 @@ class Publisher:
                 turn.failed[step] = err
             if self._leads:
                 log.warning("%s not published: %s", "checkpoints are" if step is None else f"step {step} is", _text(err))
+                self.failed(step, err)
             return not isinstance(err, DeadlineError)
         return True
 

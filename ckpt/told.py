@@ -16,14 +16,18 @@ def failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
         by_text.setdefault(f"{err['type']}: {err['message']}" + (f" ({err['where']})" if err["where"] else ""), []).append(rank)
     told = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
     hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
-    return RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
+    error = RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
+    error.ranks = tuple(sorted(failed))
+    return error
 
 
 def failed_on(rank: int, told: dict[str, Any]) -> CkptError:
     """What to raise for an error of another rank that this one waits for. Damage stays what it is, whoever finds it."""
     if told["type"] == CorruptError.__name__:
         return CorruptError(f"{told['message']} (found by rank {rank})", where=told["where"], hint=told["hint"])
-    return RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
+    error = RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
+    error.ranks = (rank,)
+    return error
 
 
 def error_to_json(err: BaseException) -> dict[str, Any]:

@@ -31,6 +31,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints of any formats.",
     "stats": "Show where the time of a save went.",
     "report": "Draw saves: one HTML file, for a browser or print.",
+    "advise": "Say how often a run should save.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",
     "import": "Point a checkpoint at the files of another, of any format.",
     "convert": "Write a checkpoint in another format.",

@@ -58,6 +58,7 @@ def test_the_index_has_every_page() -> None:
         "ckpt/engine",
         "ckpt/plan",
         "ckpt/integrations",
+        "ckpt/monitors",
         "io_backends",
         "converters",
         "formats",

@@ -60,12 +60,13 @@ ARROWS = {
 ABOVE = {"ckpt.cli": ("ckpt.cli", "ckpt.__main__"), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
 """Module prefix → the only prefixes that may import from it: nobody looks up."""
 
-TORCH_WHEN_ASKED = ("ckpt.tree.decoding",)
-"""Modules that may import torch inside a function: reading a stored torch.dtype gives one."""
+TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
+"""Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
 
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
     *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.known_steps", "ckpt.tiers", "ckpt.observe"),
+    *("ckpt.events", "ckpt.listening", "ckpt.alerts", "ckpt.stall", "ckpt.costs", "ckpt.advice", "ckpt.monitors"),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import BusyError
 from ckpt.group import Group
+from ckpt.profiling import in_trace
+from ckpt.stall import Stall
 from ckpt.workers import Pending
 
 from .capture import Capture
@@ -90,19 +92,25 @@ class SaveHandle:
         self.durable: Outcome[SaveReport] = Outcome()
         self._save: BackgroundSave | None = save
         self._total = save.plan.nbytes
+        self.stall = Stall()
+        """How long this rank has waited in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+        self.busy: Mapping[int, float] = {}
+        """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
 
     # ---- for the caller
 
+    @in_trace("ckpt.wait")
     def fence(self) -> None:
         """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.
 
         Raises what capturing raised.
         """
         self._hurry()
-        self.captured.result()
+        with self.stall:
+            self.captured.result()
 
     def _hurry(self) -> None:
         """Somebody waits."""
@@ -114,7 +122,8 @@ class SaveHandle:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
         self._hurry()
         try:
-            self.durable.error(timeout)
+            with self.stall:
+                self.durable.error(timeout)
         except (FutureTimeoutError, TimeoutError):
             return False
         return True
@@ -135,7 +144,12 @@ class SaveHandle:
             CkptError: as ``ckpt.save`` would have.
         """
         self._hurry()
-        return self.durable.result(timeout)
+        with self.stall:
+            return self.durable.result(timeout)
+
+    def took(self) -> float | None:
+        """Seconds from the call to the commit; None if it failed or is going on."""
+        return self.durable.result().seconds if self.durable.done() and self.durable.error() is None else None
 
     def progress(self) -> Progress:
         """How far it is. Cheap."""
@@ -213,7 +227,7 @@ class SaveHandle:
                 self._captured(err)
             self.durable.set_exception(err)
         else:
-            self._save = None
+            self._save, self.busy = None, save.busy
             self.durable.set_result(report)
 
 
@@ -228,9 +242,16 @@ def fence() -> None:
     """Wait until every save in the background of this process has captured its state. Raises nothing: the saves' handles do."""
     with _lock:
         handles = list(_capturing)
+    if handles:
+        _outwait(handles)
+
+
+@in_trace("ckpt.wait")
+def _outwait(handles: Sequence[SaveHandle]) -> None:
     for handle in handles:
         handle._hurry()
-        handle.captured.error()
+        with handle.stall:
+            handle.captured.error()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -271,6 +292,7 @@ def settle(group: Group) -> None:
         handle.result()
 
 
+@in_trace("ckpt.save")
 def start_save(
     url: str, state: object, group: Group, options: SaveOptions, when: When, then: Callable[[], None] | None = None
 ) -> SaveHandle:

@@ -21,6 +21,7 @@ import torch
 
 from ckpt.adapters.place import Placer
 from ckpt.errors import ConsistencyError
+from ckpt.profiling import in_trace
 from ckpt.spans import Spans
 from ckpt.workers import run_tasks
 
@@ -126,6 +127,7 @@ class Capture:
 
     # ---- in any thread
 
+    @in_trace("ckpt.capture")
     def run(self, threads: int, beat: Callable[[], None]) -> None:
         """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
         batches = [batch for batches in self.plan.batches for batch in batches]

@@ -268,12 +268,13 @@ class Leader:
 
     # ---- after
 
-    def keep_spans(self, id: str, rows: Mapping[int, Row]) -> None:
-        """Leave beside the index how long everything took. A failure here harms nothing."""
+    def keep_spans(self, id: str, rows: Mapping[int, Row]) -> dict[int, float]:
+        """Leave beside the index how long everything took; how many seconds each rank was busy. A failure here harms nothing."""
         try:
-            write_spans(self.backend, id, rows)
+            return write_spans(self.backend, id, rows)
         except CkptError as err:
             log.warning("the spans of the save %s are not kept: %s", self.call.url, err)
+            return {}
 
     def remove_older(self, id: str) -> None:
         """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.

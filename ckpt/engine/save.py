@@ -132,6 +132,8 @@ class Save:
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
         self._rows: dict[int, Row] = {}
+        self.busy: Mapping[int, float] = {}
+        """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
 
     # ---- in the caller's thread
 
@@ -204,7 +206,7 @@ class Save:
         if self.call.is_leader:
             self.leader.remove_older(begin["id"])
             self._rows[0] = self.spans.to_json()
-            self.leader.keep_spans(begin["id"], self._rows)
+            self.busy = self.leader.keep_spans(begin["id"], self._rows)
             self.call.see_off()
         return self.report(found)
 

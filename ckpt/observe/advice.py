@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from ckpt import units
-from ckpt.spans import SpanTable
+from ckpt.spans import NOTICEABLE, SpanTable
 
-from .summary import NOTICEABLE, SaveSummary, brief
+from .summary import SaveSummary, brief
 
 _GAP = 0.05
 _LARGE_PART = 0.3

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ckpt.spans import WAITING, SpanTable
+from ckpt.spans import NOTICEABLE, NOTICEABLE_SHARE, WAITING, SpanTable
 
-from .summary import NOTICEABLE, NOTICEABLE_SHARE, SaveSummary, brief
+from .summary import SaveSummary, brief
 
 BOUNDS = (0.5, 0.8, 1.25, 1.5, 2.0, 3.0)
 """Ratios to the median between levels 0 … 6."""

@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ckpt import units
-from ckpt.spans import LEADING, WAITING, PhaseSum, SpanTable
+from ckpt.spans import LEADING, WAITING, PhaseSum, SpanTable, stragglers
 
-STRAGGLER = 1.5
-"""A rank that works longer than this times the median rank may hold the others up …"""
-NOTICEABLE = 0.05
-"""… if it works longer by this many seconds …"""
-NOTICEABLE_SHARE = 0.02
-"""… and by this share of the save: 5 ms are more than 1.5 × 3 ms, and nobody waits for them."""
 _MORE_BYTES = 1.25
 
 _CAPTURE, _COLLECT = "capture", "collect"
@@ -103,8 +97,7 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
     slowest = tuple(sorted(work, key=lambda rank: (-work[rank], rank)))
     middle = median(work.values())
     seconds = max(table.wall for table in tables.values())
-    floor = middle + max(NOTICEABLE, NOTICEABLE_SHARE * seconds)
-    stragglers = tuple(rank for rank in slowest if work[rank] > max(STRAGGLER * middle, floor))
+    slow = tuple(stragglers(work, seconds))
     phases = _phases(tables)
     background = any(_CAPTURE in table.sums for table in tables.values())
     return SaveSummary(
@@ -113,13 +106,13 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
         median=middle,
         work=work,
         slowest=slowest,
-        stragglers=stragglers,
+        stragglers=slow,
         missing=tuple(rank for rank in range(world_size) if rank not in tables),
         folded=sum(table.folded_count for table in tables.values()),
         blocked=_blocked(tables.values(), background=background),
         background=background,
         unaccounted=_unaccounted(tables),
-        verdict=_verdict(tables, phases, stragglers),
+        verdict=_verdict(tables, phases, slow),
     )
 
 

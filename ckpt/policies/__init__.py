@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from .both import AnyOf, BothPolicy, EverySteps
 from .both import AnyOf as Any
+from .cost import SaveCost
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
+from .paying import EveryBudget, EveryOptimal
 from .retention import Verdict, Verdicts, retention
 from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SavePolicy
 from .spelling import KEEP_RULES, from_json, parse_keep, to_json
@@ -20,12 +22,15 @@ __all__ = [
     "AtSteps",
     "Best",
     "BothPolicy",
+    "EveryBudget",
     "EveryMinutes",
+    "EveryOptimal",
     "EverySteps",
     "KeepPolicy",
     "Latest",
     "Moment",
     "OnPreemption",
+    "SaveCost",
     "SavePolicy",
     "StepInfo",
     "Tagged",

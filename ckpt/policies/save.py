@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from ckpt.errors import UsageError
 
+from .cost import SaveCost
 from .policy import Joined, Policy, check_positive, check_whole, flat
 
 
@@ -37,6 +38,10 @@ class Moment:
     """``seconds`` when the last save was begun; None if this job has not saved."""
     preempted: bool = False
     """A notice has come that the job will be stopped, and no save was begun since."""
+    measuring: bool = False
+    """What the last save costs is not known yet: it is going on, or what a step usually takes has not been seen."""
+    saves: tuple[SaveCost, ...] = ()
+    """What the last saves of this job have cost it, those that have ended, the newest last."""
 
     def __post_init__(self) -> None:
         check_whole(self.step, "Moment.step", 0)
@@ -205,5 +210,5 @@ class AnySave(Joined, SavePolicy):
 def check_saving(policy: object) -> None:
     """Raise UsageError unless ``policy`` says when to save."""
     if not isinstance(policy, SavePolicy):
-        hint = "EverySteps, EveryMinutes, AtSteps, OnPreemption and AnyOf of these do"
+        hint = "EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption and AnyOf of these do"
         raise UsageError(f"{policy!r} does not say when to save", hint=hint)

@@ -11,11 +11,13 @@ from ckpt.errors import UsageError
 
 from .both import EverySteps, join
 from .keep import All, Best, KeepPolicy, Latest, Tagged, Within
+from .paying import EveryBudget, EveryOptimal
 from .policy import Joined
 from .save import AtSteps, EveryMinutes, OnPreemption, SavePolicy
 
 _CLASSES: dict[str, Any] = {  # type[SavePolicy | KeepPolicy], each with arguments of its own
-    cls.__name__: cls for cls in (EverySteps, EveryMinutes, AtSteps, OnPreemption, Latest, Within, Best, Tagged, All)
+    cls.__name__: cls
+    for cls in (EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption, Latest, Within, Best, Tagged, All)
 }
 _LISTED = {"AtSteps": "steps", "Tagged": "globs", "AnyOf": "policies"}
 """Those whose arguments are one list → its name."""

@@ -32,8 +32,9 @@ _ZEROS = b"0" * DIGEST_DIGITS
 _DATA = len(_HEAD) + DIGEST_DIGITS
 
 
-def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> None:
-    """Keep what ``Spans.to_json`` gave on each rank (counted from 0, the leader first) with save ``id``, once that is committed.
+def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int, float]:
+    """Keep what ``Spans.to_json`` gave on each rank (counted from 0, the leader first) with save ``id``, once that is committed. Gives how
+    many seconds each of these was busy.
 
     Empty rows are left out; without any other nothing is written.
 
@@ -43,15 +44,16 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> None:
         StorageError: the storage failed, or has spans of this save already.
     """
     path = index_path(id, SPANS)
-    kept = _thinned({rank: rows[rank] for rank in sorted(rows) if rows[rank]})
+    kept, seconds = _thinned({rank: rows[rank] for rank in sorted(rows) if rows[rank]})
     if not kept:
-        return
+        return {}
     data = _encode(id, kept)
     if len(data) > SIZE_LIMIT:
         raise UsageError(f"the spans of {len(kept):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
     with backend.create(path, len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
+    return seconds
 
 
 def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
@@ -76,8 +78,9 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
         raise NotFoundError("no spans were kept with this checkpoint", where=where, hint=hint) from err
 
 
-def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """The rows that are kept. Of many ranks, the single spans of few are looked at: the leader does this while its call goes on."""
+def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], dict[int, float]]:
+    """The rows that are kept, and how many seconds each rank was busy. Of many ranks, the single spans of few are looked at: the leader
+    does this while its call goes on."""
     seconds: dict[int, float] = {}
     kept: dict[int, Row] = {}
     if len(rows) > MANY:
@@ -85,8 +88,9 @@ def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
             kept[rank], seconds[rank] = _summed_row(row, f"rank {rank}")
     detailed = sorted(seconds, key=lambda rank: (-seconds[rank], rank))[:SLOWEST] if seconds else list(rows)
     for rank in {*detailed, *list(rows)[:1]}:
-        kept[rank] = SpanTable.from_row(rows[rank], f"rank {rank}").to_row()
-    return {rank: kept[rank] for rank in rows}
+        table = SpanTable.from_row(rows[rank], f"rank {rank}")
+        kept[rank], seconds[rank] = table.to_row(), table.seconds
+    return {rank: kept[rank] for rank in rows}, seconds
 
 
 def _summed_row(row: Row, where: str) -> tuple[Row, float]:

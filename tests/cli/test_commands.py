@@ -206,7 +206,7 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-MORE = {"convert": ("--to", "native")}
+MORE = {"convert": ("--to", "native"), "advise": ("--mtbf", "6h")}
 """What a command needs besides URLs."""
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
+from ckpt.events import Event
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.policies import AtSteps, EveryMinutes, EverySteps, OnPreemption
+from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, OnPreemption
 from tests.distributed.ranks import Ranks
 
 
@@ -65,6 +66,43 @@ def test_a_clock_of_the_leader(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, by_the_clock, str(tmp_path))
     assert found[0] == found[1] and len(found[0]) >= 2
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == found[0]
+
+
+def by_what_saves_cost(root: str) -> tuple[list[int], list[str]]:
+    """Gives the steps saved, and the kinds of events told on this rank."""
+    saved: list[int] = []
+    told: list[str] = []
+    with ckpt.Checkpointer(root, save=EveryBudget(25.0, least_seconds=0.3), timeout=30, on_event=lambda e: told.append(e.kind)) as c:
+        for n in range(1, 120):
+            time.sleep(0.02 + 0.005 * dist.get_rank())
+            dist.all_reduce(torch.ones(1))
+            if c.step(n, {"x": torch.full((3,), float(n)), "own": ckpt.PerRank(dist.get_rank())}):
+                saved.append(n)
+    return saved, told
+
+
+def test_saving_by_cost_is_agreed_and_told_on_the_leader(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(2, by_what_saves_cost, str(tmp_path))
+    (saved, told), (other, silent) = found
+    assert saved == other and len(saved) >= 2 and silent == []
+    assert [told.count(kind) for kind in ("save.begun", "save.captured", "save.durable")] == [len(saved)] * 3
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
+
+
+def fails_on_one_rank(root: str, who: int) -> list[tuple[str, str | None, tuple[int, ...]]]:
+    events: list[Event] = []
+    bad = FaultyProcess(Fault(at=2, kind="no_space")) if dist.get_rank() == who else FaultyProcess()
+    with ckpt.Checkpointer(root, timeout=30, on_event=events.append) as c, wrap_backends(bad.wrap):
+        c.save(1, {"x": torch.zeros(100), "own": ckpt.PerRank(torch.ones(100))})
+        with pytest.raises(CkptError):
+            c.wait()
+    return [(e.kind, e.error, e.failed_ranks) for e in events]
+
+
+def test_which_rank_failed_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    leader, other = ranks.run(2, fails_on_one_rank, str(tmp_path), 1)
+    assert other == [] and ("save.failed", "RankFailedError", (1,)) in leader
+    assert [kind for kind, *_ in leader if kind == "alert"] == ["alert"]
 
 
 def passed_over(root: str) -> tuple[int | None, float]:

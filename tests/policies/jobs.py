@@ -12,7 +12,9 @@ from ckpt.policies import (
     AnyOf,
     AtSteps,
     Best,
+    EveryBudget,
     EveryMinutes,
+    EveryOptimal,
     EverySteps,
     KeepPolicy,
     Latest,
@@ -76,6 +78,8 @@ saving = st.one_of(
     st.builds(EverySteps, st.integers(1, 12), start=st.integers(0, 9)),
     st.builds(EveryMinutes, st.integers(1, 90) | st.floats(0.01, 100)),
     st.lists(st.integers(0, 40), min_size=1, max_size=5).map(AtSteps),
+    st.builds(EveryBudget, st.floats(0.01, 99), least_seconds=st.floats(0.1, 1e4)),
+    st.builds(EveryOptimal, st.floats(0.01, 1e4)),
     st.just(OnPreemption()),
 )
 keeping = st.one_of(

@@ -10,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.policies import AnyOf, AtSteps, EveryMinutes, EverySteps, Latest, Moment, OnPreemption, SavePolicy, Tagged
+from ckpt.policies import (
+    AnyOf,
+    AtSteps,
+    EveryBudget,
+    EveryMinutes,
+    EveryOptimal,
+    EverySteps,
+    Latest,
+    Moment,
+    OnPreemption,
+    SavePolicy,
+    Tagged,
+)
 from tests.policies.jobs import any_of, saving, train
 
 increments = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -139,7 +151,9 @@ def test_the_two_parts_make_the_whole(policy: SavePolicy, now: Moment) -> None:
     parts = [part for part in (policy.local, policy.led) if part is not None]
     assert parts
     assert (policy.due(now) is not None) == any(part.due(now) is not None for part in parts)
-    assert (policy.local is None) == all(isinstance(p, EveryMinutes | OnPreemption) for p in getattr(policy, "policies", (policy,)))
+    assert (policy.local is None) == all(
+        isinstance(p, EveryMinutes | EveryBudget | EveryOptimal | OnPreemption) for p in getattr(policy, "policies", (policy,))
+    )
     assert (policy.led is None) == all(isinstance(p, EverySteps | AtSteps) for p in getattr(policy, "policies", (policy,)))
 
 

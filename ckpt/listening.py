@@ -1,0 +1,61 @@
+"""Events on their way to one listener: a queue of bounded length and a thread, so that no listener can hold training up. No torch.
+
+Whoever posts an event never waits, whatever the listener does: one that is full loses events, which are counted and said in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from queue import SimpleQueue
+
+from .events import Event, Listener
+
+log = logging.getLogger("ckpt")
+
+LIMIT = 1024
+"""Events that wait for a listener at most."""
+
+
+class ListenerThread:
+    """One listener's end. Its thread is a daemon: a listener that hangs does not keep a program from ending."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.dropped = 0
+        self.failed = 0
+        self._name = getattr(listener, "__qualname__", None) or type(listener).__name__
+        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ckpt-events", daemon=True)
+        self._thread.start()
+
+    def post(self, event: Event) -> None:
+        """Hand over an event. Never waits."""
+        if self._closed or self._queue.qsize() >= LIMIT:
+            self.dropped += 1
+        else:
+            self._queue.put(event)
+
+    def close(self, until: float) -> None:
+        """Wait until the listener has had every event, at most until ``time.monotonic()`` says ``until``; say what it missed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        left = max(0, self._queue.qsize() - 1) + 1 if self._thread.is_alive() else 0
+        if left or self.dropped:
+            log.warning("the listener %s has missed %d events: it takes longer than there is time", self._name, left + self.dropped)
+        if self.failed > 1:
+            log.warning("the listener %s has raised for %d events", self._name, self.failed)
+
+    def _run(self) -> None:
+        while (event := self._queue.get()) is not None:
+            try:
+                self.listener(event)
+            except Exception:  # a listener must not harm the job
+                self.failed += 1
+                if self.failed == 1:
+                    log.warning("the listener %s has raised for %s; it is called again", self._name, event.kind, exc_info=True)

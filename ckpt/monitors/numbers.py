@@ -1,0 +1,50 @@
+"""The numbers in an event, under the names that all monitors give them; and what says which checkpoint it was."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from ckpt.errors import CkptError
+from ckpt.events import Event
+from ckpt.formats.native.writer import read_record
+from ckpt.io_backends.registry import is_file_system, open_backend
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """Name → value; empty for events that have none worth a curve."""
+    if event.kind == "save.durable":
+        found = {
+            "save_seconds": event.seconds,
+            "save_blocked_seconds": event.blocked,
+            "save_bytes": event.tensor_bytes,
+            "save_stragglers": len(event.stragglers),
+        }
+    elif event.kind == "restore" and event.error is None:
+        found = {"restore_seconds": event.seconds, "restore_bytes": event.tensor_bytes}
+    elif event.kind == "save.published":
+        found = {"publish_seconds": event.seconds}
+    else:
+        found = {}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def digest_of(url: str) -> str | None:
+    """The digest of the commit record at ``url``, which covers the whole checkpoint; None if it cannot be read any more."""
+    try:
+        data = read_record(open_backend(url))
+    except CkptError:
+        return None
+    return str(json.loads(data)["digest"]) if data is not None else None
+
+
+def reference(event: Event) -> dict[str, object]:
+    """What another tool has to remember to find this checkpoint again, and to know that it is the same."""
+    assert event.url is not None
+    found = {"url": event.url, "id": event.id, "digest": digest_of(event.url), "step": event.step, "tensor_bytes": event.tensor_bytes}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def uri(url: str) -> str:
+    """``url`` with a scheme, as references to artifacts have it."""
+    return f"file://{os.path.abspath(url)}" if is_file_system(url) and "://" not in url else url

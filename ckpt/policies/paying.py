@@ -1,0 +1,91 @@
+"""Saving as often as it pays: policies that go by what the job's own saves have cost it (``Moment.saves``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from ckpt.errors import UsageError
+
+from .cost import SaveCost, daly
+from .policy import check_positive
+from .save import Moment, SavePolicy
+
+_RECENT = 5
+"""Saves whose median counts as the cost of one."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EveryBudget(SavePolicy):
+    """As often as ``percent`` of the job's time pays for: saves block and slow training for no more than that, as measured.
+
+    Each save is a debt of the seconds that it cost, whatever made it due, and time pays it off at ``percent`` seconds per hundred. One is
+    due when nothing is owed, the cost of the last is known, and that was begun ``least_seconds`` ago. The first, of which nothing is known,
+    is due so long after the job began. A save that comes late earns credit for as much as the one before cost, and never for more: time
+    without saves cannot be spent on many at once.
+
+    Raises:
+        UsageError: ``percent`` is not above 0 and below 100, or ``least_seconds`` is not positive.
+    """
+
+    percent: float = 1.0
+    least_seconds: float = field(default=60.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self.percent, "EveryBudget(percent)")
+        check_positive(self.least_seconds, "EveryBudget(least_seconds)")
+        if self.percent >= 100:
+            raise UsageError(f"EveryBudget(percent) is below 100, not {self.percent!r}", hint="1.0 is one second of a hundred")
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        if now.measuring or _since(now) < self.least_seconds or self.owed(now.saves, now.seconds) > 0:
+            return None
+        words = f"{self.percent:g} % of the time pays for a save"
+        return f"{words}: the last one cost {now.saves[-1].seconds:.3g} s" if now.saves else f"{words}: the first one shows what it costs"
+
+    def owed(self, saves: tuple[SaveCost, ...], seconds: float) -> float:
+        """Seconds of cost that time has not paid for yet."""
+        debt, at, credit = 0.0, 0.0, 0.0
+        for save in saves:
+            debt = max(-credit, debt - self.percent / 100 * max(0.0, save.began - at)) + save.seconds
+            at, credit = save.began, save.seconds
+        return debt - self.percent / 100 * max(0.0, seconds - at)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EveryOptimal(SavePolicy):
+    """At the interval that loses least time, by the formula of Daly, for a job that fails every ``mtbf_hours`` hours on average.
+
+    What a save costs is measured: the median of the last five, the seconds that each blocked and slowed training. Saves are at least
+    ``least_seconds`` apart, and the first is due so long after the job began.
+
+    Raises:
+        UsageError: an argument is not a positive number.
+    """
+
+    mtbf_hours: float
+    least_seconds: float = field(default=60.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self.mtbf_hours, "EveryOptimal(mtbf_hours)")
+        check_positive(self.least_seconds, "EveryOptimal(least_seconds)")
+
+    def reason(self, now: Moment) -> str | None:
+        """See :meth:`SavePolicy.due`."""
+        interval = self.interval(now.saves)
+        if now.measuring or _since(now) < interval:
+            return None
+        return f"every {interval:.3g} s loses least if the job fails every {self.mtbf_hours:g} hours"
+
+    def interval(self, saves: tuple[SaveCost, ...]) -> float:
+        """Seconds from the beginning of one save to that of the next."""
+        if not saves:
+            return self.least_seconds
+        cost = median(save.seconds for save in saves[-_RECENT:])
+        return max(self.least_seconds, daly(cost, 3600 * self.mtbf_hours) + cost)
+
+
+def _since(now: Moment) -> float:
+    """Seconds since the last save was begun, or since the job began; a clock that went back counts as if it had gone on."""
+    return abs(now.seconds - (now.last_saved_at or 0.0))

@@ -1,0 +1,146 @@
+"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners.
+
+Invariants: nothing here waits for a listener but ``close``, which has a deadline. Events of one rank come in the order in which things
+happened there. Listeners are called on the leader, but for those that ask for every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from .alerts import AlertRules, Alerts
+from .engine.background import SaveHandle
+from .errors import CkptError, RankFailedError, UsageError
+from .events import Event, Kind, Listener
+from .group import Group
+from .listening import ListenerThread
+from .spans import stragglers
+
+log = logging.getLogger("ckpt")
+
+FLUSH = 5.0
+"""Seconds that the end of a Checkpointer waits for listeners."""
+
+
+class Reporter:
+    """One rank's end.
+
+    Raises:
+        UsageError: a listener cannot be called, or ``alerts`` is neither a bool nor :class:`Alerts`.
+    """
+
+    def __init__(
+        self, root: str, group: Group, on_event: Listener | Sequence[Listener] | None, *, alerts: bool | Alerts, tiers: bool
+    ) -> None:
+        listeners = () if on_event is None else tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
+        given: tuple[object, ...] = listeners
+        for listener in given:
+            if not callable(listener):
+                hint = "on_event= takes a function of one ckpt.events.Event, one of ckpt.monitors, or a list of these"
+                raise UsageError(f"{listener!r} cannot be called with an event", hint=hint)
+        if not isinstance(alerts, bool | Alerts):
+            raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")
+        self._root = root
+        self._group = group
+        self._tiers = tiers
+        leads = group.rank == group.leader
+        self._threads = [ListenerThread(one) for one in listeners if leads or getattr(one, "every_rank", False)]
+        self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
+        self._going = threading.Condition()
+        """Of the events, that none overtakes another; and of ``_saves``."""
+        self._saves = 0
+        """Those that were begun and have not told yet how they ended."""
+
+    # ---- what happens
+
+    def begun(self, step: int, handle: SaveHandle) -> None:
+        """A save was begun in this call."""
+        with self._going:
+            self._saves += 1
+        self._tell("save.begun", step, handle.url, blocked=handle.stall.seconds)
+        began = time.perf_counter() - handle.stall.seconds
+        handle.captured.add_done_callback(lambda future: self._captured(step, handle, began))
+        handle.durable.add_done_callback(lambda future: self._ended(step, handle, future))
+
+    def not_begun(self, step: int, url: str, error: BaseException) -> None:
+        """A save failed in the call that was to begin it."""
+        self._tell("save.failed", step, url, **_of(error))
+
+    def removed(self, step: int, url: str, id: str | None) -> None:
+        """A checkpoint was removed, since no rule keeps it."""
+        self._tell("save.removed", step, url, id=id)
+
+    def published(self, step: int, url: str, id: str | None) -> None:
+        """A checkpoint of the local tier is committed at the root."""
+        self._tell("save.published", step, url, id=id, seconds=self._rules.since(step, time.time()) if self._rules is not None else None)
+
+    def not_published(self, step: int | None, error: BaseException) -> None:
+        """A try to publish failed."""
+        self._tell("publish.failed", step, self._root, **_of(error))
+
+    def restored(self, step: int | None, url: str | None, seconds: float, nbytes: int | None, error: BaseException | None = None) -> None:
+        """A state was loaded, or could not be."""
+        self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **(_of(error) if error is not None else {}))
+
+    def _captured(self, step: int, handle: SaveHandle, began: float) -> None:
+        if handle.captured.error() is None:
+            self._tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=handle.stall.seconds)
+
+    def _ended(self, step: int, handle: SaveHandle, future: Future[Any]) -> None:
+        error, blocked = handle.durable.error(), handle.stall.seconds
+        try:
+            if error is not None:
+                self._tell("save.failed", step, handle.url, blocked=blocked, **_of(error))
+                return
+            report, busy = handle.durable.result(), handle.busy
+            self._tell(
+                "save.durable",
+                step,
+                report.url,
+                id=report.id,
+                seconds=report.seconds,
+                tensor_bytes=report.tensor_bytes,
+                blocked=blocked,
+                slowest=self._rank(max(busy, key=lambda i: busy[i])) if busy else None,
+                stragglers=tuple(self._rank(i) for i in stragglers(busy, report.seconds)),
+            )
+        finally:
+            with self._going:
+                self._saves -= 1
+                self._going.notify_all()
+
+    def _rank(self, position: int) -> int:
+        return self._group.ranks[position]
+
+    # ---- telling
+
+    def _tell(self, kind: Kind, step: int | None, url: str | None, **more: Any) -> None:
+        if not self._threads and self._rules is None:
+            return
+        group = self._group
+        event = Event(kind=kind, at=time.time(), rank=group.rank, ranks=group.size, root=self._root, step=step, url=url, **more)
+        with self._going:
+            alerts = self._rules.follow(event, tiers=self._tiers) if self._rules is not None else []
+            for one in (event, *alerts):
+                for thread in self._threads:
+                    thread.post(one)
+        for alert in alerts:
+            log.warning("%s: %s", alert.topic, alert.reason)
+
+    def close(self) -> None:
+        """Wait until the listeners have had all events, for a few seconds at most."""
+        until = time.monotonic() + FLUSH
+        with self._going:
+            self._going.wait_for(lambda: self._saves == 0, FLUSH)
+        for thread in self._threads:
+            thread.close(until)
+
+
+def _of(error: BaseException) -> dict[str, Any]:
+    reason = error.message if isinstance(error, CkptError) else str(error)
+    return {"error": type(error).__name__, "reason": reason, "failed_ranks": error.ranks if isinstance(error, RankFailedError) else ()}

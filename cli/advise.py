@@ -1,0 +1,150 @@
+"""``ckpt advise``: how often a run should save."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt import units
+from ckpt.errors import NotFoundError, StorageError, UsageError
+
+from .output import Output, options
+
+if TYPE_CHECKING:
+    from ckpt.advice import Advice, MeasuredSave
+    from ckpt.runs import Step
+
+EVENTS = "events.jsonl"
+_LIMIT = 256 << 20
+
+
+@click.command("advise", short_help="Say how often a run should save.")
+@click.argument("root")
+@click.option("--mtbf", required=True, metavar="TIME", help="Mean time between two failures of the job: 6h, 1d12h, 90min.")
+@click.option("--ranks", type=click.IntRange(1), help="For so many ranks: failures are that much more or less frequent.")
+@click.option("--load", metavar="TIME", help="What a load takes, if no event tells.")
+@click.option("--events", metavar="FILE", help=f"What JsonLines has written; by default {EVENTS} in ROOT, if it is there.")
+@click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="So many saves count.")
+@options
+def command(
+    root: str, *, mtbf: str, ranks: int | None, load: str | None, events: str | None, last: int, as_json: bool, quiet: bool
+) -> None:
+    """Say how often the run at ROOT should save, by the formula of Daly.
+
+    What a save costs is measured: from the events that ckpt.monitors.JsonLines has kept, or else from the spans of the last
+    checkpoints, which tell for how long a save blocks training at most. -q prints the interval in seconds.
+
+    \b
+    Example:
+      ckpt advise runs/a --mtbf 6h
+      ckpt advise runs/a --mtbf 6h --ranks 1024
+    """
+    from ckpt.advice import advise, step_seconds
+    from ckpt.formats.native.commit import moment_of
+    from ckpt.runs import list_steps, none_here
+
+    output = Output(json=as_json, quiet=quiet)
+    between, given = _seconds(mtbf, "--mtbf"), _seconds(load, "--load") if load is not None else None
+    steps = [s for s in list_steps(root) if s.committed and s.number is not None]
+    if not steps:
+        raise none_here(root)
+    told, loads = _of_events(root, events)
+    saves = told[-last:] or _of_spans(steps[-last:])
+    if not saves:
+        hint = f"save with CKPT_SPANS=on, or with on_event=ckpt.monitors.JsonLines({root!r} + '/{EVENTS}')"
+        raise NotFoundError("nothing tells what the saves of this run took", where=root, hint=hint)
+    had = steps[-1].world_size or 1
+    took = given if given is not None else median(loads) if loads else None
+    advice = advise(saves, took, between * (had / ranks if ranks is not None else 1))
+    moments = [(s.number, moment_of(s.created)) for s in steps[-last:] if s.number is not None and s.created]
+    per_step = step_seconds([(number, at) for number, at in moments if at is not None])
+    every = max(1, round(advice.interval / per_step)) if per_step else None
+    fields: dict[str, Any] = {
+        "root": root,
+        "saves": len(saves),
+        "source": "events" if told else "spans",
+        "ranks": ranks if ranks is not None else had,
+        "mtbf": advice.mtbf,
+        "save_seconds": advice.save,
+        "blocked_seconds": advice.blocked,
+        "load_seconds": advice.load,
+        "load_measured": took is not None,
+        "step_seconds": per_step,
+        "young_seconds": advice.young,
+        "daly_seconds": advice.daly,
+        "interval_seconds": advice.interval,
+        "interval_steps": every,
+        "wasted_seconds": advice.wasted,
+        "ettr": advice.ettr,
+        "lost": advice.lost,
+    }
+    if output.json:
+        output.document(fields)
+    elif quiet:
+        output.line(f"{advice.interval:.0f}")
+    else:
+        _print(advice, fields, output)
+
+
+def _of_events(root: str, file: str | None) -> tuple[list[MeasuredSave], list[float]]:
+    from ckpt.advice import of_events
+    from ckpt.io_backends.registry import join_url, open_backend
+
+    if file is not None:
+        try:
+            with open(file, encoding="utf-8") as lines:
+                return of_events(lines.read(), file)
+        except OSError as err:
+            raise StorageError(f"the events cannot be read: {err.strerror or err}", where=file, hint="name a file that is there") from err
+    try:
+        data = open_backend(root).read_whole(EVENTS, _LIMIT)
+    except NotFoundError:
+        return [], []
+    return of_events(data.decode(errors="replace"), join_url(root, EVENTS))
+
+
+def _of_spans(steps: list[Step]) -> list[MeasuredSave]:
+    from ckpt.advice import of_spans
+    from ckpt.formats.native.commit import CommitRecord
+    from ckpt.formats.native.spans import read_spans
+    from ckpt.formats.native.writer import read_record
+    from ckpt.io_backends.registry import open_backend
+
+    found = []
+    for step in steps:
+        backend = open_backend(step.url)
+        data = read_record(backend)
+        if data is None:  # removed meanwhile
+            continue
+        try:
+            found.append(of_spans(read_spans(backend, CommitRecord.from_bytes(data, step.url))))
+        except NotFoundError:
+            continue
+    return found
+
+
+def _seconds(text: str, option: str) -> float:
+    found = units.seconds(text)
+    if not found:
+        raise UsageError(f"{option} is a time such as 6h, 1d12h, 90min or 30s, not {text!r}", hint=f"{option} 6h")
+    return found
+
+
+def _print(advice: Advice, fields: dict[str, Any], output: Output) -> None:
+    steps = f", every {units.plural(fields['interval_steps'], 'step')}" if fields["interval_steps"] else ""
+    output.line(f"save every {_time(advice.interval)}{steps}")
+    if advice.interval > advice.daly:
+        output.line(f"that is as often as saves end; by their cost alone it would be {_time(advice.daly)}")
+    per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes cannot be told"
+    guessed = "" if fields["load_measured"] else " (not measured: taken to be as long as a save)"
+    blocks = "blocks training for" if fields["source"] == "events" else "blocks training for at most"
+    output.line(f"measured: a save takes {_time(advice.save)} and {blocks} {_time(advice.blocked)}; {per}")
+    output.line(f"a load takes {_time(advice.load)}{guessed}")
+    output.line(f"a failure every {_time(advice.mtbf)} on {units.plural(fields['ranks'], 'rank')}, which loses {_time(advice.wasted)} each")
+    output.line(f"saves and failures take {100 * advice.lost:.2g} % of the time; ETTR {advice.ettr:.3f} (ByteCheckpoint, appendix C)")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 9.5 else units.duration(seconds)
