@@ -273,7 +273,7 @@ def _leads(
             at_most(f"the leader's next save, 3-D, {ranks:,} ranks", three["all_1"], LATER_MOST, "CPU s"),
             at_most(f"the leader's first check, EP64, {ranks:,} ranks", experts["check_0"], EXPERTS_MOST, "CPU s"),
             at_most(f"values of each rank's own, {ranks:,} ranks: more of the leader", more, OWN_MOST, "CPU s"),
-            at_most(f"values of each rank's own, {ranks:,} ranks: index", own[ranks]["index"], OWN_INDEX, "bytes"),
+            at_most(f"values of each rank's own, {ranks:,} ranks: index that every reader opens", own[ranks]["index"], OWN_INDEX, "bytes"),
         ]
     columns = (
         "job",

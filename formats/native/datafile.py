@@ -140,6 +140,25 @@ def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
     return [*groups, slice(start, len(raw_lengths))] if len(raw_lengths) else []
 
 
+class CodedFiles:
+    """``coded_groups`` of ``ranks`` ranks at once, as their chunks come: in which of its files each is."""
+
+    def __init__(self, ranks: int) -> None:
+        self._number = np.zeros(ranks, dtype=np.int32)
+        self._size = np.zeros(ranks, dtype=np.int64)
+        self._chunks = np.zeros(ranks, dtype=np.int64)
+
+    def put(self, ranks: IntArray, lengths: IntArray) -> npt.NDArray[np.int32]:
+        """The next chunk of each of these ranks, no rank twice: the numbers of their files."""
+        size, chunks = self._size[ranks], self._chunks[ranks]
+        full = (chunks > 0) & ((size + lengths > CODED_FILE) | (chunks == CODED_CHUNKS))
+        self._number[ranks] += full
+        self._size[ranks] = np.where(full, 0, size) + lengths
+        self._chunks[ranks] = np.where(full, 0, chunks) + 1
+        numbers: npt.NDArray[np.int32] = self._number[ranks]
+        return numbers
+
+
 def plan_coded_file(
     chunks: Sequence[ChunkSpec], codecs: Sequence[str | None], lengths: Sequence[int], *, id: str, rank: int, number: int
 ) -> DataFilePlan:

@@ -242,22 +242,26 @@ def changed(row: bytes, **members: Any) -> bytes:
     return json.dumps({**json.loads(row), **members}).encode()
 
 
-OWN = {"dtype": "float32", "shape": [2]}
+def adding(row: bytes, name: str = "x", **members: Any) -> bytes:
+    """One tensor more, of two numbers unless ``members`` say otherwise."""
+    return changed(row, tensors=json.loads(row)["tensors"] | {name: {"dtype": "float32", "shape": [2], **members}})
+
+
 WRONG = {
-    "not JSON": lambda row: row[:-3],
-    "no values": lambda row: changed(row, values=None),
-    "a node": lambda row: changed(row, values={"also": {"$what": 1, "x": 2}}),
-    "a module": lambda row: changed(row, values={"also": {"$tensors": "w"}}),
-    "of the job too": lambda row: changed(row, tensors={"w": OWN}),
-    "of another rank": lambda row: changed(row, tensors={"rng.large@rank0": OWN}),
-    "a file": lambda row: changed(row, tensors={"x": {**OWN, "files": [1]}}),
-    "a negative file": lambda row: changed(row, tensors={"x": {**OWN, "files": [-1]}}),
-    "no files": lambda row: changed(row, tensors={"x": {**OWN, "files": []}}),
-    "too many files": lambda row: changed(row, tensors={"x": {**OWN, "files": [0, 0]}}),
-    "cuts": lambda row: changed(row, tensors={"x": {**OWN, "cuts": [[0, 1]], "files": [0]}}),
-    "a size": lambda row: changed(row, tensors={"x": {"dtype": "float32", "shape": [2.0]}}),
-    "an alias": lambda row: changed(row, aliases={"y": "nothing"}),
-    "a name": lambda row: changed(row, tensors={"": OWN}),
+    "not JSON": ("not what the format says", lambda row: row[:-3]),
+    "no values": ("not what the format says", lambda row: changed(row, values=None)),
+    "a node": ("malformed", lambda row: changed(row, values={"also": {"$what": 1, "x": 2}})),
+    "a module": ("not allowed where it is", lambda row: changed(row, values={"also": {"$tensors": "w"}})),
+    "of the job too": ("'w' occurs elsewhere", lambda row: adding(row, "w")),
+    "of another rank": ("'rng.large@rank0' occurs elsewhere", lambda row: adding(row, "rng.large@rank0")),
+    "a file": ("not what the format says", lambda row: adding(row, files=[1])),
+    "a negative file": ("the files of 'x'", lambda row: adding(row, files=[-1])),
+    "no files": ("the files of 'x'", lambda row: adding(row, files=[])),
+    "too many files": ("names a file for 2", lambda row: adding(row, files=[0, 0])),
+    "cuts": ("do not increase", lambda row: adding(row, cuts=[[0, 1]])),
+    "a size": ("no integer", lambda row: adding(row, shape=[2.0])),
+    "an alias": ("not what the format says", lambda row: changed(row, aliases={"y": "nothing"})),
+    "a name": ("rank 1", lambda row: adding(row, "")),
 }
 
 
@@ -265,10 +269,17 @@ WRONG = {
 def test_rows_that_cannot_be(saved: Path, tmp_path: Path, what: str) -> None:
     shutil.copytree(saved, tmp_path / "c")
     rows = rows_of(saved)
-    rewritten(tmp_path / "c", rows | {1: WRONG[what](rows[1])})
-    catalog = open_catalog(str(tmp_path / "c"))
-    with pytest.raises(CorruptError, match="rank 1"):
-        [*catalog.tensors, *catalog.ranks.values()]
+    message, change = WRONG[what]
+    assert "x" in open_catalog_of(tmp_path / "c", rows | {1: adding(rows[1])})
+    with pytest.raises(CorruptError, match=f"(?s)rank 1.*{message}|{message}.*rank 1" if message != "rank 1" else message):
+        open_catalog_of(tmp_path / "c", rows | {1: change(rows[1])})
+
+
+def open_catalog_of(path: Path, rows: dict[int, bytes]) -> list[object]:
+    """Names and values, with these rows."""
+    rewritten(path, rows)
+    catalog = open_catalog(str(path))
+    return [*catalog.ranks.values(), *catalog.tensors]
 
 
 @pytest.mark.parametrize("ranks", [{7: b"{}"}, {-1: b"{}"}], ids=str)

@@ -343,3 +343,16 @@ def test_a_tiling_grows_with_the_ranks_at_most(splits: tuple[Split, ...]) -> Non
         return time.process_time() - began
 
     growth(cost)
+
+
+def test_planning_and_leading_grow_with_the_tensors_at_most() -> None:
+    few, many = 4, 32
+    costs: dict[int, list[float]] = {}
+    for layers in (few, many):
+        forget()
+        led = scale_save.lead(scale_jobs.experts(512, layers, ep=8), spans=1)
+        forget()
+        costs[layers] = [scale_save.plan(scale_jobs.every_expert(512, layers))["first"], led["check_0"], led["commit_0"]]
+    print(costs)
+    experts = (many - 3) / (few - 3)  # the first three layers have none
+    assert all(after <= (before + NOISE / 10) * experts**GROWTH for before, after in zip(costs[few], costs[many], strict=True))
