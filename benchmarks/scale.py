@@ -6,13 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import scale_save
+from . import scale_load, scale_save, scale_steps, scale_store, scale_values
 from .findings import Finding
 from .places import Place
 from .pool import Pool
 from .scenarios import Settings, Tell
 
-PARTS: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {"save": scale_save.run}
+PARTS: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
+    "save": scale_save.run,
+    "load": scale_load.run,
+    "store": scale_store.run,
+    "steps": scale_steps.run,
+    "values": scale_values.run,
+}
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
