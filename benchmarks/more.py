@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, background, coding, converting, exporting, footprint, foreign, merging, object_store, planning_large, stepping
+from . import (
+    async_saves,
+    background,
+    coding,
+    converting,
+    exporting,
+    footprint,
+    foreign,
+    gpu,
+    merging,
+    object_store,
+    planning_large,
+    stepping,
+)
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -22,5 +35,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "convert": converting.run,
     "export": exporting.run,
     "foreign": foreign.run,
+    "gpu": gpu.run,
 }
 """Each gives findings for one place."""

@@ -38,6 +38,7 @@ SCENARIOS = (
     "convert",
     "export",
     "foreign",
+    "gpu",
 )
 ONCE = ("codecs", "plan-large", "step", "s3")
 """Scenarios that use no storage."""
