@@ -12,6 +12,7 @@ from . import (
     exporting,
     footprint,
     foreign,
+    gpu,
     merging,
     object_store,
     planning_large,
@@ -36,5 +37,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "convert": converting.run,
     "export": exporting.run,
     "foreign": foreign.run,
+    "gpu": gpu.run,
 }
 """Each gives findings for one place."""

@@ -39,6 +39,7 @@ SCENARIOS = (
     "convert",
     "export",
     "foreign",
+    "gpu",
 )
 ONCE = ("codecs", "plan-large", "scale", "step", "s3")
 """Scenarios that use no storage."""

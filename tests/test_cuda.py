@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.engine.staging import Arena
+from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -110,3 +113,136 @@ def test_fsdp2_over_nccl(tmp_path: Path) -> None:
             assert torch.equal(full.cpu(), model.state_dict()[name]), name
     finally:
         dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------- streams, graphs, memory
+
+LONG = 2_000_000_000
+"""Cycles: about a second."""
+
+
+def busy() -> None:
+    """Queue work that takes about a second, on the current stream."""
+    torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+
+
+def test_a_lazy_save_has_the_state_of_the_call_and_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    model, optimizer = trained("cuda")
+    for n in range(2):  # the first one makes the arena
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        busy()
+        began = time.perf_counter()
+        handle = ckpt.save_async(str(tmp_path / str(n)), {"model": model, "optimizer": optimizer})
+        assert n == 0 or time.perf_counter() - began < 0.5
+        model(torch.randn(8, 33, device="cuda")).square().mean().backward()  # changes the buffers
+        optimizer.step()
+        handle.result()
+        found = ckpt.open(str(tmp_path / str(n)))
+        for name, tensor in before.items():
+            assert torch.equal(found[f"model.{name}"][...], tensor.cpu()), name
+
+
+@pytest.mark.parametrize("capture", ["lazy", "eager", None])
+def test_what_is_queued_on_a_stream_of_the_callers_is_saved(tmp_path: Path, capture: str | None) -> None:
+    tensor = torch.zeros(1 << 20, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        tensor += 1
+        if capture is None:
+            ckpt.save(str(tmp_path), {"t": tensor})
+        else:
+            ckpt.save_async(str(tmp_path), {"t": tensor}, capture=capture).result()  # type: ignore[arg-type]
+    assert torch.equal(ckpt.open(str(tmp_path))["t"][...], torch.ones(1 << 20))
+
+
+def test_a_load_comes_after_what_is_queued_and_before_what_follows(tmp_path: Path) -> None:
+    ckpt.save(str(tmp_path), {"t": torch.full((1 << 20,), 3.0), "rows": torch.full((1000, 8), 4.0)})
+    tensor, wide = torch.zeros(1 << 20, device="cuda"), torch.zeros(1000, 16, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        tensor += 1
+        ckpt.load(str(tmp_path), {"t": tensor, "rows": wide[:, ::2]})
+        tensor *= 2
+        wide *= 2
+    torch.cuda.synchronize()
+    assert torch.equal(tensor.cpu(), torch.full((1 << 20,), 6.0))
+    assert torch.equal(wide[:, ::2].cpu(), torch.full((1000, 8), 8.0)) and not wide[:, 1::2].any()
+
+
+def test_the_replay_of_a_graph_waits_for_the_capture(tmp_path: Path) -> None:
+    tensor = torch.zeros(64 << 20, device="cuda")
+    ckpt.save_async(str(tmp_path / "first"), {"t": tensor}).result()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor += 1
+    graph.replay()
+    for n in range(1, 4):
+        handle = ckpt.save_async(str(tmp_path / str(n)), {"t": tensor})
+        graph.replay()
+        handle.result()
+        assert torch.equal(ckpt.open(str(tmp_path / str(n)))["t"][...], torch.full((64 << 20,), float(n)))
+
+
+def test_nothing_is_saved_or_loaded_inside_of_a_graph(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000, device="cuda")
+    ckpt.save(str(tmp_path / "a"), {"t": tensor})
+    for call in (
+        lambda: ckpt.save(str(tmp_path / "b"), {"t": tensor}),
+        lambda: ckpt.save_async(str(tmp_path / "b"), {"t": tensor}),
+        lambda: ckpt.load(str(tmp_path / "a"), {"t": tensor}),
+    ):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tensor.add_(1)
+            with pytest.raises(ckpt.CkptError, match="CUDA graph"):
+                call()
+        graph.replay()
+    assert torch.equal(tensor.cpu(), torch.full((1000,), 3.0)) and not (tmp_path / "b").exists()
+
+
+def test_a_compiled_model_goes_on(tmp_path: Path) -> None:
+    model, optimizer = trained("cuda")
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for n in range(4):
+        compiled(torch.randn(8, 33, device="cuda")).square().mean().backward()
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        handle = ckpt.save_async(str(tmp_path / str(n)), {"model": model, "optimizer": optimizer})
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.result()
+        found = ckpt.open(str(tmp_path / str(n)))
+        assert all(torch.equal(found[f"model.{name}"][...], tensor.cpu()) for name, tensor in before.items())
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_and_the_gpu_goes_on() -> None:
+    arena = Arena()
+    device = torch.device("cuda", 0)
+    assert arena.reserve(5000, device).is_pinned()
+    with pytest.raises(ckpt.CkptError, match="staging_bytes"):
+        arena.reserve(1 << 45, device)
+    assert torch.ones(1000, device="cuda").sum().item() == 1000
+    memory = arena.reserve(100_000, device)
+    assert memory.is_pinned() and memory.numel() < 200_000
+
+
+def sharded_on_a_gpu(folder: str) -> bool:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.cuda.set_device(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 129), torch.nn.Linear(129, 7)).to("cuda")
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for n, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, n + 1.0)
+    optimizer.step()
+    saved = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    handle = ckpt.save_async(folder, {"model": model, "optimizer": optimizer})
+    optimizer.step()
+    handle.result()
+    ckpt.load(folder, {"model": model, "optimizer": optimizer})
+    return all(torch.equal(p.to_local(), s) for p, s in zip(model.parameters(), saved, strict=True))  # type: ignore[attr-defined]
+
+
+def test_several_processes_share_a_gpu(tmp_path: Path) -> None:
+    assert Ranks(2).run(2, sharded_on_a_gpu, str(tmp_path / "c")) == [True, True]

@@ -26,6 +26,7 @@ from ckpt.stall import Stall
 from ckpt.workers import Pending
 
 from .capture import Capture
+from .devices import watch_graphs
 from .garbage import uncollected
 from .save import Save, SaveOptions, SaveReport, When
 from .writer import RankWriter
@@ -179,6 +180,8 @@ class SaveHandle:
         save = self._save
         assert save is not None and save.capture is not None
         watch_steps()
+        if save.devices:
+            watch_graphs(fence)
         _in_flight[save.call.group] = self
         with _lock:
             _capturing.add(self)

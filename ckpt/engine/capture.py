@@ -79,9 +79,10 @@ class Capture:
         """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that.
 
         Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch with something that
-        can wait, and what is compared with other ranks or sent to them but is not written here.
+        can wait, and what is compared with other ranks or sent to them but is not written here. And all that is on a GPU: a clone there
+        is queued behind the training's work, while a copy to the host would keep the caller waiting for that work.
         """
-        if any(s.waits_for is not None for s in self.stage.segments):
+        if self._streams or any(s.waits_for is not None for s in self.stage.segments):
             return frozenset()
         now: list[Batch] = []
         later: set[str] = set()

@@ -62,6 +62,8 @@ class Fetch:
         self.verified = 0
         self.waits = 0
         self.beat = beat
+        self.allocate: Callable[[int], npt.NDArray[np.uint8]] = _plain
+        """Makes scratch memory."""
         self._spans = spans
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -180,7 +182,7 @@ class Fetch:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
         found: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
         if found is None or len(found) < size:
-            raw = np.empty(max(size, self.piece) + SPARE, dtype=np.uint8)
+            raw = self.allocate(max(size, self.piece) + SPARE)
             start = -raw.ctypes.data % SPARE
             found = raw[start : start + max(size, self.piece)]
             setattr(self._local, use, found)
@@ -219,6 +221,10 @@ def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:
         where=f"{url}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
         hint="run `ckpt verify` to see what else is damaged, and load another step",
     )
+
+
+def _plain(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, dtype=np.uint8)
 
 
 def _waits() -> int:

@@ -37,6 +37,7 @@ from ckpt.plan.match import Selection
 from ckpt.ring import machine
 from ckpt.rules import Layout
 
+from .devices import devices_of, pinned_bytes, settle_devices
 from .fetch import Spans
 from .fitting import judge, names_of
 from .garbage import uncollected
@@ -248,9 +249,14 @@ class _Load:
             self.carrier = self.divide(self.sharing, names)
         jobs = list(map(Job._make, self.binding.targets.values()))
         left_out, complete = (self.sharing.left_out, self.sharing.complete) if self.sharing is not None else ({}, set[int]())
+        devices = devices_of(job.target for job in jobs)
+        settle_devices(devices, self.call.url)
+        if devices:
+            self.reader.fetch.allocate = pinned_bytes
         plan = self.reader.plan([job for job in jobs if id(job.target) not in complete], left_out)
         self.touched = True
         self.reader.run(plan, self.carrier)
+        settle_devices(devices, self.call.url)
         changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
         if self.carrier is None:
             self.apply()
@@ -275,6 +281,7 @@ class _Load:
         left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
         reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
         reader.run(replace(reader.plan(jobs, left_out), padding=()))
+        settle_devices(devices_of(job.target for job in jobs), self.call.url)
         self.reader.fetch.read += reader.fetch.read
         self.reader.fetch.verified += reader.fetch.verified
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+import torch
+
 from ckpt import tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.errors import CancelledError, CkptError
@@ -32,6 +34,7 @@ from ckpt.workers import Pending
 
 from .capture import Capture
 from .coded import CodedWriter
+from .devices import devices_of, refuse_in_graph, settle_devices
 from .garbage import uncollected
 from .leader import Leader, Tables
 from .merge import Merge
@@ -100,7 +103,11 @@ def save_state(url: str, state: object, group: Group, options: SaveOptions) -> S
 
 
 def _save(save: Save, state: object) -> SaveReport:
-    return save.run(lambda: save.prepare(state))
+    def prepare() -> None:
+        save.prepare(state)
+        settle_devices(devices_of(save.collected.placer.tensors.values()), save.call.url)
+
+    return save.run(prepare)
 
 
 class Pulse:
@@ -131,6 +138,7 @@ class Save:
         self.pulse = Pulse(call)
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
+        self.devices: set[torch.device] = set()
         self._rows: dict[int, Row] = {}
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
@@ -178,12 +186,14 @@ class Save:
         """Make room for a copy of this rank's share: the state may change before it is written.
 
         Raises:
-            UsageError: the staging budget is too small.
+            UsageError: the staging budget is too small, or a CUDA graph is being captured.
+            CkptError: there is no memory for it.
         """
         segments, nbytes = lay_out(self.plan.batches, self.options.staging)
         placer = self.collected.placer
-        pinned = any(p.memory.is_cuda for local in placer.tensors.values() for p in local.parts)
-        stage = Stage(segments, self.memory.arena.reserve(nbytes, pinned=pinned))
+        self.devices = devices_of(placer.tensors.values())
+        refuse_in_graph(self.devices, self.call.url)
+        stage = Stage(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
         self.capture = Capture(self.plan, placer, self.source, stage, self.merge, self.replicas, self.spans)
         return self.capture
 

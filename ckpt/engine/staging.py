@@ -11,11 +11,13 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import finalize
 
 import torch
 
 from ckpt.errors import UsageError
 
+from .devices import no_memory, pin
 from .pace import Pace
 from .plan import Batch
 
@@ -23,36 +25,47 @@ PAGE = 4096
 
 
 class Arena:
-    """Page-aligned host memory that grows to what the largest save needed; pinned if CUDA tensors are copied into it."""
+    """Page-aligned host memory that grows to what the largest save needed; pinned if tensors of a GPU are copied into it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._unpin: finalize[..., Arena] | None = None
 
     @property
     def nbytes(self) -> int:
         return self._memory.numel()
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """At least ``nbytes`` of memory, uint8 ``[n]``. What an earlier call gave may be the same memory."""
-        if self.nbytes < nbytes or (pinned and not self._pinned):
+    def reserve(self, nbytes: int, device: torch.device | None = None) -> torch.Tensor:
+        """At least ``nbytes`` of memory, uint8 ``[n]``, pinned if it is for a GPU. What an earlier call gave may be the same memory.
+
+        Raises:
+            CkptError: there is not so much, or it cannot be pinned.
+        """
+        if self.nbytes < nbytes or (device is not None and self._unpin is None):
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the new one is made
-            self._memory = _pinned(nbytes) if pinned else _pages(nbytes)
-            self._pinned = pinned
+            memory = _pages(nbytes, forked=device is None)
+            if device is not None:
+                self._unpin = finalize(self, pin(memory, device))
+                self._unpin.atexit = False  # CUDA may have ended by then
+            self._memory = memory
         return self._memory
 
 
-def _pages(nbytes: int) -> torch.Tensor:
-    # Private: a forked child must not write into the parent's.
-    memory = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _pages(nbytes: int, *, forked: bool) -> torch.Tensor:
+    """Fresh memory; ``forked``: forked children have it, too, each its own: where a device writes, pages must not move at a fork."""
+    size = max(-(-nbytes // PAGE), 1) * PAGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as err:
+        raise no_memory(size, str(err)) from err
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults when it is first written
+    if hasattr(mmap, "MADV_DONTFORK") and not forked:
+        memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
-    return memory[-memory.data_ptr() % PAGE :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

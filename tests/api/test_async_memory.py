@@ -61,7 +61,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path, gate:
 
 
 def test_a_forked_child_does_not_write_into_its_parents_arena() -> None:
-    memory = Arena().reserve(1 << 16, pinned=False)
+    memory = Arena().reserve(1 << 16)
     memory.fill_(1)
     child = os.fork()
     if not child:
