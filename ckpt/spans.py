@@ -24,8 +24,8 @@ from .errors import CorruptError, UsageError
 Row = dict[str, Any]
 """A table as JSON."""
 
-WAITING = frozenset({"agree"})
-"""Phases in which a rank waits for others: they say nothing about this rank."""
+WAITING = frozenset({"agree", "settle"})
+"""Phases in which a rank waits for others, or for its own training: they say nothing about this rank's speed."""
 LEADING = frozenset({"commit"})
 """Phases that only the leader has: they do not make it slower than others at the same work."""
 

@@ -105,7 +105,8 @@ def _row(phase: PhaseSummary) -> tuple[str, ...]:
     from ckpt.spans import LEADING, WAITING
 
     times = (_seconds(phase.seconds), _seconds(phase.median), _seconds(phase.wall))
-    note = "waiting for other ranks" if phase.phase in WAITING else "the leader alone" if phase.phase in LEADING else ""
+    waits = "waiting for training" if phase.phase == "settle" else "waiting for other ranks"
+    note = waits if phase.phase in WAITING else "the leader alone" if phase.phase in LEADING else ""
     return (phase.phase, str(phase.rank), *times, units.size(phase.bytes) if phase.bytes else "", _rate(phase.rate), note)
 
 

@@ -251,6 +251,33 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded & {"torch", "numpy", "pyarrow", "fsspec", "rich", "zstandard", "xxhash"}
 
 
+FIRST = """
+import sys, torch, ckpt
+state = {"model": torch.nn.Linear(2, 2), "plain": {"a": torch.ones(3)}}
+for _ in range(2):
+    ckpt.save("memory://first", state)
+    ckpt.load("memory://first", state)
+ckpt.save_async("memory://first", state).result()
+print("HEAVY", *{"torch.distributed.tensor", "torch._dynamo", "sympy", "fsspec", "pyarrow.compute", "pyarrow.dataset"} & set(sys.modules))
+
+import torch.distributed as dist
+from ckpt.adapters.survey import survey
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+state["later"] = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), [Shard(0)])
+ckpt.save("memory://later", state)
+print("LATER", ckpt.open("memory://later")["later"].read().tolist(), *survey(state).meshes)
+"""
+
+
+def test_a_first_save_and_load_import_no_more_than_they_need() -> None:
+    """No DTensor where nothing else has imported it; and one that comes later is known for what it is."""
+    heavy, later = (line.split(maxsplit=1)[1:] for line in _run(FIRST).splitlines() if line.startswith(("HEAVY", "LATER")))
+    assert heavy == []
+    assert later[0].startswith("[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]") and "dp" in later[0]
+
+
 def _cpu_seconds(code: str) -> float:
     """CPU time of a fresh interpreter that runs ``code``: the least of five, because other load only adds."""
     times = []

@@ -18,7 +18,7 @@ from ckpt.tree import MISSING, Node, join
 from .bind_flat import FlatState
 from .binding import Binder, Setter, inline_only, real_device, real_like
 from .collect import stored_param_name
-from .dtensor import DTensor
+from .dtensor import is_dtensor
 from .fsdp1 import FlatPart
 from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers, state_path
 from .stateful import StatefulObject
@@ -167,7 +167,7 @@ class OptimizerBinder:
     def lies_like(self, owner: _Param, entry: TensorEntry) -> bool:
         """Whether a stored tensor of a parameter's state has an element for each of the parameter, so that it lies as that does."""
         placed = self.placer.param_shape(owner.name, owner.param)
-        if self.placer.layout is None and not isinstance(owner.param, DTensor):
+        if self.placer.layout is None and not is_dtensor(owner.param):
             return placed in (entry.shape, entry.logical)
         return len(entry.shape) == len(placed) and (entry.numel != 1 or math.prod(placed) == 1)
 

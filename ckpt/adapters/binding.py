@@ -19,7 +19,7 @@ from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.tree import MISSING, Node, join
 
-from .dtensor import DTensor
+from .dtensor import is_dtensor
 from .memory import raw_view
 from .optimizers import decode_inline
 from .place import Placer
@@ -193,7 +193,7 @@ class Binder:
         """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""
         name = self.selection.renamed(stored)
         entry = self.referred(stored)
-        if now is not None and (isinstance(now, DTensor) or self.placer.layout is not None):
+        if now is not None and (is_dtensor(now) or self.placer.layout is not None):
             new = torch.empty_like(now)
         else:
             new = self.room_for(entry, device if now is None else real_device(now))
@@ -233,7 +233,7 @@ def real_device(tensor: torch.Tensor) -> str | torch.device:
     """Where a tensor's memory is, or is to be if it has none yet."""
     if tensor.device.type != "meta":
         return tensor.device
-    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    return tensor.device_mesh.device_type if is_dtensor(tensor) else "cpu"
 
 
 def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ckpt.errors import CoverageError, StateError
 from ckpt.rules import Layout
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
-from .dtensor import DTensor
+from .dtensor import dtensor_types, is_dtensor
 from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
@@ -48,7 +48,8 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
         found, parts = Collected(placer), dict[int, ModuleTensors]()
         walk = _Walk(found, names_in(seen.modules, parts), parts)
-        found.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(_TENSORS, walk.tensor)), "", walk.renumbered)
+        kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
+        found.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor)), "", walk.renumbered)
     _check_memory(placer.tensors.values())
     for tensor in placer.unproven():
         _check_complete(tensor, rank)
@@ -56,9 +57,6 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     if _may_repeat(found.state):
         _check_paths(found.state)
     return found
-
-
-_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 
 
 def _may_repeat(node: Node) -> bool:
@@ -260,7 +258,7 @@ class _Walk:
 
 def stored_param_name(placer: Placer, name: str, param: torch.Tensor | FlatPart) -> str:
     """The name under which a parameter is stored: a layout may renumber it."""
-    if placer.layout is None or isinstance(param, (DTensor, FlatPart)):
+    if placer.layout is None or is_dtensor(param) or isinstance(param, FlatPart):
         return name
     return placer.layout.place(name, tuple(param.shape), placer.rank).name
 

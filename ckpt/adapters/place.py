@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +16,14 @@ from ckpt.plan.ownership import Global
 from ckpt.rules import Layout, Placed
 from ckpt.splits import Shard
 
-from .dtensor import DTensor
+from .dtensor import is_dtensor
 from .meshes import widened
 from .placements import Placement, Placements, alive_of, key_of, memory_of
 from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
 from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(eq=False)
@@ -88,7 +92,7 @@ class Placer:
         return registered
 
     def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             return from_dtensor(said, tensor, self.rank, self.meshes)
         if self.layout is None:
             return from_plain(said, tensor, self.replicated(), self.rank)
@@ -125,7 +129,7 @@ class Placer:
 
     def add_own(self, said: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
-        if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
+        if is_dtensor(tensor) or is_sharded_tensor(tensor):
             raise StateError(
                 f"a {type(tensor).__name__} in a PerRank value",
                 where=f"tensor {said}",
@@ -157,9 +161,9 @@ class Placer:
         return self._remembered(local, tensor, key, tensor, param)
 
     def _place_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             return from_dtensor(said, tensor, self.rank, self.meshes)
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             return self._beside_dtensor(said, tensor, param, param_name)
         if self.layout is None:
             return from_plain(said, tensor, self.replicated(), self.rank)
@@ -173,7 +177,7 @@ class Placer:
 
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
-        if self.layout is None or isinstance(param, DTensor):
+        if self.layout is None or is_dtensor(param):
             return tuple(param.shape)
         return self.layout.place(name, tuple(param.shape), self.rank).shape
 

@@ -16,7 +16,7 @@ from ckpt.mesh import Mesh
 from ckpt.plan.ownership import Global
 from ckpt.rules import Layout
 
-from .dtensor import DTensor
+from .dtensor import is_dtensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ def key_of(tensor: torch.Tensor) -> Hashable:
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return None if tensor.is_nested else (kind, tensor.dtype, tensor.shape, tensor.layout)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         spec, local = getattr(tensor, "_spec", None), getattr(tensor, "_local_tensor", None)
         if spec is not None and type(local) is torch.Tensor:
             return kind, tensor.dtype, tensor.shape, local.shape, local.layout, id(spec.mesh), id(spec.placements)
@@ -60,10 +60,10 @@ def key_of(tensor: torch.Tensor) -> Hashable:
 
 def alive_of(tensor: torch.Tensor) -> object:
     """What has to stay alive for a key to stay true."""
-    return (tensor._spec.mesh, tensor._spec.placements) if isinstance(tensor, DTensor) else None
+    return (tensor._spec.mesh, tensor._spec.placements) if is_dtensor(tensor) else None
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor that has a key, without autograd."""
-    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local.detach() if local.requires_grad else local

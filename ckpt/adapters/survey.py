@@ -17,11 +17,11 @@ from ckpt.errors import StateError, UsageError
 from ckpt.mesh import Mesh
 from ckpt.tree import MAX_DEPTH, join
 
-from .dtensor import DTensor
+from .dtensor import dtensor_types, is_dtensor
 from .meshes import in_order
 
 _CONTAINERS = (dict, list, tuple)
-_TELLING = (*_CONTAINERS, nn.Module, Optimizer, DTensor)
+_TELLING = (*_CONTAINERS, nn.Module, Optimizer)
 
 
 @dataclass(eq=False, slots=True)
@@ -54,14 +54,14 @@ def _look(value: Any, path: str, around: frozenset[int], modules: list[tuple[str
     if len(around) >= MAX_DEPTH:
         raise StateError(f"{_at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
     values = value.values() if isinstance(value, dict) else value
-    telling = {kind for kind in {*map(type, values)} if issubclass(kind, _TELLING)}
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *dtensor_types()))}
     if not telling:
         return
     inside = around | {id(value)}
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):
         if type(child) not in telling:
             continue
-        if isinstance(child, DTensor):
+        if is_dtensor(child):
             meshes.setdefault(id(child.device_mesh), child.device_mesh)
         elif isinstance(child, nn.Module):
             _note(meshes, [*child.parameters(), *child.buffers()])
@@ -75,7 +75,7 @@ def _look(value: Any, path: str, around: frozenset[int], modules: list[tuple[str
 
 def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,10 +18,12 @@ from ckpt.plan.ownership import Global
 from ckpt.rules import Placed
 from ckpt.splits import Interleaved, Shard, Split
 
-from .dtensor import TELLS_ORDER, DTensor, Replicate
-from .dtensor import Shard as TorchShard
+from .dtensor import is_dtensor, placement_types
 from .memory import raw_view, reads_otherwise
 from .meshes import mesh_of, widened
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Held(NamedTuple):
@@ -120,7 +122,7 @@ def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] =
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor, without autograd."""
     local = tensor
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if torch.is_grad_enabled():
             with torch.no_grad():  # with autograd, to_local records a node
                 local = tensor.to_local()
@@ -144,8 +146,9 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
     A plain Shard cuts before those to its right; a strided one after those to its right whose sizes multiply to its ``split_factor``
     (torch/distributed/tensor/placement_types.py). A split factor that no such shards explain interleaves that many groups.
     """
-    dims = [p.dim for p in tensor.placements if isinstance(p, TorchShard)]
-    if not TELLS_ORDER and len(set(dims)) < len(dims):
+    kinds = placement_types()
+    dims = [p.dim for p in tensor.placements if isinstance(p, kinds.Shard)]
+    if not hasattr(kinds, "_StridedShard") and len(set(dims)) < len(dims):
         raise LayoutError(
             f"torch {torch.__version__} does not tell in which order {tensor.placements} cut dimension {dims[0]}",
             where=f"tensor {name}",
@@ -154,10 +157,10 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
     order: list[tuple[Split, int]] = []
     for axis in reversed(range(len(sizes))):
         placement = tensor.placements[axis]
-        if isinstance(placement, Replicate):
+        if isinstance(placement, kinds.Replicate):
             continue
         factor = getattr(placement, "split_factor", 1)
-        if not isinstance(placement, TorchShard) and not hasattr(placement, "split_factor"):
+        if not isinstance(placement, kinds.Shard) and not hasattr(placement, "split_factor"):
             raise LayoutError(f"{placement} cannot be stored", where=f"tensor {name}", hint="redistribute it to Shard or Replicate first")
         dim = int(getattr(placement, "dim")) % max(tensor.ndim, 1)  # noqa: B009  Placement's stub has no dim
         at, product = 0, 1

@@ -28,6 +28,7 @@ from ckpt.workers import Pending
 from .capture import Capture
 from .devices import watch_graphs
 from .garbage import uncollected
+from .quiescence import quiescent
 from .save import Save, SaveOptions, SaveReport, When
 from .writer import RankWriter
 
@@ -51,13 +52,14 @@ class Outcome(Future[R]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
+        error = self.error(timeout)
         self.told = self.told or error is not None
         return error
 
     def error(self, timeout: float | None = None) -> BaseException | None:
         """The error, for this module's own use: nobody is told."""
-        return super().exception(timeout)
+        with quiescent():
+            return super().exception(timeout)
 
 
 class BackgroundSave(Save):
@@ -66,6 +68,7 @@ class BackgroundSave(Save):
     def compared(self, writer: RankWriter) -> dict[str, str]:
         assert self.capture is not None
         self.capture.result()
+        self.capture.compare(writer.digests)
         self.pulse.beat()
         return super().compared(writer)
 

@@ -6,6 +6,11 @@ modules, and small tensors that belong to no module or optimizer.
 
 Invariant: a tensor that torch knows to have changed (its version) or moved before it was captured fails the save. What torch does not
 count (``tensor.data``, numpy views of the same memory, fused optimizer kernels called without their optimizer) needs ``fence()``.
+
+torch counts a change only when the operation is over. So before versions are compared, operations that were going on while a tensor was
+captured must have ended: where a training loop may change tensors by itself, capturing ends with a grace period (``quiescence.py``). It
+is over at once if the program waits for the save, as in ``fence()``. Else, after some time, the memory is hashed where it lies, and the
+save commits only if the captured bytes have the same digests: an operation that goes on has come further meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
+import xxhash
 
 from ckpt.adapters.place import Placer
 from ckpt.errors import ConsistencyError
@@ -27,6 +33,7 @@ from ckpt.workers import run_tasks
 
 from .merge import Merge
 from .plan import Batch, RankPlan
+from .quiescence import GracePeriod
 from .replicas import Replicas
 from .sources import Source
 from .staging import Stage
@@ -34,8 +41,11 @@ from .writer import MANY
 
 SMALL = 256 << 10
 """Bytes: a tensor of unknown use that is smaller is set aside."""
-_OVER = 0.002
-"""Seconds in which an operation that has changed all of a tensor also comes to an end."""
+PATIENCE = 0.1
+"""Seconds that operations of the thread that saves have to end, or to come further, before bytes have to tell: a loaded machine may let a
+thread wait for some time."""
+SHORT = 0.002
+"""The same where that thread waits for the save, and others are most likely at rest."""
 
 
 class Capture:
@@ -57,8 +67,11 @@ class Capture:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self._doubtful: AbstractSet[str] = frozenset()
+        self.doubtful: AbstractSet[str] = frozenset()
         """Tensors that no optimizer's step changes, but perhaps the training loop itself."""
+        self._digests: dict[int, int] = {}
+        """XXH3-64 of chunks, by number, as they were in the state after all was captured: of some, all, or none of the doubtful ones."""
+        self._caller = threading.get_ident()
         self._streams = _side_streams(placer)
         self._follow()
 
@@ -70,7 +83,7 @@ class Capture:
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
         self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
-        self._doubtful = {name for name, *_ in self._versions} - self.placer.stepped
+        self.doubtful = {name for name, *_ in self._versions} - self.placer.stepped
         self.source.set_aside(eager - self._captured_now(eager))
         self._follow()
         self.source.note_addresses()
@@ -145,7 +158,7 @@ class Capture:
             if self.replicas is not None:
                 with self.spans.span("hash"), self._aside():
                     self.replicas.hash(threads if not self._streams else 1, beat)
-            self._compare_again(batches)
+            self._outwait(batches, beat)
             self._check_unchanged()
         except BaseException as err:
             self.error = err
@@ -155,7 +168,7 @@ class Capture:
             self.done.set()
 
     def result(self) -> None:
-        """Wait until everything is captured, compared with what it was, and hashed. Raises what capturing raised."""
+        """Wait until everything is captured and, where it has to be, hashed. Raises what capturing raised."""
         self.done.wait()
         if self.error is not None:
             raise self.error
@@ -171,24 +184,34 @@ class Capture:
         with self._lock:
             self.captured += batch.length
 
-    def _compare_again(self, batches: Sequence[Batch]) -> None:
-        """Look again at what the training loop may change by itself: torch counts a change only when the operation is over, and one that is
-        going on would else be captured in part."""
-        if not self._doubtful or any(s.waits_for is not None for s in self.stage.segments):
+    def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
+        """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they
+        would have changed."""
+        if not self.doubtful:
             return
-        time.sleep(_OVER)
-        for batch in batches:
-            at = self.stage.place(batch)
-            for number, length in zip(batch.numbers, batch.lengths, strict=True):
-                name = self.plan.chunks[number].name
-                if name in self._doubtful and length and not self.plan.owned[name].merged:
-                    again = torch.empty(length, dtype=torch.uint8)
-                    with self._aside():
-                        self.source.fill(number, again)
-                    if not torch.equal(again, self.stage.memory[at : at + length]):
-                        raise _changed([name])
-                at += length
-        time.sleep(_OVER)
+        period = GracePeriod()
+        if period.elapsed():
+            return
+        with self.spans.span("settle"):
+            began, pause = time.monotonic(), 0.0005
+            while time.monotonic() - began < (SHORT if period.passed(self._caller) else PATIENCE):
+                time.sleep(pause)
+                if period.elapsed():
+                    return
+                pause = min(2 * pause, 0.01)
+        mixed = frozenset(self.merge.mixed.values()) if self.merge is not None else frozenset()
+        for number in (number for batch in batches for number in batch.numbers):
+            if number not in mixed and self.plan.chunks[number].name in self.doubtful and not period.elapsed():
+                with self.spans.span("hash", self.source.nbytes(number)), self._aside():
+                    self._digests[number] = xxhash.xxh3_64_intdigest(self.source.view(number))
+                beat()
+        time.sleep(pause)
+
+    def compare(self, written: Sequence[int]) -> None:
+        """Raise ConsistencyError if captured bytes, whose digests are ``written`` by chunk number, are not what was in the state later."""
+        changed = [self.plan.chunks[number].name for number, digest in self._digests.items() if written[number] != digest]
+        if changed:
+            raise _changed(list(dict.fromkeys(changed)))
 
     def _check_unchanged(self) -> None:
         changed = list(dict.fromkeys(name for name, tensor, version in self._versions if tensor._version != version))

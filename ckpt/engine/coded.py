@@ -3,6 +3,7 @@ is laid out when all of its chunks are."""
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 import xxhash
@@ -20,7 +21,8 @@ from .writer import BLOCK, RankWriter
 class CodedWriter(RankWriter):
     """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
 
-    ``digests`` of chunks that other ranks have too are those of the bytes before coding: that is what replicas are compared by.
+    ``digests`` of tensors that other ranks have too, and of ``doubtful`` ones, are those of the bytes before coding: that is what replicas
+    are compared by, and what was captured with the state.
     """
 
     codec: str = "zstd"
@@ -28,11 +30,12 @@ class CodedWriter(RankWriter):
     """How many chunks are stored coded."""
     stored: list[int]
     """XXH3-64 of each chunk as the file has it, by its number in the plan."""
-    _replicated: frozenset[str]
+    doubtful: AbstractSet[str] = frozenset()
+    _compared: AbstractSet[str]
 
     def run(self) -> tuple[DataFile, ...]:
         self.stored = [0] * len(self.plan.chunks)
-        self._replicated = frozenset(name for name, _ in self.plan.replicated)
+        self._compared = self.doubtful | {name for name, _ in self.plan.replicated}
         return super().run()
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
@@ -66,7 +69,7 @@ class CodedWriter(RankWriter):
             # What is staged makes room for what comes, so it cannot be kept as it is.
             stored = blob if blob is not None else raw if staged is None else memoryview(bytes(raw))
             self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
-            if blob is not None and self.plan.chunks[number].name in self._replicated:
+            if blob is not None and self.plan.chunks[number].name in self._compared:
                 self.digests[number] = xxhash.xxh3_64_intdigest(raw)
         blobs[number] = (None if blob is None else self.codec, stored)
         self.alive.beat()

@@ -277,6 +277,7 @@ class Save:
         )
         if isinstance(writer, CodedWriter) and self.options.codec is not None:
             writer.codec = self.options.codec
+            writer.doubtful = self.capture.doubtful if self.capture is not None else frozenset()
         return writer
 
     def write(self, writer: RankWriter) -> Row:

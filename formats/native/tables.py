@@ -67,7 +67,8 @@ def _column(table: pa.Table, field: pa.Field) -> pa.Array:
     column = table.column(field.name)
     if not _plain(column.type):  # casts of others unfold: of dictionaries, views and runs
         raise ValueError(f"the column {field.name} is {column.type}, not {field.type}")
-    return _one_piece(column.cast(field.type), field.type)
+    same = column.type == field.type
+    return _one_piece(column if same else column.cast(field.type), field.type)  # `cast` imports all of pyarrow.compute
 
 
 def _plain(kind: pa.DataType) -> bool:
@@ -85,7 +86,7 @@ def _longest(column: pa.Array) -> int:
 def _null_inside(column: pa.Array) -> bool:
     if not pa.types.is_list(column.type):
         return False
-    items = column.flatten()
+    items = column.flatten() if column.values.null_count else column.values  # `flatten` imports all of pyarrow.compute
     return bool(items.null_count) or _null_inside(items)
 
 
@@ -117,7 +118,7 @@ class Ragged:
     def of(cls, column: pa.Array) -> Ragged:
         return cls(
             offsets=column.offsets.to_numpy(zero_copy_only=False),
-            nulls=column.is_null().to_numpy(zero_copy_only=False),
+            nulls=_nulls(column),
         )
 
     def __len__(self) -> int:
@@ -125,6 +126,17 @@ class Ragged:
 
     def span(self, row: int) -> slice | None:
         return None if self.nulls[row] else slice(int(self.offsets[row]), int(self.offsets[row + 1]))
+
+
+def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Where a column has no value. Not ``is_null``, which imports all of pyarrow.compute."""
+    bits = column.buffers()[0]
+    if bits is None:
+        return np.zeros(len(column), dtype=np.bool_)
+    end = column.offset + len(column)
+    values = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=end, bitorder="little")
+    nulls: npt.NDArray[np.bool_] = values[column.offset :] == 0
+    return nulls
 
 
 def flat_values(column: pa.Array) -> npt.NDArray[Any]:

@@ -20,7 +20,11 @@ from ckpt.engine import background
 from ckpt.engine.capture import Capture
 from ckpt.engine.save import memory_of
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.spans import read_spans
+from ckpt.formats.native.writer import read_record
 from ckpt.group import current_group
+from ckpt.io_backends.registry import open_backend
 
 BIG = 300_000
 """Elements of a float tensor that is too large to be set aside at the call."""
@@ -464,10 +468,38 @@ def test_inference_tensors_have_no_version_and_are_set_aside(url: str, gate: Gat
 
 def test_a_change_that_is_going_on_while_the_state_is_captured() -> None:
     """torch counts a change only when the operation is over: what is captured meanwhile is neither the old nor the new."""
-    for turn in range(12):
+    for turn in range(8):
         tokens, url = torch.zeros(400_000, dtype=torch.int64), f"memory://going-on/{turn}"
         handle = ckpt.save_async(url, {"t": tokens, "w": torch.ones(2_000_000)})
         tokens.add_(1)
         handle.wait()
         if handle.durable.exception() is None:
             assert not ckpt.open(url)["t"][...].any()
+
+
+@pytest.mark.parametrize("more", [{}, {"codec": "zstd"}, {"staging_bytes": 32 << 20}])
+def test_bytes_that_change_after_the_capture_fail_the_save_while_nobody_waits(more: dict[str, Any]) -> None:
+    """As in an operation that is not over when versions are compared: only the bytes tell."""
+    tokens = torch.zeros(4 << 20)
+    handle = ckpt.save_async("memory://goes-on", {"t": tokens}, **more)
+    while not handle.done():
+        tokens.data.add_(1)  # torch does not count it
+    with pytest.raises(ConsistencyError, match="tensor t was changed before"):
+        handle.result()
+
+
+@pytest.mark.parametrize(("trainer", "again"), [("waits", 0), ("goes on", 2 * 4 * BIG), ("waits beside a thread", 2 * 4 * BIG)])
+def test_plain_tensors_are_hashed_again_only_if_an_operation_may_be_going_on(url: str, trainer: str, again: int) -> None:
+    state, end = {"a": torch.ones(BIG), "b": torch.ones(BIG)}, threading.Event()
+    thread = threading.Thread(target=end.wait)
+    if trainer == "waits beside a thread":
+        thread.start()
+    handle = ckpt.save_async(url, state)
+    while trainer == "goes on" and not handle.done():
+        torch.ones(3).add_(1)
+    handle.fence()
+    end.set()
+    handle.result()
+    backend = open_backend(url)
+    (table,) = read_spans(backend, CommitRecord.from_bytes(read_record(backend) or b"", url)).values()
+    assert sum(s.nbytes for s in table.spans if s.phase == "hash") == again

@@ -16,6 +16,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.formats.native.nodes import MAX_DEPTH, node_problem
+from ckpt.formats.native.tables import Ragged
 from tests.box_strategies import grids, shapes
 from tests.formats.native_sample import NAMES
 
@@ -356,3 +357,12 @@ def test_a_column_is_missing():
             left = old.drop_columns([column])
             with pytest.raises(CorruptError, match=f"there/{name}"):
                 decode_index(made | {name: arrow(left.to_pydict(), left.schema)}, "there")
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 65])
+@pytest.mark.parametrize("skipped", [0, 1, 9])
+def test_nulls_of_a_list_column_wherever_it_begins(count: int, skipped: int) -> None:
+    rows = [None if i % 3 == 1 or i == 8 else [i] * (i % 2) for i in range(count + skipped)]
+    for each in (rows, [r or [] for r in rows]):
+        column = pa.array(each, pa.list_(pa.int64())).slice(skipped)
+        assert Ragged.of(column).nulls.tolist() == [r is None for r in each[skipped:]]
