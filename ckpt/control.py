@@ -160,6 +160,11 @@ class ControlChannel:
         self._set(f"{self.turn}/word/{self._words}", json.dumps(word).encode())
         self._words += 1
 
+    @property
+    def said(self) -> int:
+        """How many words of this turn the leader has said, or this rank has heard."""
+        return self._words
+
     def word(self) -> dict[str, Any] | None:
         """The leader's next word of this turn, if it is there."""
         data = self._store.peek(self._key(f"{self.turn}/word/{self._words}"))

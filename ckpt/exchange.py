@@ -321,8 +321,9 @@ class Exchange:
         """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""
         apart = bool(self.queue or self.dialer.dials) or any((self.number, rank) not in self.port.met for rank in self.incoming)
         if apart and now - self.heard >= max(LOOK, self.port.ranks / 1024):
-            self.heard = now
-            if (failed := self._failed("any")) is not None:
+            failed = self._failed("any")
+            self.heard = now + 10 * (time.monotonic() - now)  # where the store is far away nothing moves meanwhile
+            if failed is not None:
                 raise failed
 
     def _failed(self, rank: int | str) -> CkptError | None:

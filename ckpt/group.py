@@ -116,14 +116,14 @@ class Call:
     """This rank has done its part and does not know what the leader decided, which may still do anything."""
     _phase: str = "start"
     _beaten: float = field(default_factory=time.monotonic)
-    _looked: float = field(default_factory=time.monotonic)
+    _look_at: float = field(default_factory=lambda: time.monotonic() + 0.5)
 
     def __post_init__(self) -> None:
         group, position = self.group, self.group.ranks.index(self.group.rank)
         self._store = group.store.within(self.timeout) if group.store is not None else None
-        if self._store is not None:
-            self._own_channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember)
-        self._offers = Offers(self._own_channel if self._store is not None else None, position, self.timeout)
+        channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None
+        self._own_channel: Any = channel  # which is None only where nobody asks for it
+        self._offers = Offers(channel, position, self.timeout)
 
     @property
     def is_leader(self) -> bool:
@@ -140,10 +140,8 @@ class Call:
         self._phase = phase
         if self._store is not None:
             self._own_channel.next_turn()
-            if self._own_channel.turn == 1:
-                self.group.keys.forget(
-                    self._store
-                )  # here, not when the call began: a save in the background has a thread of its own for it
+            if self._own_channel.turn == 1:  # not when the call began: a save in the background has a thread of its own for it
+                self.group.keys.forget(self._store)
         try:
             row = work()
         except BaseException as err:
@@ -172,11 +170,12 @@ class Call:
         """
         self.beat()
         now = time.monotonic()
-        if self.group.store is None or now - self._looked < max(0.5, self.group.size / 1024):
+        if self.group.store is None or now < self._look_at:
             return
-        self._looked = now
         with self._channel() as channel:
             failed = channel.failure()
+        took = time.monotonic() - now  # far away: whoever looks is held up
+        self._look_at = now + max(0.5, self.group.size / 1024, 10 * took)
         if failed is not None:
             row = json.loads(failed)
             raise failed_on(row["rank"], row["error"])
@@ -205,7 +204,7 @@ class Call:
     def leave(self, data: bytes) -> str:
         """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks. Gives
         their digest."""
-        with self._reached():
+        with self._channel():
             return self._offers.leave(data)
 
     def fetch(self, digest: str) -> bytes:
@@ -214,35 +213,30 @@ class Call:
         Raises:
             DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
         """
-        with self._reached():
+        with self._channel():
             return self._offers.get(digest)
 
     def fetch_all(self, digests: Iterable[str]) -> None:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it."""
-        with self._reached():
+        with self._channel():
             self._offers.fetch(digests)
 
     # ---- the protocol
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """An error of the store says in which call."""
+    def _channel(self) -> Iterator[ControlChannel]:
+        """This rank's end, in a call with a store; an error of the store says in which call."""
         try:
-            yield
+            yield self._own_channel
         except NotSentError as err:
-            if err.positions:
-                raise silent(self.kind, self.url, self._phase, self.timeout, [self.group.ranks[p] for p in sorted(err.positions)]) from None
+            if ranks := [self.group.ranks[p] for p in sorted(err.positions)]:
+                raise silent(self.kind, self.url, self._phase, self.timeout, ranks) from None
             text = f"{self.kind}: the job's store has lost what a rank left in it"
             raise DeadlineError(text, where=self.url, hint="try again") from None
         except DeadlineError as err:
             if err.where is not None:
                 raise
             raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
-
-    @contextmanager
-    def _channel(self) -> Iterator[ControlChannel]:
-        with self._reached():
-            yield self._own_channel
 
     def see_off(self, seconds: float = _SEE_OFF) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
@@ -303,7 +297,8 @@ class Call:
 
     def _gather(self, channel: ControlChannel) -> dict[int, Row]:
         """The rows of all ranks, in their order."""
-        watch, ranks, end = self._watch(), self.group.ranks, time.monotonic() + self._slice()
+        ranks, end = self.group.ranks, time.monotonic() + self._slice()
+        watch = Watch(self.kind, self.url, self.timeout, ranks, channel.beats)
         here: list[int] = []
         for _ in looks(self.group.size // 16):
             here, failed = channel.here()
@@ -343,7 +338,7 @@ class Call:
         return word["found"]
 
     def _await_word(self, channel: ControlChannel) -> Row:
-        watch, end = self._watch(), time.monotonic() + self._slice()
+        watch, end = Watch(self.kind, self.url, self.timeout, self.group.ranks, channel.beats), time.monotonic() + self._slice()
         for _ in looks(self.group.size):
             if (word := channel.word()) is not None:
                 break
@@ -356,6 +351,3 @@ class Call:
     def _slice(self) -> float:
         """Seconds after which a rank that waits looks for signs of life."""
         return min(self.timeout / 8, max(1.0, self.group.size / 1024))
-
-    def _watch(self) -> Watch:
-        return Watch(self.kind, self.url, self.timeout, self.group.ranks, self._own_channel.beats)

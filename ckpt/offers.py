@@ -39,6 +39,8 @@ class Offers:
     """Digests that the next row tells."""
     _of_all: dict[int, Sequence[str]] = field(default_factory=dict)
     """On the leader: digests by position."""
+    _latest: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """The same of the last rows alone."""
 
     def share(self, data: bytes) -> str:
         digest = xxhash.xxh3_128_hexdigest(data)
@@ -62,6 +64,7 @@ class Offers:
 
     def hear(self, told: Mapping[int, Sequence[str]]) -> None:
         """Leader: what all ranks told with their rows, by position."""
+        self._latest = told
         self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in told.items()}
 
     def give(self, asks: Mapping[str, Any]) -> None:
@@ -84,6 +87,8 @@ class Offers:
         if not lacking:
             return
         assert self.channel is not None
+        if self.channel.said:  # who asks a second time would ask for one after another
+            lacking |= {digest: None for offered in self._latest.values() for digest in offered if digest not in self._blobs}
         wanted: dict[str, int] = {}
         for position, offered in self._of_all.items():
             for digest in offered:
