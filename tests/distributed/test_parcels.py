@@ -57,6 +57,10 @@ def save_in(url: str, kind: str, codec: str | None) -> None:
     ckpt.save(url, state_in(kind, empty=False), codec=codec)
 
 
+def load_each(url: str, kind: str, options: list[dict[str, Any]]) -> list[tuple[list[str], ckpt.LoadReport]]:
+    return [load_in(url, kind, each) for each in options]
+
+
 def load_in(url: str, kind: str, options: dict[str, Any]) -> tuple[list[str], ckpt.LoadReport]:
     """What is wrong after a load, compared by numpy with what was made."""
     options = dict(options)
@@ -79,7 +83,10 @@ def load_in(url: str, kind: str, options: dict[str, Any]) -> tuple[list[str], ck
 ALL = {"exchange": True, "pieces": True}
 
 
-@pytest.mark.parametrize("options", [ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}, {}])
+EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}]
+"""One after another in one process, in which small pieces and being apart stay."""
+
+
 @pytest.mark.parametrize(
     ("source", "saved", "target", "loaded"),
     [
@@ -91,30 +98,29 @@ ALL = {"exchange": True, "pieces": True}
         ("rows", 4, "whole", 1),
     ],
 )
-def test_each_byte_is_read_once(
-    ranks: Ranks, tmp_path: Path, source: str, saved: int, target: str, loaded: int, options: dict[str, Any]
-) -> None:
+def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, source: str, saved: int, target: str, loaded: int) -> None:
     url = str(tmp_path / "a")
     ranks.run(saved, save_in, url, source, None)
-    found = ranks.run(loaded, load_in, url, target, options)
-    assert [wrong for wrong, _ in found] == [[]] * loaded
+    by_rank = ranks.run(loaded, load_each, url, target, EACH)
     stored = sum(array(name).nbytes for name in SHAPES)
-    reports = [report for _, report in found]
-    if options:
-        assert sum(r.bytes_read for r in reports) == stored
-        assert loaded == 1 or sum(r.bytes_received for r in reports) > 0
-    assert all(r.bytes_unverified == 0 and r.bytes_read + r.bytes_received >= r.bytes_needed for r in reports if not options)
+    for options, found in zip(EACH, zip(*by_rank, strict=True), strict=True):
+        assert [wrong for wrong, _ in found] == [[]] * loaded, options
+        reports = [report for _, report in found]
+        if options:
+            assert sum(r.bytes_read for r in reports) == stored, options
+            assert loaded == 1 or sum(r.bytes_received for r in reports) > 0, options
+        else:
+            assert all(r.bytes_unverified == 0 and r.bytes_read + r.bytes_received >= r.bytes_needed for r in reports)
 
 
-@pytest.mark.parametrize("where", ["together", "apart"])
 @pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
-def test_coded_chunks_are_decoded_once(ranks: Ranks, tmp_path: Path, codec: str, where: str) -> None:
+def test_coded_chunks_are_decoded_once(ranks: Ranks, tmp_path: Path, codec: str) -> None:
     url = str(tmp_path / "a")
     ranks.run(2, save_in, url, "rows", codec)
-    found = ranks.run(3, load_in, url, "columns", ALL | {"apart": where == "apart"})
-    assert [wrong for wrong, _ in found] == [[]] * 3
     files = sum(p.stat().st_size for p in (tmp_path / "a" / "data").iterdir())
-    assert sum(r.bytes_read for _, r in found) < files
+    for found in zip(*ranks.run(3, load_each, url, "columns", [ALL, ALL | {"apart": True}]), strict=True):
+        assert [wrong for wrong, _ in found] == [[]] * 3
+        assert sum(r.bytes_read for _, r in found) < files
 
 
 # ------------------------------------------------------------------------------------------------------------- by default
