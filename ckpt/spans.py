@@ -111,10 +111,8 @@ class Spans:
         )
 
     def to_json(self) -> Row:
-        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
-
-        With sums of all phases, so that a leader of many ranks need not look at each span.
-        """
+        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off. With sums of all phases, so that
+        a leader of many ranks need not look at each span."""
         if not self.on:
             return {}
         table = self.table()
