@@ -201,8 +201,7 @@ def test_a_leader_that_fetches_one_after_another_asks_twice() -> None:
     counting = Counting(inner)
 
     def work(group: Group) -> Any:
-        if group.rank == 0:
-            group.store = store_over(counting)
+        group.store = store_over(counting if group.rank == 0 else inner)
         call = group.call("test", "u", 20.0)
         row = {"it": call.share(f"{group.rank}".encode())}
         return call.agree("x", lambda: row, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])

@@ -21,7 +21,7 @@ from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.alone
 
-ROUND_TRIP = 0.2
+ROUND_TRIP = 0.1
 """Seconds: so many that all else hardly counts."""
 
 
@@ -53,7 +53,7 @@ def save_and_load(folder: str, port: int, repeat: int) -> dict[str, list[float]]
 def test_a_save_and_a_load_wait_for_few_round_trips(ranks: Ranks, tmp_path: Path) -> None:
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with FarStore(served.port, ROUND_TRIP) as far:
-        results = ranks.run(4, save_and_load, str(tmp_path), far.port, 2, timeout=90)
+        results = ranks.run(4, save_and_load, str(tmp_path), far.port, 3, timeout=90)
     print(*results, sep="\n")
     later = {what: max(min(took[what][1:]) for took in results) for what in results[0]}
     assert later["save"] <= 12 and later["load"] <= 12 and later["load, exchange"] <= 15, results
