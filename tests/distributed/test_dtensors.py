@@ -238,13 +238,18 @@ def load_fsdp_tp(url: str, dp: int, wanted: dict[str, torch.Tensor]) -> list[str
     return differences(full_state(which), wanted)
 
 
+def load_and_save_fsdp_tp(url: str, dp: int, wanted: dict[str, torch.Tensor], other: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    return load_fsdp_tp(url, dp, wanted), save_fsdp_tp(other, dp)
+
+
 def test_strided_shards_that_do_not_divide(ranks: Ranks, tmp_path: Path) -> None:
     """33, 7 and 5 rows over 2 tensor-parallel ranks and then over 4 or 3 of FSDP: pieces of 5, 4, 1 or no rows."""
     full = ranks.run(8, save_fsdp_tp, str(tmp_path / "a"), 4)[0]
     view = ckpt.open(str(tmp_path / "a"))
     assert differences({n: view[n].read() for n in view}, full) == []
-    assert ranks.run(6, load_fsdp_tp, str(tmp_path / "a"), 3, full) == [[]] * 6
-    six = ranks.run(6, save_fsdp_tp, str(tmp_path / "b"), 3)[0]
+    problems, sixes = zip(*ranks.run(6, load_and_save_fsdp_tp, str(tmp_path / "a"), 3, full, str(tmp_path / "b")), strict=True)
+    six = sixes[0]
+    assert problems == ([],) * 6
     assert ranks.run(8, load_fsdp_tp, str(tmp_path / "b"), 4, six) == [[]] * 8
 
 

@@ -12,7 +12,7 @@ import ckpt
 from tests.distributed.killed import STEPS, Life, Plan, expected, live
 from tests.distributed.ranks import Lost, Ranks
 
-KILLS = {1: 16, 2: 5}
+KILLS = {1: 12, 2: 4}
 """Number of ranks → kills."""
 SLOW = {1: 100, 2: 40}
 

@@ -24,8 +24,6 @@ from ckpt.peers import Peers, peers_of
 from ckpt.streams import Views
 from tests.distributed.ranks import Lost, Ranks
 
-pytestmark = pytest.mark.alone
-
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)
 
 
@@ -195,9 +193,10 @@ def one_dies(how: str) -> tuple[str, str, float]:
     return told(peers, {1: 100_000_000}, {})
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["killed", "killed before", "stopped", "stopped before"])
 def test_a_rank_that_dies_or_hangs_is_named(ranks: Ranks, how: str) -> None:
-    first, lost, third = ranks.run(3, one_dies, how, allow_death=True, timeout=8.0)
+    first, lost, third = ranks.run(3, one_dies, how, allow_death=True, timeout=6.5)
     assert isinstance(lost, Lost)
     assert "DeadlineError" in (first[0], third[0])
     for kind, text, seconds in (first, third):
@@ -250,6 +249,7 @@ def disagree(here: int, there: int) -> tuple[str, str]:
     return told(peers, {1: here}, {})[:2] if me == 0 else told(peers, {}, {0: there})[:2]
 
 
+@pytest.mark.alone
 def test_ranks_that_disagree_about_sizes(ranks: Ranks) -> None:
     (first, told_first), (second, told_second) = ranks.run(2, disagree, 100, 90)
     assert first == second == "ConsistencyError"
@@ -305,6 +305,7 @@ def strangers() -> tuple[bool, str]:
     return found, answer
 
 
+@pytest.mark.alone
 def test_strangers_are_turned_away(ranks: Ranks) -> None:
     assert ranks.run(2, strangers) == [(True, "b''")] * 2
 
@@ -336,6 +337,7 @@ def store_dies() -> tuple[str, str, float]:
     return told(peers, {0: 100}, {})
 
 
+@pytest.mark.alone
 def test_a_store_that_is_gone_is_named(ranks: Ranks) -> None:
     _, found = ranks.run(2, store_dies, store_on_rank0=True, allow_death=True, timeout=20.0)
     assert found[0] == "DeadlineError"

@@ -22,8 +22,6 @@ from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.distributed.ranks import ROOT, Lost, Ranks
 
-pytestmark = pytest.mark.alone
-
 BIG = 300_000
 
 
@@ -116,6 +114,7 @@ def die(url: str, who: int, at: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("who", "at"), [(1, "write data/"), (1, "commit data/"), (0, "create index-")])
 def test_a_rank_that_dies_ends_the_save_of_the_others_in_time(ranks: Ranks, directory: str, who: int, at: str) -> None:
     found = ranks.run(2, die, f"{directory}/a", who, at, allow_death=True)

@@ -22,14 +22,12 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.store import part_of
 from tests.failures.states import layout, state, stored
 
-pytestmark = pytest.mark.alone
-
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError}
 DEADLINE = 1.0
 """Seconds; a save takes some milliseconds."""
 JOBS = 16
-"""Jobs that wait for their deadlines at the same time."""
+"""Jobs that wait for deadlines, or for each other's errors, at the same time."""
 
 
 @dataclass(eq=False)
@@ -89,10 +87,9 @@ def operations(root: str, rank: int) -> tuple[str, ...]:
 def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: str) -> None:
     log = operations(root, rank)
     publish = log.index("publish checkpoint.json") if rank == 0 else len(log)
-    for n, what in enumerate(log):
-        if kind == "short_write" and not what.startswith("write"):
-            continue
-        url, where = f"{root}/{n}", f"{kind} at operation {n} of rank {rank}, {what}"
+
+    def fail_at(n: int) -> None:
+        url, where = f"{root}/{n}", f"{kind} at operation {n} of rank {rank}, {log[n]}"
         save(url, BEFORE)
         was_there = files(url)
         job = save(url, NEW, rank, Fault(at=n, kind=kind))  # type: ignore[arg-type]
@@ -108,7 +105,11 @@ def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: 
             assert stored(url) == BEFORE and files(url) == was_there, where
         assert save(url, LATER).raised == [None, None] and stored(url) == LATER, where
 
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(fail_at, (n for n, what in enumerate(log) if kind != "short_write" or what.startswith("write"))))
 
+
+@pytest.mark.alone
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: int, after: bool) -> None:
@@ -132,6 +133,7 @@ def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: in
         list(pool.map(crash_at, range(len(log))))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["list data/", "create index-", "publish"])
 def test_a_leader_that_is_slow_to_commit_finds_all_data_still_there(directory: str, what: str) -> None:
     """The other rank gives up, but cannot know that nothing will be committed: its files must stay."""
