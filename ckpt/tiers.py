@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -284,8 +285,10 @@ def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None, re
     if keep == All():
         return
     try:
-        steps = {s.number: s for s in _numbered(_checked(known.list(), root)) if s.committed}
-        facts = infos(list(steps.values()))
+        committed = [s for s in _checked(known.list(), root) if s.committed]
+        steps = {s.number: s for s in _numbered(committed)}
+        # What is not judged, having no number or that of another, stays: and so has to what it uses.
+        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed])
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
         referrers = {info.step: info.referred_by for info in facts}
         for step in remove_steps(root, going, referrers, busy):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -57,7 +57,16 @@ def find_excess(contents: Contents) -> str | None:
     grids = {id(t.grid): t.grid for t in contents.tensors}
     uses = Counter(id(t.grid) for t in contents.tensors if t.alias is None)
     chunks = sum(count * _chunks(grids[grid]) for grid, count in uses.items())
-    room = sum(f.header for f in contents.files) // CHUNK_DIGITS
+    return _excess(chunks, contents.files)
+
+
+def row_excess(tensors: Iterable[TensorEntry], files: Iterable[DataFile]) -> str | None:
+    """The same of the tensors of one rank, whose chunks are all in ``files``."""
+    return _excess(sum(_chunks(t.grid) for t in tensors if t.alias is None), files)
+
+
+def _excess(chunks: int, files: Iterable[DataFile]) -> str | None:
+    room = sum(f.header for f in files) // CHUNK_DIGITS
     return f"the tensors have {chunks} chunks, the headers of the data files have room for {room}" if chunks > room else None
 
 

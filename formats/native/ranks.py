@@ -23,7 +23,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
 from ckpt.geometry import Cuts
 from ckpt.reread import read_checked
 
-from .checks import tensor_problem
+from .checks import row_excess, tensor_problem
 from .nodes import node_problem
 from .paths import RANK_ROWS, RANK_TABLE
 from .tables import from_file, to_file, too_little_memory
@@ -93,9 +93,10 @@ def decode_ranks(data: bytes, where: str) -> RankRows:
     """Where the row of each rank is. Raises CorruptError if it cannot be read."""
     columns = from_file(data, _TABLE, where)
     ranks, lengths, digests = (columns[n].to_numpy(zero_copy_only=False) for n in _TABLE.names)
-    if (np.diff(ranks) <= 0).any() or (len(ranks) and (ranks[0] < 0 or lengths.min() < 0)):
+    stops = np.cumsum(lengths, dtype=np.int64)  # below 0 where it overflows
+    if (np.diff(ranks) <= 0).any() or (len(ranks) and (ranks[0] < 0 or lengths.min() < 0 or stops.min() < 0)):
         raise CorruptError("the ranks do not increase, or a row has no length that can be", where=where, hint="rebuild the index")
-    return RankRows(ranks=ranks.astype(np.int64), stops=np.cumsum(lengths, dtype=np.int64), digests=digests.astype(np.uint64))
+    return RankRows(ranks=ranks.astype(np.int64), stops=stops, digests=digests.astype(np.uint64))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -193,10 +194,12 @@ class RankParts:
     def _keep(self, rank: int, data: bytes) -> None:
         try:
             members = json.loads(data.decode(), parse_constant=_refuse)
-            values = dict(members["values"])
-            tensors = {name: self._entry(rank, name, dict(t)) for name, t in members["tensors"].items()}
-            for name, target in members["aliases"].items():
+            values, own, aliases = (_of_kind(dict, members[m], m) for m in ("values", "tensors", "aliases"))
+            tensors = {name: self._entry(rank, name, _of_kind(dict, t, name)) for name, t in own.items()}
+            for name, target in aliases.items():
                 of = tensors[target]
+                if name in own:
+                    raise ValueError(f"{name!r} is a tensor and an alias")
                 tensors[name] = TensorEntry(name=name, dtype=of.dtype, shape=of.shape, grid=of.grid, alias=target, rank=rank)
         except MemoryError as err:
             raise too_little_memory(len(data), self._where) from err
@@ -204,6 +207,7 @@ class RankParts:
             self._damaged(f"the row of rank {rank} is not what the format says: {err!r}")
         problems = (node_problem(node, REFERENCES_OF_RANKS) for node in values.values())
         problem = next((p for p in problems if p is not None), None)
+        problem = problem or row_excess(tensors.values(), [self._data_files[n] for n in self._of_rank.get(rank, ())])
         for name, entry in tensors.items():
             problem = problem or tensor_problem(entry, tensors, len(self._data_files))
             if problem is None and (name in self.of_job or self.known.setdefault(name, entry) is not entry):
@@ -224,7 +228,7 @@ class RankParts:
             kind = dtype(members["dtype"])
         except FormatError as err:
             raise FormatError(err.message, where=self._where, hint="use a newer release of this software") from err
-        cuts = tuple(Cuts(c) for c in members.get("cuts", [(0, n) for n in members["shape"]]))
+        cuts = tuple(Cuts(c) for c in members.get("cuts", [(0, n) for n in _of_kind(list, members["shape"], name)]))
         sizes = [n for part in (members["shape"], *cuts) for n in part]
         if any(type(n) is not int for n in sizes):
             raise ValueError(f"a size of {name!r} is no integer")
@@ -233,6 +237,12 @@ class RankParts:
 
     def _damaged(self, what: str) -> NoReturn:
         raise CorruptError(f"the index is damaged: {what}", where=self._where, hint="restore this file from a copy, or load another step")
+
+
+def _of_kind(kind: type, value: Any, what: str) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{what!r} is {value!r:.100}")
+    return value
 
 
 def _refuse(text: str) -> NoReturn:

@@ -23,7 +23,7 @@ from ckpt.engine.save import SaveOptions, save_state
 from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.formats.native import commit, datafile
-from ckpt.formats.native.ranks import encode_row
+from ckpt.formats.native.ranks import decode_ranks, encode_row
 from ckpt.formats.registry import open_catalog
 from ckpt.group import Group
 from ckpt.io_backends.posix import PosixBackend
@@ -260,6 +260,10 @@ WRONG = {
     "too many files": ("names a file for 2", lambda row: adding(row, files=[0, 0])),
     "cuts": ("do not increase", lambda row: adding(row, cuts=[[0, 1]])),
     "a size": ("no integer", lambda row: adding(row, shape=[2.0])),
+    "a shape": ("not what the format says", lambda row: adding(row, shape="")),
+    "more chunks than can be": ("have room for", lambda row: adding(row, shape=[999] * 6, cuts=[list(range(1000))] * 6)),
+    "pairs": ("not what the format says", lambda row: changed(row, values=[["also", 1]])),
+    "tensor and alias": ("not what the format says", lambda row: changed(adding(row), aliases={"x": "rng.large@rank1"})),
     "an alias": ("not what the format says", lambda row: changed(row, aliases={"y": "nothing"})),
     "a name": ("rank 1", lambda row: adding(row, "")),
 }
@@ -288,6 +292,17 @@ def test_a_table_of_ranks_that_cannot_be(saved: Path, tmp_path: Path, ranks: dic
     rewritten(tmp_path / "c", rows_of(saved) | ranks)
     with pytest.raises(CorruptError):
         open_catalog(str(tmp_path / "c"))
+
+
+def test_lengths_that_only_add_up_by_overflow() -> None:
+    columns = {"rank": [0, 1, 2], "length": [2**63 - 1, 2**63 - 1, 5], "digest": [0, 0, 0]}
+    types = (pa.int32(), pa.int64(), pa.uint64())
+    table = pa.table({n: pa.array(v, t) for (n, v), t in zip(columns.items(), types, strict=True)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(CorruptError, match="length"):
+        decode_ranks(sink.getvalue().to_pybytes(), "here")
 
 
 def test_an_unknown_dtype_says_so(saved: Path, tmp_path: Path) -> None:

@@ -122,6 +122,17 @@ def test_a_step_that_became_virtual_keeps_what_it_points_into(run: Path) -> None
     assert sorted(p.name for p in run.iterdir()) == ["step-0", "step-6", "step-7"]
 
 
+@pytest.mark.parametrize("name", ["release", "checkpoint-6", "a-step-6"])
+def test_what_a_checkpoint_uses_that_is_not_judged_stays(run: Path, name: str) -> None:
+    """It has no number, or that of another."""
+    import_checkpoint(str(run / "step-1"), str(run / name))
+    tiers = Tiers(str(run), keep=Latest(1))
+    tiers.retain()
+    assert {name, "step-1", "step-7"} <= {p.name for p in run.iterdir()} <= {name, "step-1", "step-6", "step-7"}
+    tiers.retain()
+    assert np.array_equal(ckpt.open(str(run / name))["w"][:].numpy(), TINY["w"])
+
+
 # ------------------------------------------------------------------------------------------------------ the newest first
 
 
