@@ -43,18 +43,24 @@ def count_reads(*, fan: int) -> Counter[str]:
 def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
-    from ckpt import peers
+    from ckpt import peers, relay
     from ckpt.engine import opening
 
-    if case == "flipped" and rank == 1:
+    if case in ("flipped", "flipped head") and rank == 1:
         wrong = opening._Node.hand_on
 
         def hand_on(self: Any) -> None:
             self.bundle = bytearray(self.bundle)
-            self.bundle[-3] ^= 4
+            self.bundle[-3 if case == "flipped" else 8] ^= 4
             wrong(self)
 
         opening._Node.hand_on = hand_on  # type: ignore[method-assign]
+    if case == "zeros" and rank == 1:
+
+        def zeros(parcel: int, piece: int, views: object) -> relay.Views:
+            return relay.Views([memoryview(relay.RECORD.pack(parcel, piece, relay.IN_STREAM, 500, 1)), memoryview(bytes(500))])
+
+        relay._in_stream = zeros
     if case == "broken" and rank == 1:
 
         def refuse(*args: Any, **options: Any) -> Any:
@@ -76,9 +82,9 @@ def test_requests_do_not_grow_with_ranks(ranks: Ranks, tmp_path: Path, count: in
     assert all(loaded == list(range(40)) for _, loaded in found)
 
 
-@pytest.mark.parametrize("case", ["flipped", "broken"])
+@pytest.mark.parametrize("case", ["flipped", "flipped head", "zeros", "broken"])
 def test_what_is_not_handed_on_right_is_read(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    """Rank 1 hands on wrong bytes to ranks 3 and 4, or cannot be reached."""
+    """Rank 1 hands on wrong bytes to ranks 3 and 4, or some that do not fit the digest of the stream, or cannot be reached."""
     ranks.run(1, save, f"{tmp_path}/c")
     found = ranks.run(5, load, f"{tmp_path}/c", case)
     assert all(loaded == list(range(40)) for _, loaded in found)
