@@ -140,7 +140,7 @@ def _worse(facts: Facts) -> Iterator[Advice]:
     if now > _WORSE * before and now - before > NOTICEABLE:
         yield Advice(
             what="Find out what has changed: saves have become slower.",
-            why=f"The median of the last {third} saves is {brief(now)} s, of the first {third} {brief(before)} s.",
+            why=f"The last {third} saves took {brief(now)} s (median), the first {third} took {brief(before)} s.",
         )
 
 

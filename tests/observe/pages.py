@@ -7,8 +7,12 @@ import subprocess
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ckpt.observe.html import render
+from ckpt.observe.report import Setting, build_report
 
 _VOID = {"meta", "br", "col"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -39,6 +43,11 @@ class Element:
 
     def everything(self) -> list[Element]:
         return [self, *(e for c in self.children if isinstance(c, Element) for e in c.everything())]
+
+
+def page_of(*urls: Path, **setting: Any) -> str:
+    """The report on these URLs."""
+    return render(build_report([str(url) for url in urls], Setting(**setting)))
 
 
 class _Reader(HTMLParser):
