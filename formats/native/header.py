@@ -26,6 +26,7 @@ from .keys import METADATA
 _BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 _START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
 """Metadata comes first wherever this software wrote the header."""
+_NO_METADATA = f'{{"{METADATA}":0'.encode()
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
 
@@ -89,7 +90,9 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         entries = _parse_json(data[LENGTH_BYTES:], where)
         metadata, rest = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
     elif layout is None:
-        entries = _parse_json(b"{" + rest[1:] if rest != b"}" else b"{}", where)
+        entries = _parse_json(_NO_METADATA + rest, where)
+        if entries.pop(METADATA) != 0:
+            _damaged("its header has metadata twice", where)
     id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:

@@ -112,6 +112,32 @@ def test_many_chunks_at_once_are_those_of_their_keys() -> None:
         assert find_alike(header, [entry_of("t1"), entry_of("lost")], box, known) is None
 
 
+def repacked(data: bytes, file: DataFile, old: bytes, new: bytes) -> tuple[bytes, DataFile]:
+    """A header with other text, with the digest that the index has of it."""
+    assert old in data
+    changed = data.replace(old, new, 1).rstrip().ljust(len(data))[: len(data)]
+    digest = header_module.xxhash.xxh3_128_hexdigest(changed)
+    return changed, DataFile(path=file.path, size=file.size, header=file.header, digest=digest, rank=file.rank)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"},"w[', b'"}}"w['),
+        (b'"},"w[', b'"},,"w['),
+        (b"]}}", b"]}}}"),
+        (b"]}}", b"]},}"),
+        (b"]}}", b']},"\\u005f_metadata__":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    ],
+)
+def test_what_is_no_json_as_a_whole_is_damage(old: bytes, new: bytes) -> None:
+    data, file = repacked(*file_of(3, ["w"]), old, new)
+    for _ in range(2):
+        with pytest.raises(CorruptError):
+            parse_header(data, file, "there")
+        parse_header(*file_of(3, ["w"]), "there")
+
+
 def test_a_digest_that_is_not_hex_is_damage() -> None:
     data, file = file_of(3, ["w"])
     for bad in (b"g" * 16, "é".encode() * 8):
