@@ -74,6 +74,8 @@ class _Node:
     own_error: BaseException | None = None
     """Of opening the checkpoint here."""
     bundle: bytearray | bytes = b""
+    coming: bytearray = field(default_factory=bytearray)
+    """The bundle, while parts of it may be lacking."""
     feeds: dict[int, Feed] = field(default_factory=dict)
 
     @classmethod
@@ -150,11 +152,12 @@ class _Node:
         """See ``relay.Taker``."""
         if length > 8 * INDEX_LIMIT:
             raise CkptError(f"an index of {length} bytes", where=self.call.url, hint="please report this")
-        self.bundle = bytearray(length)
-        return [memoryview(self.bundle)]
+        self.coming = bytearray(length)
+        return [memoryview(self.coming)]
 
     def filled(self, parcel: int, piece: int) -> bool:
         """See ``relay.Taker``."""
+        self.bundle = self.coming
         self.hand_on()
         return True
 
@@ -171,18 +174,22 @@ def pack(url: str, record: CommitRecord, files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(bundle: bytes, url: str) -> tuple[bytes, dict[str, bytes]] | None:
-    """Record and files; None if there are none, or they are those of another URL: then the ranks do not make the same call."""
+    """Record and files; None if there are none, or it cannot be seen where they are, or they are those of another URL: then the ranks do
+    not make the same call."""
     if bundle in (b"", NOTHING):
         return None
     at = 8 + int.from_bytes(bundle[:8], "little")
-    head = json.loads(bundle[8:at])
-    if head["url"] != url:
-        return None
     files: dict[str, bytes] = {}
-    for name, size in head["sizes"].items():
-        files[name] = bundle[at : at + size]
-        at += size
-    return files.pop(""), files
+    try:
+        head = json.loads(bundle[8:at])
+        if head["url"] != url:
+            return None
+        for name, size in head["sizes"].items():
+            files[name] = bundle[at : at + size]
+            at += size
+        return files.pop(""), files
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def _sent() -> None:
