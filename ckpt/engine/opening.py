@@ -75,7 +75,7 @@ class _Node:
     """Of opening the checkpoint here."""
     bundle: bytearray | bytes = b""
     coming: bytearray = field(default_factory=bytearray)
-    """What will be the bundle once all of it is there and fits its digest."""
+    """The bundle, while parts of it may be lacking."""
     feeds: dict[int, Feed] = field(default_factory=dict)
 
     @classmethod
@@ -174,21 +174,21 @@ def pack(url: str, record: CommitRecord, files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(bundle: bytes, url: str) -> tuple[bytes, dict[str, bytes]] | None:
-    """Record and files; None if there are none, or they were damaged, or are those of another URL: then the ranks do not make the same
-    call."""
+    """Record and files; None if there are none, or it cannot be seen where they are, or they are those of another URL: then the ranks do
+    not make the same call."""
     if bundle in (b"", NOTHING):
         return None
     at = 8 + int.from_bytes(bundle[:8], "little")
+    files: dict[str, bytes] = {}
     try:
         head = json.loads(bundle[8:at])
         if head["url"] != url:
             return None
-        files: dict[str, bytes] = {}
         for name, size in head["sizes"].items():
             files[name] = bundle[at : at + size]
             at += size
         return files.pop(""), files
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

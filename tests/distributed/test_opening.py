@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.engine.opening import _Node
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -89,6 +91,24 @@ def test_what_is_not_handed_on_right_is_read(ranks: Ranks, tmp_path: Path, case:
     found = ranks.run(5, load, f"{tmp_path}/c", case)
     assert all(loaded == list(range(40)) for _, loaded in found)
     assert any(asked for asked, _ in found[1:])
+
+
+def test_whatever_bit_of_it_is_flipped_or_missing(tmp_path: Path) -> None:
+    """Also in what says where the files are in it; and a parent may die while it sends."""
+    url = f"{tmp_path}/c"
+    save(url)
+    call: Any = SimpleNamespace(url=url, group=SimpleNamespace(rank=1))
+    first = _Node(call, None, [])
+    first.read(None)
+    bundle = bytes(first.bundle)
+    head = 8 + int.from_bytes(bundle[:8], "little")
+    for at in [*range(head + 8), len(bundle) - 1]:
+        for wrong in (bundle[:at] + bytes([bundle[at] ^ 4]) + bundle[at + 1 :], bundle[:at] + bytes(len(bundle) - at), bundle[:at]):
+            node = _Node(call, 0, [], bundle=wrong)
+            assert node.opened(None).tensors.keys() == {"w"}
+    dying = _Node(call, 0, [])
+    dying.room(0, 0, len(bundle))[0][:50] = bundle[:50]
+    assert (dying.bundle, dying.opened(None).world_size) == (b"", 1)
 
 
 def load_what_cannot_be(url: str) -> str:
