@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.catalog import Catalog
+from ckpt.control import ControlChannel
 from ckpt.engine import save as save_module
 from ckpt.engine.load import LoadOptions, load_state
 from ckpt.engine.save import SaveOptions, save_state
@@ -311,6 +313,27 @@ def test_an_unknown_dtype_says_so(saved: Path, tmp_path: Path) -> None:
     rewritten(tmp_path / "c", rows | {1: changed(rows[1], tensors={"x": {"dtype": "float3", "shape": [2]}})})
     with pytest.raises(FormatError, match="float3"):
         open_catalog(str(tmp_path / "c")).ranks[1]
+
+
+def test_long_rows_are_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator of random numbers is 6 KB of JSON. Each word of the leader is read by all ranks."""
+    asked = []
+
+    def say(self: ControlChannel, word: Mapping[str, Any]) -> None:
+        asked.extend(["asks"] if "asks" in word else [])
+        said(self, word)
+
+    said = ControlChannel.say
+    monkeypatch.setattr(ControlChannel, "say", say)
+    store = HashStore()
+    groups = [Group(rank, tuple(range(RANKS)), part_of(store, "long", rank)) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        states = [{"w": torch.arange(6.0), "rng": ckpt.PerRank(f"{rank}" * 6000)} for rank in range(RANKS)]
+        for done in [pool.submit(save_state, f"{tmp_path}/c", states[g.rank], g, OPTIONS) for g in groups]:
+            done.result()
+    assert len(asked) < RANKS - 1
+    catalog = open_catalog(f"{tmp_path}/c")
+    assert {rank: values["rng"] for rank, values in catalog.ranks.items()} == {rank: f"{rank}" * 6000 for rank in range(RANKS)}
 
 
 def test_a_rank_refuses_a_value_that_no_reader_takes() -> None:

@@ -176,6 +176,17 @@ def test_bodies_that_break_off(s3_url: str, object_store: ObjectStore, monkeypat
     assert cuts == []
 
 
+def test_a_start_goes_on_where_it_broke_off(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that always cuts answers off is not asked for ever."""
+    data = bytes(range(251)) * (5 * MIB // 251 + 1)
+    put(open_backend(s3_url), "a", data)
+    cuts = [1 * MIB] * 12
+    with cutting(object_store.endpoint, cuts) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert open_backend(s3_url).read_start("a", 4 * MIB) == (data[: 4 * MIB], len(data))
+    assert 6 <= len(cuts) < 12
+
+
 @pytest.mark.filterwarnings("ignore::dateutil.parser.UnknownTimezoneWarning")  # botocore about half a date
 @pytest.mark.parametrize("length", [None, 3_000])
 def test_answers_that_break_off_anywhere(
