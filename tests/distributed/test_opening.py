@@ -84,6 +84,32 @@ def test_requests_do_not_grow_with_ranks(ranks: Ranks, tmp_path: Path, count: in
     assert all(loaded == list(range(40)) for _, loaded in found)
 
 
+def save_apart(url: str) -> None:
+    """As a job of many ranks does: what each rank has of its own lies in rows of ranks."""
+    from ckpt.engine import save as engine
+
+    engine.APART = 0
+    rank = dist.get_rank()
+    ckpt.save(url, {"w": torch.arange(40.0), "own": ckpt.PerRank({"rank": rank, "t": torch.full((3,), float(rank))})})
+
+
+def load_apart(url: str) -> tuple[int, list[float], int, list[float]]:
+    asked, rank = count_reads(fan=2), dist.get_rank()
+    state: dict[str, Any] = {"w": torch.zeros(40), "own": ckpt.PerRank({"rank": -1, "t": torch.zeros(3)})}
+    ckpt.load(url, state, exchange=False)
+    own = state["own"].value
+    assert own["rank"] == rank
+    return asked["index"], state["w"].tolist(), own["rank"], own["t"].tolist()
+
+
+def test_rows_of_ranks_are_not_handed_on(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank reads its own row, and nothing else of the index."""
+    ranks.run(3, save_apart, f"{tmp_path}/c")
+    for rank, (asked, w, own, t) in enumerate(ranks.run(3, load_apart, f"{tmp_path}/c")):
+        assert (w, own, t) == (list(range(40)), rank, [float(rank)] * 3)
+        assert asked <= 2 or rank == 0
+
+
 @pytest.mark.parametrize("case", ["flipped", "flipped head", "zeros", "broken"])
 def test_what_is_not_handed_on_right_is_read(ranks: Ranks, tmp_path: Path, case: str) -> None:
     """Rank 1 hands on wrong bytes to ranks 3 and 4, or some that do not fit the digest of the stream, or cannot be reached."""
