@@ -90,6 +90,7 @@ class Followers:
             SimpleNamespace(
                 group=SimpleNamespace(ranks=tuple(range(job.ranks)), size=job.ranks),
                 fetch=self.blobs.__getitem__,
+                fetch_all=lambda digests: [self.blobs[digest] for digest in digests],
                 beat=lambda: None,
                 url="memory://scale",
             ),

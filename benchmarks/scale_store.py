@@ -278,39 +278,41 @@ def _gloo(rank: int, ranks: int, port: int, contestant: str, folder: str, pipe: 
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """``pool`` and ``place`` are not used: the ranks are played, or threads."""
-    del settings, pool, place
+    """At most ``settings.scale_ranks`` ranks. ``pool`` and ``place`` are not used: the ranks are played, or threads."""
+    sizes = tuple(dict.fromkeys(min(ranks, settings.scale_ranks) for ranks in PLAYED))
+    real_ranks = min(CLIENTS, settings.scale_ranks)
+    del pool, place
     table: dict[int, dict[str, float]] = {}
-    for ranks in PLAYED:
+    for ranks in sizes:
         table[ranks] = played(ranks)
         tell(f"scale, store: leader of {ranks:,}: " + ", ".join(f"{k} {v:.3g}" for k, v in table[ranks].items()))
-    real = clients(CLIENTS, PROCESSES)
-    tell(f"scale, store: {CLIENTS:,} clients: " + ", ".join(f"{k} {v:.3g}" for k, v in real.items()))
-    most = table[PLAYED[-1]]
+    real = clients(real_ranks, PROCESSES)
+    tell(f"scale, store: {real_ranks:,} clients: " + ", ".join(f"{k} {v:.3g}" for k, v in real.items()))
+    most = table[sizes[-1]]
     return [
         Finding(
             scenario="scale",
             title="the leader of a job and its store",
-            columns=("", *(f"{ranks:,} ranks" for ranks in PLAYED)),
-            rows=[(key, *(f"{table[ranks][key]:.3g}" for ranks in PLAYED)) for key in most],
+            columns=("", *(f"{ranks:,} ranks" for ranks in sizes)),
+            rows=[(key, *(f"{table[ranks][key]:.3g}" for ranks in sizes)) for key in most],
             figures={str(ranks): found for ranks, found in table.items()},
             checks=(
                 at_most(
-                    f"leader's CPU of a first and a later save of {PLAYED[-1]:,}",
+                    f"leader's CPU of a first and a later save of {sizes[-1]:,}",
                     most["first save, CPU s"] + most["later save, CPU s"],
                     1.0,
                     "s",
                 ),
-                at_most("leader's calls for each machine and save", most["later save, calls"] / (PLAYED[-1] / MACHINE), MOST_CALLS),
+                at_most("leader's calls for each machine and save", most["later save, calls"] / (sizes[-1] / MACHINE), MOST_CALLS),
             ),
         ),
         Finding(
             scenario="scale",
-            title=f"a save of {CLIENTS:,} real clients",
+            title=f"a save of {real_ranks:,} real clients",
             columns=("", "ckpt"),
             rows=[(key, f"{value:.3g}") for key, value in real.items()],
             figures=real,
-            checks=(at_most("leader's calls for each machine and save", real["leader's calls"] / (CLIENTS / MACHINE), MOST_CALLS),),
+            checks=(at_most("leader's calls for each machine and save", real["leader's calls"] / (real_ranks / MACHINE), MOST_CALLS),),
         ),
     ]
 

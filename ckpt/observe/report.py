@@ -83,6 +83,10 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         saves = history.saves or (read_save(urls[0]),)  # raises what is there
         notes += _notes_of(history)
     else:
+        for url in urls:
+            if not is_checkpoint(url) and (history := read_history(url)).saves:
+                text = "several saves are compared, and this is a run"
+                raise UsageError(text, where=url, hint=f"name one of its saves, such as {history.saves[-1].url}, or the run alone")
         saves = tuple(read_save(url) for url in urls)
     notes += [f"{saved.url}: {saved.problem}" for saved in saves if saved.error is not None][:_COMPARED]
     known = [saved for saved in saves if saved.summary is not None]

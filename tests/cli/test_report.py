@@ -85,3 +85,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for url, code in (("b", 12), ("c", 10)):
         assert report(tmp_path / url, "-o", tmp_path / "r.html").exit_code == code
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_run_beside_another(saved: Path, tmp_path: Path) -> None:
+    result = report(tmp_path, saved, "-o", tmp_path / "r.html")
+    assert result.exit_code == 2
+    assert "this is a run" in result.stderr and str(saved) in result.stderr
