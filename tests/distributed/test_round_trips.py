@@ -56,4 +56,5 @@ def test_a_save_and_a_load_wait_for_few_round_trips(ranks: Ranks, tmp_path: Path
         results = ranks.run(4, save_and_load, str(tmp_path), far.port, 3, timeout=90)
     print(*results, sep="\n")
     later = {what: max(min(took[what][1:]) for took in results) for what in results[0]}
-    assert later["save"] <= 12 and later["load"] <= 12 and later["load, exchange"] <= 15, results
+    assert later["save"] <= 12 and later["load"] <= 12, results
+    assert later["load, exchange"] <= 18, results  # a phase more, and where the others are; 13, and 15 for the leader
