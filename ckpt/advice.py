@@ -19,7 +19,7 @@ BEFORE_CAPTURED = frozenset({"collect", "plan", "capture"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSave:
-    """One save, in seconds: from the call to the commit, and for how long it blocked training at most."""
+    """One save, in seconds: from the call to the commit, and for how long it blocked training."""
 
     seconds: float
     blocked: float

@@ -34,7 +34,7 @@ def command(
     """Say how often the run at ROOT should save, by the formula of Daly.
 
     What a save costs is measured: from the events that ckpt.monitors.JsonLines has kept, or else from the spans of the last
-    checkpoints, which tell for how long a save blocks training at most. -q prints the interval in seconds.
+    checkpoints, which do not tell how long training waited for the save before. -q prints the interval in seconds.
 
     \b
     Example:
@@ -139,8 +139,8 @@ def _print(advice: Advice, fields: dict[str, Any], output: Output) -> None:
         output.line(f"that is as often as saves end; by their cost alone it would be {_time(advice.daly)}")
     per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes cannot be told"
     guessed = "" if fields["load_measured"] else " (not measured: taken to be as long as a save)"
-    blocks = "blocks training for" if fields["source"] == "events" else "blocks training for at most"
-    output.line(f"measured: a save takes {_time(advice.save)} and {blocks} {_time(advice.blocked)}; {per}")
+    waits = "" if fields["source"] == "events" else " (without waits for the save before: only events tell those)"
+    output.line(f"measured: a save takes {_time(advice.save)} and blocks training for {_time(advice.blocked)}{waits}; {per}")
     output.line(f"a load takes {_time(advice.load)}{guessed}")
     output.line(f"a failure every {_time(advice.mtbf)} on {units.plural(fields['ranks'], 'rank')}, which loses {_time(advice.wasted)} each")
     output.line(f"saves and failures take {100 * advice.lost:.2g} % of the time; ETTR {advice.ettr:.3f} (ByteCheckpoint, appendix C)")
