@@ -38,8 +38,8 @@ def command(
     \b
     Example:
       ckpt report runs/a -o report.html
-      ckpt report runs/a/step-00001000 -o report.html --ranks-per-host 8 --price 2.50
-      ckpt report runs/a/step-00001000 runs/b/step-00001000 -o both.html
+      ckpt report runs/a/step-1000 -o report.html --price 2.50
+      ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
     """
     from ckpt.observe.html import render
     from ckpt.observe.report import Setting, build_report

@@ -25,9 +25,9 @@ from ckpt.errors import UsageError
 from ckpt.formats.native.codecs import CODECS
 from ckpt.group import Group
 from ckpt.io_backends.storage_options import configure_storage
+from ckpt.needs import needed
 from ckpt.runs import remove_at
 
-from .needs import needed
 from .reading import read_state
 
 with needed("lightning", "lightning"):

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ckpt.needs import needed
+
 from . import titan
-from .needs import needed
 
 with needed("torchtitan", "torchtitan"):
     from torchtitan.components.checkpointer.base import BaseCheckpointManager

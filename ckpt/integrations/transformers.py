@@ -28,10 +28,10 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StateError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
+from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
 
 from .agreed import agreed_latest
-from .needs import needed
 
 with needed("transformers", "transformers"):
     from transformers import Trainer, TrainerCallback

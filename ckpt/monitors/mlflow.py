@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.events import Event
-from ckpt.integrations.needs import needed
+from ckpt.needs import needed
 
 from .numbers import numbers, reference
 

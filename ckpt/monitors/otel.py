@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt.events import Event
-from ckpt.integrations.needs import needed
+from ckpt.needs import needed
 
 from .numbers import numbers
 

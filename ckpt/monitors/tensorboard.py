@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import UsageError
 from ckpt.events import Event
-from ckpt.integrations.needs import needed
+from ckpt.needs import needed
 
 from .numbers import numbers
 

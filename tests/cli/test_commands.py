@@ -206,7 +206,7 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-MORE = {"convert": ("--to", "native"), "advise": ("--mtbf", "6h")}
+MORE = {"convert": ("--to", "native"), "advise": ("--mtbf", "6h"), "report": ("-o", "report.html")}
 """What a command needs besides URLs."""
 
 

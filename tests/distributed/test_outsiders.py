@@ -9,8 +9,10 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,16 +85,13 @@ def merged(url: str, folder: str) -> tuple[int, int, float]:
     were sent and received, and how many seconds the exchanges took."""
     rank, world = dist.get_rank(), dist.get_world_size()
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    publish, run = Peers._leave, Peers._run
+    publish, run = Peers._publish, Peers._run
     seconds = [0.0]
 
-    def shown(self: Peers, name: str, value: dict[str, object]) -> None:
-        if name == str(rank):
-            addresses = value["addresses"]
-            assert isinstance(addresses, list)
-            for _, port in addresses:
-                Path(folder, "ports", str(port)).touch()
-        publish(self, name, value)
+    def shown(self: Peers, where: Mapping[str, Any]) -> None:
+        for _, port in where["addresses"]:
+            Path(folder, "ports", str(port)).touch()
+        publish(self, where)
 
     def late(self: Peers, *args: object) -> None:
         """One rank comes later than the others, so that they are in the exchange for some time."""
@@ -105,7 +104,7 @@ def merged(url: str, folder: str) -> tuple[int, int, float]:
             if port.name in {str(p) for _, p in (self._port.listener.addresses if self._port.listener else [])}:
                 port.unlink(missing_ok=True)
 
-    Peers._leave, Peers._run = shown, late  # type: ignore[method-assign]
+    Peers._publish, Peers._run = shown, late  # type: ignore[method-assign]
     full = torch.arange(FLAT[0] * FLAT[1], dtype=torch.float32)
     each = -(-len(full) // world)
     mine = full[rank * each : (rank + 1) * each]
