@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +22,7 @@ from ckpt.engine import background
 from ckpt.engine.capture import Capture
 from ckpt.engine.save import memory_of
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
-from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.spans import read_spans
-from ckpt.formats.native.writer import read_record
 from ckpt.group import current_group
-from ckpt.io_backends.registry import open_backend
 
 BIG = 300_000
 """Elements of a float tensor that is too large to be set aside at the call."""
@@ -488,12 +486,24 @@ def test_bytes_that_change_after_the_capture_fail_the_save_while_nobody_waits(mo
         handle.result()
 
 
-@pytest.mark.parametrize(("trainer", "again"), [("waits", 0), ("goes on", 2 * 4 * BIG), ("waits beside a thread", 2 * 4 * BIG)])
-def test_plain_tensors_are_hashed_again_only_if_an_operation_may_be_going_on(url: str, trainer: str, again: int) -> None:
-    state, end = {"a": torch.ones(BIG), "b": torch.ones(BIG)}, threading.Event()
-    thread = threading.Thread(target=end.wait)
+HASHED_AGAIN = """
+import sys, threading
+import torch
+import ckpt
+from ckpt.engine import capture
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.spans import read_spans
+from ckpt.formats.native.writer import read_record
+from ckpt.io_backends.registry import open_backend
+
+base = sys.argv[1]
+
+for trainer in ("waits", "goes on", "waits beside a thread"):
+    capture.PATIENCE = 30.0 if trainer == "waits" else 0.1  # a busy machine must not keep the trainer from waiting in time
+    state, end = {name: torch.ones(BIG) for name in "ab"}, threading.Event()
     if trainer == "waits beside a thread":
-        thread.start()
+        threading.Thread(target=end.wait).start()
+    url = f"{base}/{trainer}"
     handle = ckpt.save_async(url, state)
     while trainer == "goes on" and not handle.done():
         torch.ones(3).add_(1)
@@ -501,5 +511,13 @@ def test_plain_tensors_are_hashed_again_only_if_an_operation_may_be_going_on(url
     end.set()
     handle.result()
     backend = open_backend(url)
-    (table,) = read_spans(backend, CommitRecord.from_bytes(read_record(backend) or b"", url)).values()
-    assert sum(s.nbytes for s in table.spans if s.phase == "hash") == again
+    (table,) = read_spans(backend, CommitRecord.from_bytes(read_record(backend), url)).values()
+    print(sum(s.nbytes for s in table.spans if s.phase == "hash"))
+"""
+
+
+def test_plain_tensors_are_hashed_again_only_if_an_operation_may_be_going_on(url: str) -> None:
+    """In a process of its own: threads that other tests leave behind, such as fsspec's, count as operations."""
+    done = subprocess.run([sys.executable, "-c", HASHED_AGAIN.replace("BIG", str(BIG)), url], capture_output=True, text=True, check=True)
+    everything = 2 * 4 * BIG
+    assert [int(line) for line in done.stdout.split()] == [0, everything, everything]
