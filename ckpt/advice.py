@@ -15,6 +15,8 @@ from .spans import SpanTable
 
 BEFORE_CAPTURED = frozenset({"collect", "plan", "capture"})
 """Phases in which a save in the background may hold training up."""
+PAUSE = 2.0
+"""Steps that took this many times as long as the fastest ones are not training alone: the job stood still between two starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Advice:
     young: float
     daly: float
     interval: float
-    """Daly's, but no shorter than a save takes: one is in flight at a time."""
+    """Daly's, but no shorter than a save takes, since one is in flight at a time, nor than a step of training."""
 
     @property
     def wasted(self) -> float:
@@ -57,8 +59,8 @@ class Advice:
         return min(1.0, self.blocked / (self.interval + self.blocked) + self.wasted / self.mtbf)
 
 
-def advise(saves: Sequence[MeasuredSave], load: float | None, mtbf: float) -> Advice:
-    """The best interval for a job that fails every ``mtbf`` seconds. ``load`` None: as long as a save.
+def advise(saves: Sequence[MeasuredSave], load: float | None, mtbf: float, *, step: float | None = None) -> Advice:
+    """The best interval for a job that fails every ``mtbf`` seconds. ``load`` None: as long as a save. ``step``: seconds of one, if known.
 
     Raises:
         UsageError: ``mtbf`` is not positive.
@@ -73,15 +75,16 @@ def advise(saves: Sequence[MeasuredSave], load: float | None, mtbf: float) -> Ad
         load=took if load is None else load,
         young=young(blocked, mtbf),
         daly=daly(blocked, mtbf),
-        interval=max(daly(blocked, mtbf), took),
+        interval=max(daly(blocked, mtbf), took, step or 0.0),
     )
 
 
 def step_seconds(steps: Iterable[tuple[int, datetime]]) -> float | None:
-    """Seconds of a step of training, from the numbers of steps and when they were committed; None if that cannot be told."""
+    """Seconds of a step of training, from the numbers of steps and when they were committed; None if that cannot be told. Stretches with a
+    pause in them, such as that between the end of a job and the start of the next one, are left out."""
     pairs = pairwise(sorted(steps))
     rates = [(later - at).total_seconds() / (m - n) for (n, at), (m, later) in pairs if m > n and later > at]
-    return median(rates) if rates else None
+    return median(rate for rate in rates if rate <= PAUSE * min(rates)) if rates else None
 
 
 def of_spans(tables: Mapping[int, SpanTable]) -> MeasuredSave:

@@ -50,22 +50,22 @@ def command(
     steps = [s for s in list_steps(root) if s.committed and s.number is not None]
     if not steps:
         raise none_here(root)
-    told, loads = _of_events(root, events)
-    saves = told[-last:] or _of_spans(steps[-last:])
+    measured, loads = _of_events(root, events)
+    saves = measured[-last:] or _of_spans(steps[-last:])
     if not saves:
         hint = f"save with CKPT_SPANS=on, or with on_event=ckpt.monitors.JsonLines({root!r} + '/{EVENTS}')"
         raise NotFoundError("nothing tells what the saves of this run took", where=root, hint=hint)
-    had = steps[-1].world_size or 1
+    ranks_of_run = steps[-1].world_size or 1
     took = given if given is not None else median(loads) if loads else None
-    advice = advise(saves, took, between * (had / ranks if ranks is not None else 1))
     moments = [(s.number, moment_of(s.created)) for s in steps[-last:] if s.number is not None and s.created]
     per_step = step_seconds([(number, at) for number, at in moments if at is not None])
+    advice = advise(saves, took, between * (ranks_of_run / ranks if ranks is not None else 1), step=per_step)
     every = max(1, round(advice.interval / per_step)) if per_step else None
     fields: dict[str, Any] = {
         "root": root,
         "saves": len(saves),
-        "source": "events" if told else "spans",
-        "ranks": ranks if ranks is not None else had,
+        "source": "events" if measured else "spans",
+        "ranks": ranks if ranks is not None else ranks_of_run,
         "mtbf": advice.mtbf,
         "save_seconds": advice.save,
         "blocked_seconds": advice.blocked,
@@ -112,32 +112,33 @@ def _of_spans(steps: list[Step]) -> list[MeasuredSave]:
     from ckpt.formats.native.writer import read_record
     from ckpt.io_backends.registry import open_backend
 
-    found = []
+    saves = []
     for step in steps:
         backend = open_backend(step.url)
         data = read_record(backend)
         if data is None:  # removed meanwhile
             continue
         try:
-            found.append(of_spans(read_spans(backend, CommitRecord.from_bytes(data, step.url))))
+            saves.append(of_spans(read_spans(backend, CommitRecord.from_bytes(data, step.url))))
         except NotFoundError:
             continue
-    return found
+    return saves
 
 
 def _seconds(text: str, option: str) -> float:
-    found = units.seconds(text)
-    if not found:
+    seconds = units.seconds(text)
+    if not seconds:
         raise UsageError(f"{option} is a time such as 6h, 1d12h, 90min or 30s, not {text!r}", hint=f"{option} 6h")
-    return found
+    return seconds
 
 
 def _print(advice: Advice, fields: dict[str, Any], output: Output) -> None:
     steps = f", every {units.plural(fields['interval_steps'], 'step')}" if fields["interval_steps"] else ""
     output.line(f"save every {_time(advice.interval)}{steps}")
     if advice.interval > advice.daly:
-        output.line(f"that is as often as saves end; by their cost alone it would be {_time(advice.daly)}")
-    per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes cannot be told"
+        limit = "as often as saves end" if advice.interval == advice.save else "every step"
+        output.line(f"that is {limit}; by their cost alone it would be {_time(advice.daly)}")
+    per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes cannot be measured"
     guessed = "" if fields["load_measured"] else " (not measured: taken to be as long as a save)"
     waits = "" if fields["source"] == "events" else " (without waits for the save before: only events tell those)"
     output.line(f"measured: a save takes {_time(advice.save)} and blocks training for {_time(advice.blocked)}{waits}; {per}")

@@ -117,6 +117,23 @@ def test_steps_of_training_come_from_the_times_of_commits(tmp_path: Path, monkey
     commits = [(100, start), (300, start + timedelta(seconds=500)), (200, start + timedelta(seconds=200)), (301, start)]
     assert step_seconds(commits) == 2.5  # 2 and 3; a clock that went back tells nothing
     assert step_seconds(commits[:1]) is None
+    resumed = [*commits[1:3], (100, start), (400, start + timedelta(hours=3)), (500, start + timedelta(hours=9))]
+    assert step_seconds(resumed) == 2.5  # the job stood still before steps 400 and 500
+
+
+def test_never_more_often_than_every_step(tmp_path: Path) -> None:
+    from ckpt.advice import MeasuredSave, advise
+
+    cheap = [MeasuredSave(seconds=0.01, blocked=0.0001)]
+    assert advise(cheap, None, 3600, step=30.0).interval == 30.0
+    assert advise(cheap, None, 3600).interval == pytest.approx(math.sqrt(2 * 0.0001 * 3600), rel=0.01)
+
+
+def test_that_every_step_pays_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.advice.step_seconds", lambda commits: 300.0)
+    save(tmp_path, 10, spans({"write": (0, 0.01)}))
+    text = advise(tmp_path, "--mtbf", "1h").stdout
+    assert text.startswith("save every 5 min, every 1 step\nthat is every step; by their cost alone it would be 8.48 s\n")
 
 
 def test_what_cannot_be_advised(tmp_path: Path) -> None:
