@@ -23,7 +23,7 @@ from ckpt.engine.garbage import uncollected
 from ckpt.engine.leader import Leader, Tables
 from ckpt.engine.plan import APART, Plans
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import RANK_ROWS
+from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
 from ckpt.group import Call, Row
 from ckpt.io_backends.memory import MemoryBackend
@@ -173,6 +173,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
             began = cpu_seconds()
             leader.keep_spans(id, {rank: row["spans"] for rank, row in rows.items()})
             found[f"spans_{save}"] = cpu_seconds() - began
+            found["spans_bytes"] = MemoryBackend("memory://scale").size(index_path(id, SPANS))
         found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
         record = CommitRecord.from_bytes(MemoryBackend("memory://scale").read(COMMIT_PATH), COMMIT_PATH)
         found["index"] = sum(f.size for name, f in record.index.items() if name != RANK_ROWS)
@@ -191,7 +192,8 @@ OWN = 3
 GROWTH = 1.1
 """Most exponent with which work may grow with the ranks."""
 RANK_MOST, FAR_MOST, LEADER_MOST, LATER_MOST, EXPERTS_MOST, ALL_MOST, OWN_MOST, OWN_INDEX = 1.0, 2.5, 5.0, 1.0, 10.0, 2.0, 1.0, 3e6
-"""The marks, at ``MARKED`` ranks: CPU seconds, and bytes of the index."""
+SPANS_MOST, SPANS_FILE = 0.5, 5e6
+"""The marks, at ``MARKED`` ranks: CPU seconds, and bytes of the index and of the file of spans."""
 MARKED = 16_384
 FLOOR = 0.05
 """CPU seconds below which nothing is said of growth: what does not grow with the ranks is more than what does."""
@@ -272,6 +274,8 @@ def _leads(
         checks += [
             at_most(f"the leader's first save, 3-D, {ranks:,} ranks", three["all_0"], LEADER_MOST, "CPU s"),
             at_most(f"the leader's next save, 3-D, {ranks:,} ranks", three["all_1"], LATER_MOST, "CPU s"),
+            at_most(f"the leader's spans, 3-D, {ranks:,} ranks", max(three["spans_0"], three["spans_1"]), SPANS_MOST, "CPU s"),
+            at_most(f"file of spans, 3-D, {ranks:,} ranks", three["spans_bytes"], SPANS_FILE, "bytes"),
             at_most(f"the leader's first check, EP64, {ranks:,} ranks", experts["check_0"], EXPERTS_MOST, "CPU s"),
             at_most(f"values of each rank's own, {ranks:,} ranks: more of the leader", more, OWN_MOST, "CPU s"),
             at_most(f"values of each rank's own, {ranks:,} ranks: index that every reader opens", own[ranks]["index"], OWN_INDEX, "bytes"),

@@ -138,7 +138,7 @@ def _print(advice: Advice, fields: dict[str, Any], output: Output) -> None:
     if advice.interval > advice.daly:
         limit = "as often as saves end" if advice.interval == advice.save else "every step"
         output.line(f"that is {limit}; by their cost alone it would be {_time(advice.daly)}")
-    per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes cannot be measured"
+    per = f"a step takes {_time(fields['step_seconds'])}" if fields["step_seconds"] else "how long a step takes is not known"
     guessed = "" if fields["load_measured"] else " (not measured: taken to be as long as a save)"
     waits = "" if fields["source"] == "events" else " (without waits for the save before: only events tell those)"
     output.line(f"measured: a save takes {_time(advice.save)} and blocks training for {_time(advice.blocked)}{waits}; {per}")

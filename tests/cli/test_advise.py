@@ -85,7 +85,7 @@ def test_of_saves_in_the_background(tmp_path: Path) -> None:
     assert found["daly_seconds"] == pytest.approx(expected(2, 300, 300, 7200)["daly_seconds"]) and found["daly_seconds"] < 300
     text = advise(tmp_path, "--mtbf", "2h").stdout
     assert (
-        "save every 5 min\n" in text and "blocks training for 2 s (without waits" in text and "how long a step takes cannot be told" in text
+        "save every 5 min\n" in text and "blocks training for 2 s (without waits" in text and "how long a step takes is not known" in text
     )
     assert "not measured: taken to be as long as a save" in text and "ETTR" in text
     assert advise(tmp_path, "--mtbf", "2h", "-q").stdout == "300\n"
