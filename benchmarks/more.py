@@ -18,6 +18,7 @@ from . import (
     planning_large,
     scale,
     stepping,
+    watching,
 )
 from .findings import Finding
 from .places import Place
@@ -33,6 +34,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "plan-large": planning_large.run,
     "scale": scale.run,
     "step": stepping.run,
+    "watching": watching.run,
     "s3": object_store.run,
     "convert": converting.run,
     "export": exporting.run,

@@ -35,6 +35,7 @@ SCENARIOS = (
     "plan-large",
     "scale",
     "step",
+    "watching",
     "s3",
     "convert",
     "export",
