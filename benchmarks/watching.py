@@ -1,7 +1,7 @@
 """The scenario ``watching``: what a job pays for being watched: the spans of its saves, a listener for its events, and the alerts.
 
-One measurement of a large save does not show that beside its noise. So small saves are made in turns, watched and not, and the difference of
-their CPU times is set beside the CPU time of a save of ``--size`` MB per rank.
+One measurement of a large save does not show that beside its noise. So small saves are made in turns, watched and not, and the difference
+of their CPU times is set beside the CPU time of a save of ``--size`` MB per rank.
 """
 
 from __future__ import annotations
