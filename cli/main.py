@@ -12,16 +12,17 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from keyword import iskeyword
 from typing import Any
 
 import click
 
 from ckpt._version import __version__
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StorageError
 from ckpt.printable import printable
 
-from .output import Output
+from .output import Output, unwritable
 from .start import INTERRUPTED, quit_at_once
 
 COMMANDS = {
@@ -97,7 +98,7 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
     """Run a command; say what went wrong, if anything, and give the exit code."""
     try:
         code = run()
-        sys.stdout.flush()
+        _flush()
     except CkptError as err:
         _say(type(err).__name__, err.message, err.where, err.hint, err.exit_code, as_json=as_json)
         return err.exit_code
@@ -110,8 +111,7 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone (ckpt ls | head). Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go_of_stdout()  # whoever read our output has gone (ckpt ls | head)
         return 1
     except Exception as err:  # noqa: BLE001 - the boundary of the program: everything unexpected is shown whole
         click.echo(printable(traceback.format_exc()), err=True, nl=False)
@@ -119,6 +119,21 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
             _document(type(err).__name__, str(err), None, None, 1)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as err:
+        _let_go_of_stdout()
+        raise unwritable(err) from err
+
+
+def _let_go_of_stdout() -> None:
+    """Python would complain once more when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(kind: str, message: str, where: str | None, hint: str | None, code: int, *, as_json: bool) -> None:
@@ -130,4 +145,5 @@ def _say(kind: str, message: str, where: str | None, hint: str | None, code: int
 
 
 def _document(kind: str, message: str, where: str | None, hint: str | None, code: int) -> None:
-    Output().document({"error": {"type": kind, "message": message, "where": where, "hint": hint, "exit_code": code}})
+    with suppress(StorageError):  # where standard output takes nothing, the line on stderr has said all
+        Output().document({"error": {"type": kind, "message": message, "where": where, "hint": hint, "exit_code": code}})

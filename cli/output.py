@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from ckpt.errors import StorageError
 from ckpt.printable import printable, printable_json
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -35,11 +36,11 @@ class Output:
 
     def document(self, fields: Mapping[str, Any]) -> None:
         """The one JSON document of a command, on stdout; on one line unless a person looks at it."""
-        click.echo(printable_json(json.dumps(fields, ensure_ascii=False, allow_nan=False, indent=2 if sys.stdout.isatty() else None)))
+        _print(printable_json(json.dumps(fields, ensure_ascii=False, allow_nan=False, indent=2 if sys.stdout.isatty() else None)))
 
     def line(self, text: str = "") -> None:
         """A line of data, on stdout. Colours are dropped where nobody would see them."""
-        click.echo(_rendered(text, colours=_colours(sys.stdout)))
+        _print(_rendered(text, colours=_colours(sys.stdout)))
 
     def talk(self, text: str) -> None:
         """A line that is not data, on stderr; nothing if quiet."""
@@ -60,6 +61,21 @@ def options(command: Command) -> Command:
     """The options that every command has: ``--json`` and ``-q``. The command takes them as ``as_json`` and ``quiet``."""
     command = click.option("--json", "as_json", is_flag=True, help="Print one JSON document; its fields are only ever added to.")(command)
     return click.option("-q", "--quiet", is_flag=True, help="Print bare names or nothing; only errors on stderr.")(command)
+
+
+def _print(text: str) -> None:
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as err:
+        raise unwritable(err) from err
+
+
+def unwritable(err: OSError) -> StorageError:
+    """What to raise if standard output takes nothing more."""
+    hint = "free space where it is redirected to, or redirect it elsewhere"
+    return StorageError(f"standard output cannot be written: {err.strerror or err}", hint=hint)
 
 
 def style(text: str, name: str) -> str:

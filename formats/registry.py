@@ -106,8 +106,12 @@ def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
         known.append(candidate.name)
     if has_debris(backend):
         raise not_committed(url)
+    below = _below(url, names)
+    if below is not None:
+        hint = f"name one of them, such as {below}; `ckpt ls` lists them"
+        raise FormatError("checkpoints lie below this directory, which is none itself", where=url, hint=hint)
     raise FormatError(
-        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(backend, names)
+        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )
 
 
@@ -160,15 +164,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _hint(backend: Backend, names: list[str]) -> str:
+def _hint(names: list[str]) -> str:
     from .megatron.legacy import FILE
     from .torchzip.catalog import SUFFIXES
 
     if FILE in names:
         return "this is what one rank of a Megatron job wrote: name the directory above it, such as iter_0001000"
-    below = _below(backend.url, names)
-    if below is not None:
-        return f"checkpoints lie below: name one of them, such as {below}; `ckpt ls` lists them"
     archives = [n for n in names if n.endswith(SUFFIXES)]
     if len(archives) > 1:
         return f"these look like several torch.save files: name one of them, such as {archives[0]}"

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from ckpt import units
+from ckpt.cli.main import cli
 from ckpt.cli.output import Output
 from ckpt.cli.progress import Lines, progress
 from tests.cli.checkpoints import sample, write_checkpoint
@@ -149,3 +151,20 @@ def test_a_reader_that_leaves_is_no_error_worth_a_traceback(tmp_path: Path) -> N
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("command", [["ls"], ["stats"], ["gc", "--dry-run"]])
+def test_standard_output_that_takes_nothing_is_an_error(tmp_path: Path, command: list[str], more: list[str]) -> None:
+    write_checkpoint(str(tmp_path / "step-1"), sample())
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *command, str(tmp_path), *more], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (30, "error: standard output cannot be written: No space left on device")
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
+def test_a_run_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(str(tmp_path / "step-1"), sample())
+    result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
+    assert result.exit_code == 12 and "checkpoints lie below this directory, which is none itself" in result.stderr
+    assert f"such as {tmp_path / 'step-1'}" in result.stderr
