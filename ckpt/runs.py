@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt.formats.conversion import CONVERTING
-from ckpt.formats.native.catalog import read_index_file, read_record
+from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
 from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_debris
@@ -311,5 +311,5 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
 def _sources(record: CommitRecord, url: str) -> tuple[str, ...]:
     if VIRTUAL not in record.features:
         return ()
-    data = read_index_file(open_backend(url), record, SOURCES)
+    data = read_index(open_backend(url), record, SOURCES)
     return tuple({source.root: None for source in decode_sources(data, url)})

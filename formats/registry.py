@@ -55,7 +55,7 @@ def open_catalog(url: str, *, sources: Sequence[str] | None = None, read: Readin
 
     Args:
         sources: where the files may lie that a virtual checkpoint points into; by default as ``CKPT_SOURCES`` says.
-        read: gives the files of the index of a checkpoint of ours, in place of ``read_index_file``.
+        read: gives the files of the index of a checkpoint of ours, in place of ``read_index``.
 
     Raises:
         NotFoundError: nothing is there.
@@ -65,11 +65,11 @@ def open_catalog(url: str, *, sources: Sequence[str] | None = None, read: Readin
     """
     from ckpt.io_backends.registry import open_backend
 
-    from .native.catalog import open_native, read_index_file, read_record
+    from .native.catalog import open_native, read_index, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
-        return open_native(native, record, sources, read or read_index_file)
+        return open_native(native, record, sources, read or read_index)
     backend, names = _look(url)
     return read_checked(_Files(url, backend, names), "", partial(_open_foreign, url, backend, names), faults=(CorruptError, FormatError))
 

@@ -19,7 +19,7 @@ import xxhash
 
 from ckpt.catalog import Catalog
 from ckpt.errors import CkptError
-from ckpt.formats.native.catalog import open_native, read_index_file
+from ckpt.formats.native.catalog import open_native, read_index, read_index_file
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import INDEX_LIMIT
 from ckpt.formats.registry import open_catalog
@@ -105,7 +105,7 @@ class _Node:
         files: dict[str, bytes] = {}
 
         def read(backend: Backend, record: CommitRecord, name: str) -> bytes:
-            files[name] = read_index_file(backend, record, name)
+            files[name] = read_index(backend, record, name)
             return files[name]
 
         self.catalog = open_catalog(self.call.url, sources=sources, read=read)

@@ -285,10 +285,16 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     return read_checked(backend, file.path, read)
 
 
+def read_index(backend: Backend, record: CommitRecord, name: str) -> bytes:
+    """One index file, verified: what the record repeats of it, which is no request, or the file. Raises what ``read_index_file`` does."""
+    repeated = record.repeated(name)
+    return read_index_file(backend, record, name) if repeated is None else repeated
+
+
 Reading = Callable[["Backend", CommitRecord, str], bytes]
 
 
-def _open(backend: Backend, data: bytes | None, read: Reading = read_index_file) -> tuple[CommitRecord, Contents]:
+def _open(backend: Backend, data: bytes | None, read: Reading = read_index) -> tuple[CommitRecord, Contents]:
     """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
     data = _present_record(backend) if data is None else data
     for _ in range(_REPLACED_TRIES):
@@ -344,7 +350,7 @@ def not_committed(url: str) -> NotCommittedError:
 
 
 def open_native(
-    backend: Backend, record: bytes | None = None, sources: Sequence[str] | None = None, read: Reading = read_index_file
+    backend: Backend, record: bytes | None = None, sources: Sequence[str] | None = None, read: Reading = read_index
 ) -> NativeCatalog | VirtualCatalog:
     """The checkpoint here, whose chunks are in its own files or in those of others. ``record`` and errors are as for the catalogs;
     ``sources`` says where the files of others may lie; ``read`` gives an index file by its name, verified."""

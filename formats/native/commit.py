@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from base64 import b64decode, b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -32,6 +33,8 @@ APART = "ranks"
 FEATURES = frozenset({CODED, VIRTUAL, APART})
 """Extensions that this reader knows."""
 
+INLINE_LIMIT = 8 << 10
+"""Bytes of index files that a record repeats at most: it is read with every listing of a run."""
 RECORD_LIMIT = 64 << 20
 """Bytes of a commit record that are read: millions of times what one takes."""
 
@@ -54,7 +57,8 @@ class IndexFile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
     """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
-    ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding; ``metrics`` and ``tags`` are what the job said of it."""
+    ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding; ``metrics`` and ``tags`` are what the job said of it.
+    ``inline`` repeats small index files, in base64, for storage where each file is a request."""
 
     id: str
     created: str
@@ -65,6 +69,7 @@ class CommitRecord:
     tensor_bytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    inline: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes.
@@ -89,11 +94,21 @@ class CommitRecord:
             "tensor_bytes": self.tensor_bytes,
             **({"metrics": {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}} if self.metrics else {}),
             **({"tags": list(self.tags)} if self.tags else {}),
+            **({"inline": dict(self.inline)} if self.inline else {}),
             "digest": _ZEROS.decode(),
         }
         data = json.dumps(members, indent=2).encode() + b"\n"
         at = data.rindex(_ZEROS)
         return data[:at] + xxhash.xxh3_128_hexdigest(data).encode() + data[at + len(_ZEROS) :]
+
+    def repeated(self, name: str) -> bytes | None:
+        """The index file ``name`` if this record repeats it, verified as the file itself would be; else None."""
+        file = self.index[name]
+        try:
+            data = b64decode(self.inline[name], validate=True)
+        except (KeyError, ValueError):
+            return None
+        return data if len(data) == file.size and xxhash.xxh3_128_hexdigest(data) == file.digest else None
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
@@ -107,6 +122,17 @@ class CommitRecord:
         _check_digest(data, members, where)
         _check_known(members, where)
         return _record(members, where)
+
+
+def inlined(files: Mapping[str, bytes], limit: int) -> dict[str, str]:
+    """What ``CommitRecord.inline`` repeats of index files: the smallest first, ``limit`` bytes in all at most."""
+    texts = {}
+    for name, data in sorted(files.items(), key=lambda item: len(item[1])):
+        limit -= len(data)
+        if limit < 0:
+            break
+        texts[name] = b64encode(data).decode()
+    return texts
 
 
 def new_id(after: bytes | None = None, *, later_than: str | None = None, random: int | None = None) -> str:
@@ -252,6 +278,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         tensor_bytes=_member(members, "tensor_bytes", int, where),
         metrics=_metrics(members.get("metrics", {}), where),
         tags=_tags(members.get("tags", []), where),
+        inline=_inline(members.get("inline")),
     )
 
 
@@ -275,6 +302,11 @@ def _tags(found: object, where: str) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
         _damaged("its tags are not an array of strings", where)
     return tuple(found)
+
+
+def _inline(found: object) -> dict[str, str]:
+    """What cannot be used is no damage: the files that it repeats are there."""
+    return {name: text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
 
 
 def _index_file(members: dict[str, Any], name: str, where: str) -> IndexFile:

@@ -13,11 +13,11 @@ import xxhash
 from ckpt.catalog import Contents
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError
 
-from .catalog import read_index_file, read_record
+from .catalog import read_index, read_record
 from .clearing import check_no_link, check_there, clear, confirm
-from .commit import COMMIT_PATH, CommitRecord, IndexFile, new_id, now, writer_name
+from .commit import COMMIT_PATH, INLINE_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .index import Kept, decode_files, encode_index
-from .paths import FILES, SPANS, data_prefix, id_of, index_path
+from .paths import FILES, RANK_ROWS, SPANS, data_prefix, id_of, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -61,6 +61,8 @@ def write_index(
     kept = Kept() if kept is None else kept
     files = encode_index(contents, kept)
     record = _record(files, kept.tensor_bytes + contents.rows_bytes, id, world_size, features, metrics or {})
+    small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
+    record = replace(record, inline=inlined(small, min(INLINE_LIMIT, backend.grain.gap)))
     made: list[str] = []
     try:
         for name, data in files.items():
@@ -108,7 +110,7 @@ def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str
     record = CommitRecord.from_bytes(data, _where(backend))
     index = (*(f.path for f in record.index.values()), *_spans_path(backend, record.id))
     try:
-        files = decode_files(read_index_file(backend, record, FILES), record.index[FILES].path)
+        files = decode_files(read_index(backend, record, FILES), record.index[FILES].path)
     except CorruptError:
         return (*index, *(e.path for e in backend.list(data_prefix(record.id))))
     return (*index, *(f.path for f in files))
