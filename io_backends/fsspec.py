@@ -119,11 +119,16 @@ class FsspecBackend(Backend):
     def _range_or_nothing(self, path: str, offset: int, length: int) -> bytes:
         """Some storages raise what they like for a range beyond the end."""
         try:
-            return bytes(self._fs.cat_file(self._place.key(path), start=offset, end=offset + length)) if length else b""
+            data = bytes(self._fs.cat_file(self._place.key(path), start=offset, end=offset + length)) if length else b""
         except Exception as err:
             if not isinstance(mapped(err, path, "read", reading=True), NotFoundError) and offset + length > self._info_size(path):
                 return b""
             raise
+        if len(data) > length:
+            told = f"the storage was asked for {length} bytes and gave {len(data)}: it does not know ranges"
+            hint = "serve the files with a server that does, as nginx and Apache do, or copy them to this machine first"
+            raise StorageError(told, where=self._place.where(path), hint=hint)
+        return data
 
     def read_whole(self, path: str, limit: int) -> bytes:
         """See ``Backend.read_whole``. A byte more is asked for than there were: if it does not come, these are all."""

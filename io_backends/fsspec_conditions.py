@@ -18,6 +18,8 @@ from .fsspec_errors import fsspec_errors
 _PROBE, _AGAIN = b"probe", b"again"
 
 _known: dict[tuple[str, str], bool] = {}
+_writable: set[tuple[str, str]] = set()
+"""File systems and places below which an object could be written."""
 
 
 def only_if_absent(fs: Any) -> dict[str, Any]:
@@ -32,6 +34,16 @@ def only_if_absent(fs: Any) -> dict[str, Any]:
 def is_known(fs: Any, bucket: str) -> bool:
     """Whether ``bucket`` has been tried."""
     return (fs._fs_token, bucket) in _known
+
+
+def is_writable(fs: Any, place: str) -> bool:
+    """Whether an object could be written below ``place`` before."""
+    return (fs._fs_token, place) in _writable
+
+
+def note_writable(fs: Any, place: str) -> None:
+    """That one was written there."""
+    _writable.add((fs._fs_token, place))
 
 
 def try_it(fs: Any, bucket: str, key: str, where: str, put: Callable[[dict[str, Any]], object]) -> None:

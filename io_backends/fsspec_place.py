@@ -14,7 +14,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from ckpt.errors import NotFoundError, UsageError
 
 from .checks import check_path
-from .fsspec_conditions import conditional, is_known, try_it
+from .fsspec_conditions import conditional, is_known, is_writable, note_writable, try_it
 from .fsspec_errors import fsspec_errors, is_absence
 from .fsspec_opening import BUCKETS, DIRECTORIES, THIS_MACHINE, after_fork, opened, protocols_of, secrets_of
 
@@ -144,14 +144,17 @@ class Place:
         return conditional(self.fs, self.bucket, self.url)
 
     def prepare(self) -> None:
-        """Write a small object and remove it; the first time in a bucket, try conditions with it.
+        """Write a small object and remove it: on object stores once for all places beside each other, such as the steps of a run. The first
+        time in a bucket, try conditions with it.
 
         Raises:
             StorageError: as ``is_conditional``, or nothing can be written.
         """
-        if self.speaks(DIRECTORIES) or is_known(self.fs, self.bucket):
+        run = self.root.rpartition("/")[0]
+        if self.speaks(DIRECTORIES) or (is_known(self.fs, self.bucket) and not is_writable(self.fs, run)):
             self._probe()
         self.is_conditional()
+        note_writable(self.fs, run)
 
     def _probe(self) -> None:
         key = self.key(f".prepare-{secrets.token_hex(8)}.tmp")

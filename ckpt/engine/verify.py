@@ -20,7 +20,7 @@ import xxhash
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.foreign import ForeignCatalog
-from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.codecs import decode
 from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
@@ -101,7 +101,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     """
     began = time.monotonic()
     try:
-        catalog = open_catalog(url)
+        catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
         len(catalog.tensors), [*catalog.ranks.values()]  # what lies apart is read now
     except CorruptError as err:
         problems = check_index(open_backend(url), err)

@@ -7,8 +7,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.native.commit import CommitRecord, IndexFile, new_id
+from ckpt.formats.native.commit import CommitRecord, IndexFile, inlined, new_id
 
 RECORD = CommitRecord(
     id="0123456789abcdef",
@@ -35,6 +35,23 @@ def sealed(members):
 
 def members():
     return json.loads(RECORD.to_bytes())
+
+
+def test_repeated_index_files_have_to_be_what_their_digest_says():
+    files = {"state.json": b"{}", "tensors.arrow": b"x" * 300, "grids.arrow": b"y" * 5000, "files.arrow": b"z" * 4000}
+    index = {n: IndexFile(path=f"index-0123456789abcdef/{n}", size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()}
+    record = replace(RECORD, index=index, inline=inlined(files, 8192))
+    assert set(record.inline) == {"state.json", "tensors.arrow", "files.arrow"}  # the smallest, as far as they go
+    assert CommitRecord.from_bytes(record.to_bytes(), "x") == record
+    assert [record.repeated(name) for name in files] == [b"{}", b"x" * 300, None, b"z" * 4000]
+    assert record.to_bytes() != replace(record, inline={}).to_bytes()
+    written = json.loads(record.to_bytes())
+    for other in ("e30", "e30=!", "eyB9", "\u00e9", 7, None):  # no base64, other bytes, no text
+        changed = CommitRecord.from_bytes(sealed(written | {"inline": {"state.json": other, "unknown": "e30="}}), "x")
+        assert changed.repeated("state.json") is None
+    for other in ([], "e30=", None, 7):
+        assert CommitRecord.from_bytes(sealed(written | {"inline": other}), "x").inline == {}
+    assert inlined(files, 0) == {}
 
 
 def test_round_trip():

@@ -13,6 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.engine.verify import verify
 from ckpt.errors import NotCommittedError, NotFoundError
 from ckpt.io_backends import join_url, open_backend
 from tests.distributed.ranks import Lost, Ranks
@@ -79,7 +80,7 @@ def test_nothing_there(s3_url: str) -> None:
         ckpt.load(f"{s3_url}/step-1", {"a": 1})
 
 
-def test_a_save_takes_ten_requests_and_a_load_eight(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_takes_ten_requests_a_load_four_and_a_restore_six(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them is a step back, whatever it is good for: thousands of ranks send theirs at once. The first save also tries the store."""
     state = {"w": torch.arange(16_000_000, dtype=torch.int32)}
     found = {"w": torch.zeros_like(state["w"])}
@@ -92,11 +93,30 @@ def test_a_save_takes_ten_requests_and_a_load_eight(s3_url: str, monkeypatch: py
     first, again, _, replaced = counts
     assert again == {"GetObject": 1, "PutObject": 7, "ListObjectsV2": 2}
     assert first - again <= Counter(PutObject=7, DeleteObject=1, ListMultipartUploads=1)
-    assert replaced - again == {"GetObject": 2, "HeadObject": 1, "DeleteObject": 6}
+    assert replaced - again == {"GetObject": 1, "HeadObject": 1, "DeleteObject": 6}
     seen.clear()
     ckpt.load(f"{s3_url}/step-2", found)
-    assert Counter(s.operation for s in seen) == {"GetObject": 8}
+    assert Counter(s.operation for s in seen) == {"GetObject": 4}
     assert torch.equal(found["w"], state["w"])
+    seen.clear()
+    assert ckpt.Checkpointer(s3_url).restore(found) == 2
+    assert Counter(s.operation for s in seen) == {"ListObjectsV2": 1, "GetObject": 5}
+
+
+def test_index_files_that_the_record_repeats_are_still_verified(s3_url: str, object_store: ObjectStore) -> None:
+    """A load does not miss them; `verify` does, and so does a reader that knows nothing of what the record repeats."""
+    url = f"{s3_url}/step-1"
+    ckpt.save(url, {"w": torch.arange(10), "n": 3})
+    backend = open_backend(url)
+    (state,) = [e.path for e in backend.list() if e.path.endswith("state.json")]
+    content = backend.read(state)
+    backend.delete(state)
+    found = {"w": torch.zeros(10, dtype=torch.int64), "n": 0}
+    ckpt.load(url, found)
+    assert found["n"] == 3
+    assert [(p.kind, p.file) for p in verify(url).problems] == [("missing", state)]
+    backend.publish(state, content[:-1] + b" ", replaces=None)
+    assert [(p.kind, p.file) for p in verify(url).problems] == [("index", state)]
 
 
 def test_only_the_leader_tries_the_store(ranks: Ranks, bucket: str, object_store: ObjectStore) -> None:
@@ -112,6 +132,36 @@ def test_inspecting_many_tensors_takes_five_requests(s3_url: str, monkeypatch: p
     shown = run("inspect", s3_url)
     assert shown.count("layers.") == 4_000
     assert len(seen) <= 5, [f"{s.operation} {s.path}" for s in seen]
+
+
+def test_two_hundred_checkpoints_are_listed_with_a_request_each_and_one_more(
+    s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt.save(f"{s3_url}/step-0", {"n": 0})
+    record = open_backend(f"{s3_url}/step-0").read("checkpoint.json")
+    assert len(record) < 12_000  # which a listing reads of each
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    for step in range(1, 200):
+        object_store.client.put_object(Bucket=bucket, Key=f"{prefix}/step-{step}/checkpoint.json", Body=record)
+    seen = watch(monkeypatch)
+    assert [s.number for s in ckpt.list_steps(s3_url) if s.committed] == list(range(200))
+    assert Counter(s.operation for s in seen) == {"ListObjectsV2": 1, "GetObject": 200}
+
+
+def test_twenty_thousand_small_tensors_take_as_many_requests_as_a_few(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"t{i}": torch.full((16,), float(i)) for i in range(20_000)}
+    found = {name: torch.zeros(16) for name in state}
+    seen = watch(monkeypatch)
+    ckpt.save(s3_url, state)
+    assert Counter(s.operation for s in seen if ".prepare-" not in s.path) == {
+        "GetObject": 1,
+        "PutObject": 7,
+        "ListObjectsV2": 2,
+    }
+    seen.clear()
+    ckpt.load(s3_url, found)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert Counter(s.operation for s in seen) == {"GetObject": 5}
 
 
 def test_listing_a_run_takes_one_request_for_each_checkpoint_and_one_more(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
