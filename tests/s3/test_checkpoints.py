@@ -153,11 +153,9 @@ def test_twenty_thousand_small_tensors_take_as_many_requests_as_a_few(s3_url: st
     found = {name: torch.zeros(16) for name in state}
     seen = watch(monkeypatch)
     ckpt.save(s3_url, state)
-    assert Counter(s.operation for s in seen if ".prepare-" not in s.path) == {
-        "GetObject": 1,
-        "PutObject": 7,
-        "ListObjectsV2": 2,
-    }
+    saved = Counter(s.operation for s in seen if ".prepare-" not in s.path)
+    assert saved.pop("ListMultipartUploads", 0) <= 1  # in the first save of a process
+    assert saved == {"GetObject": 1, "PutObject": 7, "ListObjectsV2": 2}
     seen.clear()
     ckpt.load(s3_url, found)
     assert all(torch.equal(found[name], state[name]) for name in state)
