@@ -20,6 +20,7 @@ import ckpt
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, StorageError
+from ckpt.formats.native.commit import INLINE_LIMIT
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance_reading import everything
 from ckpt.transfer import copy_checkpoint
@@ -150,13 +151,18 @@ def test_the_endpoint_is_the_proxy(proxy: FaultProxy, s3_url: str) -> None:
     assert proxy.requests > before
 
 
-def test_no_restore_goes_back_a_step_for_a_flipped_bit(proxy: FaultProxy, s3_url: str) -> None:
-    """In each kind of file: what is stored is right."""
+@pytest.mark.parametrize("repeated", [0, INLINE_LIMIT])
+def test_no_restore_goes_back_a_step_for_a_flipped_bit(
+    proxy: FaultProxy, s3_url: str, repeated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each kind of file that is read: what is stored is right. Of so small an index the record repeats all files, unless it may not."""
     proxy.schedule = None
+    monkeypatch.setattr("ckpt.formats.native.writer.INLINE_LIMIT", repeated)
     run = f"{s3_url}/run"
     for number in (1, 2):
         ckpt.save(f"{run}/step-{number}", state_of(number))
-    kinds = ("checkpoint.json", "tensors.arrow", "grids.arrow", "files.arrow", "state.json", ".safetensors")
+    index = () if repeated else ("tensors.arrow", "grids.arrow", "files.arrow", "state.json")
+    kinds = ("checkpoint.json", *index, ".safetensors")
     for round_, kind in enumerate(kinds * 2):
         target = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in state_of(2).items()}
         proxy.flip = kind
