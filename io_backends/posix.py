@@ -22,6 +22,7 @@ from ckpt.settings import direct
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from .posix_files import (
+    SLICE,
     clock,
     create_file,
     current,
@@ -121,6 +122,23 @@ class PosixBackend(Backend):
         def read(file: str, fd: int, size: int) -> None:
             if offset + view.nbytes > size or read_all(fd, view, offset) < view.nbytes:
                 raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
+
+        self._reading(path, read)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Backend.read_hashed``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        done = 0
+
+        def read(file: str, fd: int, size: int) -> None:
+            nonlocal done  # a file that was opened again goes on where the one before ended
+            while done < view.nbytes:
+                part = view[done : done + SLICE]
+                if offset + view.nbytes > size or read_all(fd, part, offset + done) < part.nbytes:
+                    raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
+                update(part)
+                done += part.nbytes
 
         self._reading(path, read)
 

@@ -39,6 +39,8 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+SLICE = 256 << 10
+"""Bytes that are hashed right after they were copied: they, and where they were copied to, still lie in a core's own cache."""
 _TRIES = 16
 _T = TypeVar("_T")
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait

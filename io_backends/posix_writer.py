@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -18,13 +19,17 @@ from ckpt.settings import Direct
 
 from .checks import byte_views, check_write
 from .posix_direct import DirectFile
-from .posix_files import remove_file, start_writeback, storage_errors, sync_directories, write_all
+from .posix_files import SLICE, remove_file, start_writeback, storage_errors, sync_directories, write_all
 from .protocol import Writer
 from .written import Written
 
 _PIECE = 1 << 20
 """The page cache takes large writes in pieces of about this many bytes for the least processor time. Each is then sent on its way to the
 device at once."""
+_BLOCK = 4 << 20
+"""Bytes that are written and hashed by turns until the next thread has its turn."""
+_Update = Callable[[memoryview], object]
+_Slices = deque[tuple[int, memoryview]]
 _OTHERS = "look for another job or a clean-up that works on the same directory"
 
 
@@ -51,43 +56,67 @@ class PosixWriter(Writer):
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         """See ``Writer.write``."""
-        views = byte_views(parts)
+        self._write(offset, byte_views(parts), None)
+
+    def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Writer.write_hashed``."""
+        self._write(offset, byte_views([data]), update)
+
+    @property
+    def block(self) -> int:
+        """See ``Writer.block``: what a write costs besides its bytes counts less for longer ones."""
+        return _BLOCK
+
+    def _write(self, offset: int, views: list[memoryview], update: _Update | None) -> None:
         length = sum(view.nbytes for view in views)
         check_write(offset, length, self._size, self._file)
         with self._using(), storage_errors(self._file, f"write {length} bytes at {offset}"):
             for run in self._direct.runs(offset, views):
                 if not run.direct:
-                    self._write_buffered(run.views, run.offset)
+                    self._write_buffered(run.views, run.offset, update)
                     continue
                 view = run.views[0]
+                if update is not None:
+                    update(view)  # the device reads the memory itself: nothing of it comes into the cache
                 done = self._direct.write(view, run.offset)
                 if self._direct.refused:
                     self._reopen()
                 if done < view.nbytes:
-                    self._write_buffered([view[done:]], run.offset + done)
+                    self._write_buffered([view[done:]], run.offset + done, None)
         self._written.add(offset, offset + length)
 
-    def _write_buffered(self, views: list[memoryview], offset: int) -> None:
-        for piece in _pieces(views):
+    def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
+        for piece in _pieces(views) if update is None else [views]:
             length = sum(view.nbytes for view in piece)
             if self._direct.refused:
                 self._reopen()
+            slices = deque(_slices(piece, offset)) if update is not None else None
             try:
-                fd = self._write_in_turn(piece, offset)
+                fd = self._write_in_turn(piece, offset, slices, update)
             except OSError:
                 if not self._direct.refused:
                     raise
                 self._reopen()  # another thread's direct write was refused meanwhile: the error may be its
-                fd = self._write_in_turn(piece, offset)
+                fd = self._write_in_turn(piece, offset, slices, update)
             if length >= _PIECE:
                 start_writeback(fd, offset, length)
             offset += length
 
-    def _write_in_turn(self, piece: list[memoryview], offset: int) -> int:
-        """The descriptor that was written to. File systems let one in at a time anyway, and burn the processor of those that wait."""
+    def _write_in_turn(self, piece: list[memoryview], offset: int, slices: _Slices | None, update: _Update | None) -> int:
+        """The descriptor that was written to. File systems let one in at a time anyway, and burn the processor of those that wait. What is
+        written and hashed is taken from ``slices``, so that nothing is hashed twice."""
         with self._turn:
             fd = self._fd
-            write_all(fd, list(piece), offset)
+            if slices is None or update is None:
+                write_all(fd, list(piece), offset)
+                return fd
+            while slices:
+                at, part = slices[0]
+                done = os.pwrite(fd, part, at)
+                if done < len(part):
+                    write_all(fd, [part[done:]], at + done)
+                update(part)
+                slices.popleft()
         return fd
 
     def _reopen(self) -> None:
@@ -204,3 +233,11 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
                 group, size = [], 0
     if group:
         yield group
+
+
+def _slices(views: list[memoryview], offset: int) -> Iterator[tuple[int, memoryview]]:
+    """Views that go one after another to ``offset``, in parts of at most ``SLICE`` bytes and where each goes."""
+    for view in views:
+        for at in range(0, len(view), SLICE):
+            yield offset + at, view[at : at + SLICE]
+        offset += len(view)

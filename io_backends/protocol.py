@@ -13,7 +13,7 @@ systems do not. ``conformance.py`` tests every row that shows through the port.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -88,6 +88,12 @@ class Writer(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
+        """``write``, and give all of ``data`` to ``update``, part by part and in order: memory that is hashed right after it was copied need
+        not be fetched a second time. What ``update`` got of a write that raises is open."""
+        update(data)
+        self.write(offset, [data])
 
     def commit(self) -> None:
         """Make the object exist, whole and durable.
@@ -177,6 +183,13 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """``read_into`` a buffer of bytes, and give all of it to ``update``, part by part and in order: memory that is hashed right after it
+        was filled need not be fetched a second time. What ``update`` got of a read that raises is open. Where the object is replaced
+        meanwhile, bytes may be of both: ``update`` is there to find that out."""
+        self.read_into(path, offset, buffer)
+        update(buffer)
 
     def read_whole(self, path: str, limit: int) -> bytes:
         """All bytes of a small object: no memory is taken for one that has more than ``limit``.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -39,6 +40,7 @@ class Spans(Protocol):
     """Where the time of a load is recorded."""
 
     def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]: ...
+    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None: ...
 
 
 class Chunk(NamedTuple):
@@ -75,15 +77,26 @@ class Fetch:
     def span(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
         return _NOTHING if self._spans is None else self._spans.span(phase, nbytes)
 
-    def fill(self, path: str, offset: int, memory: memoryview) -> None:
-        """Read a range, whatever its length; nothing is checked.
+    def fill(self, path: str, offset: int, memory: memoryview, check: Check | None = None) -> None:
+        """Read a range, whatever its length, and give its bytes to ``check``.
 
         Raises:
             StorageError: the storage failed.
         """
         before = _waits() if self.read < PROBE else None
-        with self.span("read", len(memory)):
-            self.catalog.backend.read_into(path, offset, memory)
+        if check is None or not check.on:
+            with self.span("read", len(memory)):
+                self.catalog.backend.read_into(path, offset, memory)
+            if check is not None:
+                check.update(memory)
+        else:
+            began, hashed = time.perf_counter(), check.seconds
+            self.catalog.backend.read_hashed(path, offset, memory, check.timed_update)
+            if self._spans is not None:  # the two take turns every few microseconds: each counts for how long it took in all
+                ended = time.perf_counter()
+                turn = ended - (check.seconds - hashed)
+                self._spans.add("read", began, turn, len(memory))
+                self._spans.add("verify", turn, ended, len(memory))
         self._local.unchecked = self._unchecked() + len(memory)
         with self._lock:
             self.read += len(memory)
@@ -116,9 +129,7 @@ class Fetch:
         """
         check = Check(self, chunk)
         for at in range(0, len(memory), self.stretch):
-            piece = memory[at : at + self.stretch]
-            self.fill(chunk.extent.path, chunk.extent.offset + at, piece)
-            check.update(piece)
+            self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + self.stretch], check)
         check.end()
 
     def look_again(self, chunk: Chunk, damage: CorruptError) -> None:
@@ -136,9 +147,7 @@ class Fetch:
             check, extent = Check(self, chunk), chunk.extent
             memory = self.scratch(self.piece).data
             for at in range(0, extent.length, self.piece):
-                piece = memory[: min(self.piece, extent.length - at)]
-                self.fill(extent.path, extent.offset + at, piece)
-                check.update(piece)
+                self.fill(extent.path, extent.offset + at, memory[: min(self.piece, extent.length - at)], check)
             check.end()
 
         self.checked(chunk.extent, read)
@@ -196,7 +205,22 @@ class Check:
         self._fetch = fetch
         self._chunk = chunk
         self._length = 0
+        self.seconds = 0.0
+        """How long hashing took, of what was hashed while it was read."""
         self._digest = xxhash.xxh3_64() if fetch.verify != "off" and chunk.extent.digest is not None else None
+
+    @property
+    def on(self) -> bool:
+        """Whether there is a digest to compare with."""
+        return self._digest is not None
+
+    def timed_update(self, data: memoryview) -> None:
+        """``update`` of a few bytes of many: a span for each would cost too much."""
+        self._length += len(data)
+        if self._digest is not None:
+            began = time.perf_counter()
+            self._digest.update(data)
+            self.seconds += time.perf_counter() - began
 
     def update(self, data: memoryview) -> None:
         self._length += len(data)

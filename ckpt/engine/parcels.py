@@ -185,8 +185,7 @@ class Carrier:
         check = Check(self._fetch, chunk)
 
         def fill(data: npt.NDArray[np.uint8], cut: Cut) -> None:
-            self._fetch.fill(extent.path, extent.offset + cut.start, data.data)
-            check.update(data.data)
+            self._fetch.fill(extent.path, extent.offset + cut.start, data.data, check)
 
         for number, cut in enumerate(cuts):
             self._hand_out(parcel, number, cut, partial(fill, cut=cut))

@@ -288,9 +288,7 @@ class Reader:
     def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
         check = Check(self.fetch, step.chunk)
         for at in range(0, part.length, self.fetch.stretch):
-            piece = target[at : at + self.fetch.stretch]
-            self.fetch.fill(part.path, part.offset + at, piece)
-            check.update(piece)
+            self.fetch.fill(part.path, part.offset + at, target[at : at + self.fetch.stretch], check)
         check.end()
 
     def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
@@ -299,8 +297,7 @@ class Reader:
         whole = mine[0].length == step.extent.length
         for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
             data = buffer[: piece.length * size]
-            self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data)
-            check.update(data.data)
+            self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
             inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
             self._place(data, piece.start * size, inside, steps)
         check.end()

@@ -25,7 +25,7 @@ from .sources import Source
 from .staging import Stage
 
 BLOCK = 1 << 20
-"""Bytes that are hashed and then written while they are still in the cache."""
+"""Least bytes that are hashed and written at once."""
 MANY = 8
 """A batch of so many chunks is mostly Python."""
 COMMITS = 4
@@ -207,8 +207,7 @@ class RankWriter:
         at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         while at < len(data):
             block = data[at:end]
-            digest.update(block)
-            writer.write(offset + at, [block])
+            writer.write_hashed(offset + at, block, digest.update)
             self.count(len(block))
             at, end = end, end + step
         self.digests[number] = digest.intdigest()

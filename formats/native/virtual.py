@@ -7,7 +7,7 @@ without a digest the stamp.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
@@ -163,6 +163,10 @@ class Sources(ReadOnly):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         backend, source = self._find(path)
         backend.read_into(source.path, offset, buffer)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        backend, source = self._find(path)
+        backend.read_hashed(source.path, offset, buffer, update)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         backend, source = self._find(path)
