@@ -133,12 +133,15 @@ class PosixBackend(Backend):
 
         def read(file: str, fd: int, size: int) -> None:
             nonlocal done  # a file that was opened again goes on where the one before ended
+            if offset + view.nbytes > size:
+                raise past_end(file, offset, view.nbytes, size)
             while done < view.nbytes:
                 part = view[done : done + SLICE]
-                if offset + view.nbytes > size or read_all(fd, part, offset + done) < part.nbytes:
+                got, wanted = os.preadv(fd, (part,), offset + done), len(part)
+                if got < wanted and got + read_all(fd, part[got:], offset + done + got) < wanted:
                     raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
                 update(part)
-                done += part.nbytes
+                done += wanted
 
         self._reading(path, read)
 

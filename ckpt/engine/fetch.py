@@ -29,6 +29,8 @@ are checked. ``off``: nothing is checked."""
 
 PIECE = 2 << 20
 """Bytes of a long range that are read, hashed and copied before the next ones."""
+STRETCH = 8 << 20
+"""Bytes that one call reads straight into place."""
 PROBE = 4 << 20
 """Bytes that are read to see whether the storage makes a thread wait."""
 PAGE = 4096
@@ -59,7 +61,7 @@ class Fetch:
         self.catalog = catalog
         self.verify = verify
         self.piece = max(PIECE, catalog.backend.grain.piece)
-        self.stretch = max(self.piece, catalog.backend.grain.stretch)
+        self.stretch = max(STRETCH, self.piece, catalog.backend.grain.stretch)
         self.read = 0
         self.verified = 0
         self.waits = 0
@@ -205,6 +207,8 @@ class Check:
         self._fetch = fetch
         self._chunk = chunk
         self._length = 0
+        self.also: xxhash.xxh3_64 | None = None
+        """Another digest, that of what comes now."""
         self.seconds = 0.0
         """How long hashing took, of what was hashed while it was read."""
         self._digest = xxhash.xxh3_64() if fetch.verify != "off" and chunk.extent.digest is not None else None
@@ -220,10 +224,14 @@ class Check:
         if self._digest is not None:
             began = time.perf_counter()
             self._digest.update(data)
+            if self.also is not None:
+                self.also.update(data)
             self.seconds += time.perf_counter() - began
 
     def update(self, data: memoryview) -> None:
         self._length += len(data)
+        if self.also is not None:
+            self.also.update(data)
         if self._digest is not None:
             with self._fetch.span("verify", len(data)):
                 self._digest.update(data)

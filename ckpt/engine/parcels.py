@@ -34,6 +34,11 @@ from .sharing import Cut, Item, Parcel, Sharing
 from .taking import Taker, is_checked, pack, packed_copy, place, straight
 
 
+_Digest = xxhash.xxh3_64
+_Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
+"""Fills memory with bytes of a parcel, and gives them to the digest that goes with them to other ranks, if one does."""
+
+
 class Carrier:
     """Moves the parcels of one load. ``near``: the ranks of this machine; ``threads``: the most that read at once. ``received`` counts
     bytes of this rank's tensors; ``coded`` is the most scratch memory that one coded chunk takes."""
@@ -160,7 +165,7 @@ class Carrier:
             out = self._fetch.scratch(parcel.items[0].nbytes, "decoded")[: parcel.items[0].nbytes]
             self._fetch.checked(extents[0], partial(self._decode, parcel.items[0], extents[0], out))
             for number, cut in enumerate(parcel.cuts()):
-                self._hand_out(parcel, number, cut, partial(np.copyto, src=out[cut.start : cut.start + cut.nbytes]))
+                self._hand_out(parcel, number, cut, partial(_copy, out[cut.start : cut.start + cut.nbytes]))
         else:
             self._read_large(parcel, extents[0])
         with self._lock:
@@ -177,14 +182,17 @@ class Carrier:
         chunk = Chunk(item.entry.name, item.box, extent)
         if len(cuts) == 1:
 
-            def fill_whole(data: npt.NDArray[np.uint8]) -> None:
+            def fill_whole(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
                 self._fetch.checked(extent, partial(self._fetch.chunk, chunk, data.data))
+                if also is not None:
+                    also.update(data.data)
 
             self._hand_out(parcel, 0, cuts[0], fill_whole)
             return
         check = Check(self._fetch, chunk)
 
-        def fill(data: npt.NDArray[np.uint8], cut: Cut) -> None:
+        def fill(data: npt.NDArray[np.uint8], also: _Digest | None, cut: Cut) -> None:
+            check.also = also
             self._fetch.fill(extent.path, extent.offset + cut.start, data.data, check)
 
         for number, cut in enumerate(cuts):
@@ -200,11 +208,13 @@ class Carrier:
         order = sorted(range(len(extents)), key=lambda i: extents[i][:2])
         (cut,) = parcel.cuts()
 
-        def fill(data: npt.NDArray[np.uint8]) -> None:
+        def fill(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
             for run in _runs(order, extents):
                 start, end = extents[run[0]].offset, max(extents[i].offset + extents[i].length for i in run)
                 together = Extent(extents[run[0]].path, start, end - start, None)
                 self._fetch.checked(together, partial(self._read_run, parcel, extents, run, together, data))
+            if also is not None:
+                also.update(data.data)
 
         self._hand_out(parcel, 0, cut, fill)
 
@@ -229,7 +239,7 @@ class Carrier:
         self._fetch.chunk(chunk, blob)
         self._fetch.decode(chunk, blob, out.data, item.itemsize)
 
-    def _hand_out(self, parcel: Parcel, number: int, cut: Cut, fill: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+    def _hand_out(self, parcel: Parcel, number: int, cut: Cut, fill: _Fill) -> None:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part.
 
         What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold another one.
@@ -242,14 +252,14 @@ class Carrier:
         if others and not packed:
             self._send(parcel, number, cut, list(others), fill, mine)
         elif (memory := None if others else straight(mine, cut.nbytes)) is not None:
-            fill(np.frombuffer(memory, dtype=np.uint8))
+            fill(np.frombuffer(memory, dtype=np.uint8), None)
         else:
             data = self._fetch.scratch(cut.nbytes, "piece")[: cut.nbytes]
-            fill(data)
+            fill(data, None)
             for rank, wanted in packed.items():
                 self._send_packed(parcel, number, cut, rank, wanted, data)
             if rest := [rank for rank in others if rank not in packed]:
-                self._send(parcel, number, cut, rest, partial(np.copyto, src=data), mine)
+                self._send(parcel, number, cut, rest, partial(_copy, data), mine)
             else:
                 self._place(data, cut, mine)
         if self._turn is not None:
@@ -269,7 +279,7 @@ class Carrier:
         number: int,
         cut: Cut,
         ranks: Sequence[int],
-        fill: Callable[[npt.NDArray[np.uint8]], None],
+        fill: _Fill,
         mine: Sequence[tuple[Item, Box]],
     ) -> None:
         """Fill a slot, from which ``ranks`` take what they want, or are sent all; and this rank takes what is ``mine``."""
@@ -277,10 +287,11 @@ class Carrier:
         slot = self._ring.take(self._waiting)
         try:
             data = self._ring.data(slot)[: cut.nbytes]
-            fill(data)
             places = {rank: parcel.ranks.index(rank) for rank in ranks if rank in self._near}
+            also = xxhash.xxh3_64() if any(is_checked(cut, cut.wanted(rank)) for rank in places) else None
+            fill(data, also)
             turn = self._ring.lend(slot, parcel.ranks, places.values())
-            digest = xxhash.xxh3_64_intdigest(data.data) if any(is_checked(cut, cut.wanted(rank)) for rank in places) else 0
+            digest = also.intdigest() if also is not None else 0
             for rank in ranks:
                 which = self._numbers[rank][id(parcel)]
                 if rank in places:
@@ -305,6 +316,12 @@ class Carrier:
     def _place(self, data: npt.NDArray[np.uint8], cut: Cut, mine: Sequence[tuple[Item, Box]]) -> None:
         with self._fetch.span("copy", cut.nbytes):
             place(data, cut, mine)
+
+
+def _copy(stored: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
+    np.copyto(data, stored)
+    if also is not None:
+        also.update(data.data)
 
 
 def _runs(order: Sequence[int], extents: Sequence[Extent]) -> list[list[int]]:
