@@ -76,7 +76,7 @@ class Pool:
             TaskError: it failed on one of them. The pool is of no use after that.
         """
         for pipe in self._pipes[:on]:
-            pipe.send((task, arguments))
+            pipe.send((task, on, arguments))
         return self._answers(range(on))
 
     def _answers(self, ranks: Sequence[int]) -> list[Any]:
@@ -108,7 +108,8 @@ def _serve(number: int, count: int, pipe: Connection) -> None:
         rank = _join(number, count, pipe)
         pipe.send((True, None))
         while True:
-            task, arguments = pipe.recv()
+            task, on, arguments = pipe.recv()
+            os.environ["LOCAL_WORLD_SIZE"] = str(on)  # as torchrun tells each rank, which takes its share of the cores by it
             pipe.send((True, task(rank, **arguments)))
     except EOFError:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -250,7 +250,7 @@ class Carrier:
         packed = {rank: wanted for rank, wanted in others.items() if rank not in self._near and wanted != everything}
         mine = cut.wanted(me)
         if others and not packed:
-            self._send(parcel, number, cut, list(others), fill, mine)
+            self._send(parcel, number, cut, others, fill, mine)
         elif (memory := None if others else straight(mine, cut.nbytes)) is not None:
             fill(np.frombuffer(memory, dtype=np.uint8), None)
         else:
@@ -258,7 +258,7 @@ class Carrier:
             fill(data, None)
             for rank, wanted in packed.items():
                 self._send_packed(parcel, number, cut, rank, wanted, data)
-            if rest := [rank for rank in others if rank not in packed]:
+            if rest := {rank: wanted for rank, wanted in others.items() if rank not in packed}:
                 self._send(parcel, number, cut, rest, partial(_copy, data), mine)
             else:
                 self._place(data, cut, mine)
@@ -278,21 +278,21 @@ class Carrier:
         parcel: Parcel,
         number: int,
         cut: Cut,
-        ranks: Sequence[int],
+        others: Mapping[int, Sequence[tuple[Item, Box]]],
         fill: _Fill,
         mine: Sequence[tuple[Item, Box]],
     ) -> None:
-        """Fill a slot, from which ``ranks`` take what they want, or are sent all; and this rank takes what is ``mine``."""
+        """Fill a slot, from which ``others`` take what they want, or are sent all; and this rank takes what is ``mine``."""
         assert self._ring is not None
         slot = self._ring.take(self._waiting)
         try:
             data = self._ring.data(slot)[: cut.nbytes]
-            places = {rank: parcel.ranks.index(rank) for rank in ranks if rank in self._near}
-            also = xxhash.xxh3_64() if any(is_checked(cut, cut.wanted(rank)) for rank in places) else None
+            places = {rank: parcel.ranks.index(rank) for rank in others if rank in self._near}
+            also = xxhash.xxh3_64() if any(is_checked(cut, others[rank]) for rank in places) else None
             fill(data, also)
             turn = self._ring.lend(slot, parcel.ranks, places.values())
             digest = also.intdigest() if also is not None else 0
-            for rank in ranks:
+            for rank in others:
                 which = self._numbers[rank][id(parcel)]
                 if rank in places:
                     packed, sent = partial(packed_copy, data, cut, rank), partial(self._ring.returned, slot, places[rank])
