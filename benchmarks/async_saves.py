@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import shutil
 
-from . import blocking, tasks
+from . import blocking, plain_states, tasks
 from .findings import Finding, at_most, medians
 from .places import Place
 from .pool import Pool
@@ -26,8 +26,8 @@ Samples = dict[str, list[dict[str, float]]]
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """Both parts, in one place."""
-    return [blocked(settings, pool, place, tell), slowed(settings, pool, place, tell)]
+    """All parts, in one place."""
+    return [blocked(settings, pool, place, tell), slowed(settings, pool, place, tell), plain_states.run(settings, pool, place, tell)]
 
 
 def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding:

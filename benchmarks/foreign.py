@@ -145,6 +145,10 @@ class _Counted:
         self._inner.read_into(path, offset, buffer)
         self._note(memoryview(buffer).nbytes)
 
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        self._inner.read_hashed(path, offset, buffer, update)
+        self._note(memoryview(buffer).nbytes)
+
     def _note(self, count: int) -> None:
         with self._lock:
             self._reads.append(count)

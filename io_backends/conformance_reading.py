@@ -102,6 +102,12 @@ class ReadingRows:
         with pytest.raises(CorruptError, match="1024"):
             backend.read_into("d/a", offset, memoryview(bytearray(length or 0)))
 
+    def test_hashes_what_it_reads(self, backend: Backend) -> None:
+        put(backend, "a", BYTES)
+        buffer, hashed = bytearray(900), bytearray()
+        backend.read_hashed("a", 100, memoryview(buffer), hashed.extend)
+        assert buffer == hashed == BYTES[100:1000]
+
     def test_reads_into_any_contiguous_buffer(self, backend: Backend) -> None:
         put(backend, "a", BYTES)
         buffer = bytearray(96)

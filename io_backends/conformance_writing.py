@@ -53,6 +53,14 @@ class WritingRows:
             writer.commit()
         assert backend.read("a") == BYTES[:96]
 
+    def test_hashes_what_it_writes(self, backend: Backend) -> None:
+        hashed = bytearray()
+        with backend.create("a", 1024) as writer:
+            writer.write_hashed(0, memoryview(BYTES)[:700], hashed.extend)
+            writer.write_hashed(700, memoryview(BYTES)[700:], hashed.extend)
+            writer.commit()
+        assert hashed == BYTES == backend.read("a")
+
     def test_parallel_writes(self, backend: Backend) -> None:
         data = random.Random(1).randbytes(1 << 20)
         cuts = [0, 1, 4096, 70_000, 70_001, 300_000, 512 << 10, 1 << 20]

@@ -112,7 +112,7 @@ class PosixWriter(Writer):
                 return fd
             while slices:
                 at, part = slices[0]
-                done = os.pwrite(fd, part, at)
+                done = os.pwritev(fd, (part,), at)
                 if done < len(part):
                     write_all(fd, [part[done:]], at + done)
                 update(part)

@@ -90,8 +90,8 @@ class Writer(Protocol):
         ...
 
     def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
-        """``write``, and give all of ``data`` to ``update``, part by part and in order: memory that is hashed right after it was copied need
-        not be fetched a second time. What ``update`` got of a write that raises is open."""
+        """``write``, and give all of ``data`` to ``update``, part by part and in order: memory that is hashed right after it was copied
+        need not be fetched a second time. What ``update`` got of a write that raises is open."""
         update(data)
         self.write(offset, [data])
 
@@ -185,8 +185,8 @@ class Backend(Protocol):
         ...
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """``read_into`` a buffer of bytes, and give all of it to ``update``, part by part and in order: memory that is hashed right after it
-        was filled need not be fetched a second time. What ``update`` got of a read that raises is open. Where the object is replaced
+        """``read_into`` a buffer of bytes, and give all of it to ``update``, part by part and in order: memory that is hashed right after
+        it was filled need not be fetched a second time. What ``update`` got of a read that raises is open. Where the object is replaced
         meanwhile, bytes may be of both: ``update`` is there to find that out."""
         self.read_into(path, offset, buffer)
         update(buffer)

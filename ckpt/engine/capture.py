@@ -79,6 +79,10 @@ class Capture:
 
     def what_may_change(self) -> None:
         """Capture what a forward pass may change, or set it aside, and note what everything else is like."""
+        with self.spans.span("stage"):
+            self._what_may_change()
+
+    def _what_may_change(self) -> None:
         eager = self._eager()
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
@@ -128,14 +132,12 @@ class Capture:
                 stream.synchronize()
 
     def _eager(self) -> set[str]:
-        placer = self.placer
+        placer, stepped, forwarded = self.placer, self.placer.stepped, self.placer.forwarded
         found = set()
         for name, local in placer.tensors.items():
-            if name in placer.stepped:
-                small = False
-            else:
-                small = name in placer.forwarded or sum(p.memory.numel() * p.memory.element_size() for p in local.parts) < SMALL
-            if small or any(p.memory.is_inference() for p in local.parts):
+            memories = [part.memory for part in local.parts]
+            small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < SMALL)
+            if small or any(m.is_inference() for m in memories):
                 found.add(name)
         return found
 

@@ -33,7 +33,6 @@ from .fetch import Check, Chunk, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
 from .taking import Taker, is_checked, pack, packed_copy, place, straight
 
-
 _Digest = xxhash.xxh3_64
 _Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
 """Fills memory with bytes of a parcel, and gives them to the digest that goes with them to other ranks, if one does."""

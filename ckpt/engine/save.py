@@ -189,11 +189,12 @@ class Save:
             UsageError: the staging budget is too small, or a CUDA graph is being captured.
             CkptError: there is no memory for it.
         """
-        segments, nbytes = lay_out(self.plan.batches, self.options.staging)
         placer = self.collected.placer
-        self.devices = devices_of(placer.tensors.values())
-        refuse_in_graph(self.devices, self.call.url)
-        stage = Stage(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
+        with self.spans.span("stage"):
+            segments, nbytes = lay_out(self.plan.batches, self.options.staging)
+            self.devices = devices_of(placer.tensors.values())
+            refuse_in_graph(self.devices, self.call.url)
+            stage = Stage(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
         self.capture = Capture(self.plan, placer, self.source, stage, self.merge, self.replicas, self.spans)
         return self.capture
 

@@ -54,7 +54,7 @@ class Source:
 
     def set_aside(self, names: AbstractSet[str]) -> None:
         """Read these tensors from a copy that is made now."""
-        self.tensors = {name: _copied(local) if name in names else local for name, local in self.tensors.items()}
+        self.tensors = {**self.tensors, **{name: _copied(self.tensors[name]) for name in names}}
 
     def view(self, number: int) -> memoryview:
         """The bytes of a chunk: its own memory where that is contiguous on the host, a copy elsewhere."""
@@ -150,7 +150,7 @@ def _copied(local: LocalTensor) -> LocalTensor:
 
 
 def _addresses(local: LocalTensor) -> tuple[int, ...]:
-    return tuple(part.memory.data_ptr() for part in local.parts)
+    return tuple([part.memory.data_ptr() for part in local.parts])  # a list: there are very many, of one part each
 
 
 def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:

@@ -217,6 +217,11 @@ class _Counting:
             self._counts.append(len(memoryview(target).cast("B")))
         return self._inner.read_into(path, offset, target)
 
+    def read_hashed(self, path: str, offset: int, target: Any, update: Any) -> Any:
+        if path.startswith("data/"):
+            self._counts.append(len(memoryview(target).cast("B")))
+        return self._inner.read_hashed(path, offset, target, update)
+
     def read(self, path: str, *args: Any, **kwargs: Any) -> Any:
         data = self._inner.read(path, *args, **kwargs)
         if path.startswith("data/"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,10 @@ class Counted:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         self._inner.read_into(path, offset, buffer)
+        self._counts.add(memoryview(buffer).nbytes)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        self._inner.read_hashed(path, offset, buffer, update)
         self._counts.add(memoryview(buffer).nbytes)
 
 

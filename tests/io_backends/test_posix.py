@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -11,12 +13,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Entry, PosixBackend
 from ckpt.io_backends.conformance_reading import put
+from ckpt.io_backends.posix_files import SLICE
 
 BYTES = bytes(range(256))
 WRITES: dict[str, Callable[[PosixBackend], object]] = {
@@ -141,6 +145,47 @@ def test_short_writes_are_continued(backend: PosixBackend, monkeypatch: pytest.M
         writer.commit()
     backend.publish("b", BYTES, replaces=None)
     assert backend.read("a") == backend.read("b") == BYTES
+
+
+def test_what_is_hashed_on_the_way_is_what_is_stored(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one slice, of calls that take and give fewer bytes than asked for."""
+    data = memoryview(random.Random(3).randbytes(2 * SLICE + 12_345))
+    pwritev, preadv = os.pwritev, os.preadv
+    written, hashed, seen = hashlib.sha256(), hashlib.sha256(), [0]
+
+    def update(part: memoryview) -> None:
+        seen.append(len(part))
+        written.update(part)
+
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: pwritev(fd, [buffers[0][:100_000]], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:100_000]], offset))
+    with backend.create("a", len(data) + 5) as writer:
+        writer.write(0, [b"first"])
+        writer.write_hashed(5, data, update)
+        writer.commit()
+    buffer = bytearray(len(data))
+    backend.read_hashed("a", 5, memoryview(buffer), hashed.update)
+    assert buffer == data and backend.read("a") == b"first" + data
+    assert written.digest() == hashed.digest() == hashlib.sha256(data).digest()
+    assert max(seen) == SLICE
+    with pytest.raises(CorruptError, match="a"):
+        backend.read_hashed("a", 6, memoryview(buffer), hashed.update)
+
+
+def test_a_file_that_has_to_be_opened_again_is_hashed_once(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(4).randbytes(3 * SLICE)
+    put(backend, "a", data)
+    preadv, stale = os.preadv, [False, True, False]
+
+    def stale_once(fd: int, buffers: Any, offset: int) -> int:
+        if stale and stale.pop(0):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", stale_once)
+    buffer, digest = bytearray(len(data)), hashlib.sha256()
+    backend.read_hashed("a", 0, memoryview(buffer), digest.update)
+    assert not stale and buffer == data and digest.digest() == hashlib.sha256(data).digest()
 
 
 @pytest.mark.parametrize("answers", [[4, 0], [4, OSError(errno.ENOSPC, "full")]])
