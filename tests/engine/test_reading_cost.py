@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from ckpt.engine.garbage import uncollected
 from ckpt.engine.reader import Job, Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
+from ckpt.spans import Spans
 from tests.api.checked import empty_directory
 from tests.engine.reading import load, targets_of
 from tests.formats.native_sample import coded_samples, sample, save
@@ -54,6 +57,9 @@ class Recorder:
         yield
         self.phases[phase] += nbytes
 
+    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None:
+        self.phases[phase] += nbytes
+
 
 def test_spans(place: str) -> None:
     stored = coded_samples()
@@ -71,6 +77,23 @@ def test_spans(place: str) -> None:
     assert recorder.phases["read"] == recorder.phases["verify"] == made.bytes_read
     assert recorder.phases["decode"] == sum(coded) > 0
     assert recorder.phases["copy"] > 0
+
+
+def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
+    """Reading and hashing take turns of microseconds; in the spans they follow one another and nothing counts twice."""
+    stored = [sample("w", "float32", (2048, 2048))]
+    save(open_backend(place), stored)
+    catalog, spans = open_catalog(place), Spans()
+    made = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None, spans=spans)
+    targets = targets_of(stored, "whole")
+    began = time.perf_counter()
+    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    seconds = time.perf_counter() - began
+    table = spans.table()
+    assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.bytes_read == 16 << 20
+    assert 0 < table.sums["verify"].seconds and table.seconds <= seconds
+    rows = sorted((span.start, span.start + span.duration) for span in table.spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(rows))
 
 
 def test_the_collector_goes_on_after_the_last_pause() -> None:
