@@ -91,7 +91,7 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
     seconds = time.perf_counter() - began
     table = spans.table()
     assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.bytes_read == 16 << 20
-    assert 0 < table.sums["verify"].seconds and table.seconds <= seconds
+    assert table.sums["verify"].seconds > 0 and table.seconds <= seconds
     rows = sorted((span.start, span.start + span.duration) for span in table.spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(rows))
 
