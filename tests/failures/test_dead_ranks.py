@@ -75,8 +75,8 @@ LOADS_THAT_FAIL = [
 ]
 
 SLOW = [
-    Case(name="slow to write", big=32, troubles=(Trouble(rank=1, at="write data/", how="slow", seconds=0.6),)),
-    Case(name="leader slow to write", big=32, troubles=(Trouble(rank=0, at="write data/", how="slow", seconds=0.6),)),
+    Case(name="slow to write", big=24, troubles=(Trouble(rank=1, at="write data/", how="slow", seconds=1.2),)),
+    Case(name="leader slow to write", big=24, troubles=(Trouble(rank=0, at="write data/", how="slow", seconds=1.2),)),
     Case(name="slow to read", kind="load", troubles=(Trouble(rank=1, at="(size|read|read_into) data/", how="slow", seconds=1.7),)),
 ]
 """Each rank moves bytes all the time, but takes longer than the deadline in all."""
