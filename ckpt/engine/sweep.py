@@ -7,11 +7,9 @@ for all of them. Offsets, lengths and digests are columns. Objects for a single 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -224,16 +222,28 @@ class Sweep:
 
     def tasks(self, plan: FilePlan) -> Iterator[Callable[[], None]]:
         """What to run to read the rows, in any order and on any threads."""
+        return (partial(self._read, plan, *run) for run in self.runs(plan))
+
+    def runs(self, plan: FilePlan) -> list[tuple[int, int, int]]:
+        """Rows that are read together, since their bytes follow one another: the first, one past the last, and where their bytes end."""
+        if not len(plan.offsets):
+            return []
         reached = np.maximum.accumulate(plan.offsets + plan.lengths)
-        ends = [0, *(np.flatnonzero(plan.offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
-        offsets, stops = plan.offsets.tolist(), reached.tolist()
-        for first, end in pairwise(ends):
-            while first < end:
-                last = (
-                    end if stops[end - 1] - offsets[first] <= self.most else bisect_right(stops, offsets[first] + self.most, first + 1, end)
-                )
-                yield partial(self._read, plan, first, last, stops[last - 1])
-                first = last
+        starts = np.append(0, np.flatnonzero(plan.offsets[1:] > reached[:-1]) + 1)
+        ends = np.append(starts[1:], len(reached))
+        stops = reached[ends - 1]
+        if (stops - plan.offsets[starts] <= self.most).all():
+            return list(zip(starts.tolist(), ends.tolist(), stops.tolist(), strict=True))
+        return [
+            run for first, end in zip(starts.tolist(), ends.tolist(), strict=True) for run in self._cut(plan.offsets, reached, first, end)
+        ]
+
+    def _cut(self, offsets: IntArray, reached: IntArray, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """A run cut so that each part has at most ``most`` bytes, or a single row."""
+        while first < end:
+            last = max(first + 1, first + int(np.searchsorted(reached[first:end], offsets[first] + self.most, side="right")))
+            yield first, last, int(reached[last - 1])
+            first = last
 
     def _read(self, plan: FilePlan, first: int, last: int, stop: int) -> None:
         """Read neighbours, check all, then put each in its places."""

@@ -14,18 +14,19 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import DataFile
-from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, FormatError
 from ckpt.geometry import IntArray
 
 from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
-from .header_layout import HeaderLayout, recall, remember
+from .header_layout import BITS, HeaderLayout, read_layout, recall, remember
 from .keys import METADATA
 
-# One element of our F4 dtype is two of safetensors' 4-bit ones.
-_BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 _START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
 """Metadata comes first wherever this software wrote the header."""
+_OURS = re.compile(
+    rf'\{{"{METADATA}":\{{"ckpt\.version":"1","ckpt\.id":"([0-9a-z]+)","ckpt\.rank":"([0-9]{{1,9}})","ckpt\.digests":"'.encode()
+)
+"""The metadata up to the digests, which may be long, where they come last."""
 _NO_METADATA = f'{{"{METADATA}":0'.encode()
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
@@ -49,7 +50,7 @@ class Header:
     rank: int
     start: int
     layout: HeaderLayout
-    digests: str
+    digests: bytes
     text: bytes
 
     @cached_property
@@ -57,17 +58,13 @@ class Header:
         return self.layout.keys_in(self.text)
 
     @cached_property
-    def rows(self) -> Mapping[str, int]:
-        """The number of each chunk by its key."""
-        return {key: i for i, key in enumerate(self.keys)}
-
-    @cached_property
     def chunks(self) -> Mapping[str, StoredChunk]:
         """All chunks by key."""
-        layout, digests = self.layout, self.digests
+        layout, digests = self.layout, self.digests.decode()
         own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * layout.places).tolist()]
         offsets = (layout.offsets + self.start).tolist()
-        return dict(zip(self.keys, map(StoredChunk, layout.dtypes, layout.shapes, offsets, layout.lengths.tolist(), own), strict=True))
+        rows = zip(layout.kinds.tolist(), offsets, layout.lengths.tolist(), own, strict=True)
+        return {key: StoredChunk(*layout.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
@@ -84,7 +81,11 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
     _check_length(data, where)
     metadata, rest = _split(data)
-    layout = None if rest is None else recall(rest, file.size - file.header)
+    size = file.size - file.header
+    layout = None if rest is None else recall(rest, size)
+    known = layout is not None
+    if rest is not None and layout is None:
+        layout = read_layout(rest, size)
     entries: dict[str, Any] = {}
     if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
         entries = _parse_json(data[LENGTH_BYTES:], where)
@@ -99,7 +100,8 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
     if layout is None:
         layout = _layout(entries, rest, file, where)
-        remember(layout, file.size - file.header)
+    if not known:
+        remember(layout, size)
     return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=rest)
 
 
@@ -115,14 +117,21 @@ def _check_length(data: bytes, where: str) -> None:
 
 def _split(data: bytes) -> tuple[object, bytes | None]:
     """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are copied but once."""
-    start = _START.match(data, LENGTH_BYTES)
-    if start is None:
-        return None, None
-    end, last = data.find(b"}", start.end()) + 1, data.rfind(b"}") + 1
-    try:
-        metadata = json.loads(data[start.end() : end].decode())
-    except (ValueError, RecursionError):  # a brace in a string, or damage
-        return None, None
+    last = data.rfind(b"}") + 1
+    ours = _OURS.match(data, LENGTH_BYTES)
+    if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
+        end = quote + 2
+        id, rank, digests = ours[1].decode(), ours[2].decode(), data[ours.end() : quote]
+        metadata: object = {"ckpt.version": "1", "ckpt.id": id, "ckpt.rank": rank, "ckpt.digests": digests}
+    else:
+        start = _START.match(data, LENGTH_BYTES)
+        if start is None:
+            return None, None
+        end = data.find(b"}", start.end()) + 1
+        try:
+            metadata = json.loads(data[start.end() : end].decode())
+        except (ValueError, RecursionError):  # a brace in a string, or damage
+            return None, None
     first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
     if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
         return None, None
@@ -139,7 +148,7 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     return entries
 
 
-def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
+def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes]:
     if not isinstance(metadata, dict) or "ckpt.version" not in metadata:
         _damaged(f"its header has no {METADATA} of ckpt", where)
     if metadata["ckpt.version"] != "1":
@@ -151,14 +160,10 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
     id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
     if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
         _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
-    if (
-        not isinstance(digests, str)
-        or len(digests) != CHUNK_DIGITS * count
-        or not digests.isascii()
-        or digests.encode().translate(None, b"0123456789abcdef")
-    ):
+    digits = digests if isinstance(digests, bytes) else digests.encode(errors="replace") if isinstance(digests, str) else b"?"
+    if len(digits) != CHUNK_DIGITS * count or digits.translate(None, b"0123456789abcdef"):
         _damaged(f"its header does not have {count} digests of {CHUNK_DIGITS} hex digits", where)
-    return id, int(rank), digests
+    return id, int(rank), digits
 
 
 def _is_hex(text: str) -> bool:
@@ -169,17 +174,18 @@ def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str)
     keys = list(entries)
     dtypes, shapes, spans = _columns(entries, where)
     _check_cover(keys, spans, file.size - file.header, where)
-    lengths = (spans[:, 1] - spans[:, 0]).tolist()
-    kinds = list(zip(dtypes, shapes, strict=True))
-    bits = {kind: _BITS.get(kind[0], -1) * math.prod(kind[1]) for kind in set(kinds)}
-    for key, kind, length in zip(keys, kinds, lengths, strict=True):
-        if bits[kind] != 8 * length or kind[0] not in _BITS:
-            _damaged(f"{key!r}: {length} bytes do not hold {kind[0]} of shape {list(kind[1])}", where)
+    lengths = spans[:, 1] - spans[:, 0]
+    codes: dict[tuple[str, tuple[int, ...]], int] = {}
+    kinds = [codes.setdefault(kind, len(codes)) for kind in zip(dtypes, shapes, strict=True)]
+    kind = list(codes)
+    bits = [BITS.get(dtype, -1) * math.prod(shape) for dtype, shape in kind]
+    for key, code, length in zip(keys, kinds, lengths.tolist(), strict=True):
+        if bits[code] != 8 * length or kind[code][0] not in BITS:
+            _damaged(f"{key!r}: {length} bytes do not hold {kind[code][0]} of shape {list(kind[code][1])}", where)
     place = {key: i for i, key in enumerate(sorted(keys))}
     places = np.array([place[k] for k in keys], dtype=np.int64)
-    return HeaderLayout(
-        keys=keys, dtypes=dtypes, shapes=shapes, offsets=spans[:, 0].copy(), lengths=spans[:, 1] - spans[:, 0], places=places, text=text
-    )
+    columns = np.array(kinds, dtype=np.int64), spans[:, 0].copy(), lengths
+    return HeaderLayout(kind=kind, kinds=columns[0], offsets=columns[1], lengths=columns[2], places=places, text=text, keys=keys)
 
 
 def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:

@@ -26,7 +26,7 @@ SHAPE = (40_000, 4)
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    header_layout._known.clear()
+    header_layout.forget()
 
 
 def file_of(rank: int, names: list[str], rows: int = 2, dtype: str = "float32") -> tuple[bytes, DataFile]:
