@@ -1,6 +1,7 @@
 """Scale of loads: what one rank plans of a load of 405 billion parameters, as thousands of ranks wrote them. One process plays the ranks.
 
-*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into, and one of each ``BATCH`` is read. *shared*: who reads what for whom. *verdict*: what every rank reads of machines.
+*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into, and one of each ``BATCH`` is read. *shared*: who
+reads what for whom. *verdict*: what every rank reads of machines.
 """
 
 from __future__ import annotations
@@ -165,10 +166,10 @@ class _Gathered:
         before = cpu_seconds()
         for number in numbers:
             file = sweep.look_up(number)
-            runs = sweep.runs(file)
+            runs, offsets = sweep.runs(file.stored.alike), file.stored.alike.offsets
             self.chunks += len(file)
             self.calls += len(runs) + len(file.others)
-            self.read += sum(stop - int(file.offsets[first]) for first, _, stop in runs) + sum(o.extent.length for o in file.others)
+            self.read += sum(stop - int(offsets[first]) for first, _, stop in runs) + sum(o.extent.length for o in file.others)
             self.needed += file.needed
         self.cpu += cpu_seconds() - before
         self.mb = max(self.mb, _resident_mb())

@@ -51,7 +51,7 @@ class Header:
     start: int
     layout: HeaderLayout
     digests: bytes
-    text: bytes
+    text: bytes | memoryview
 
     @cached_property
     def keys(self) -> Sequence[str]:
@@ -85,7 +85,7 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     layout = None if rest is None else recall(rest, size)
     known = layout is not None
     if rest is not None and layout is None:
-        layout = read_layout(rest, size)
+        layout = read_layout(bytes(rest), size)
     entries: dict[str, Any] = {}
     if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
         entries = _parse_json(data[LENGTH_BYTES:], where)
@@ -115,8 +115,8 @@ def _check_length(data: bytes, where: str) -> None:
         _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
 
 
-def _split(data: bytes) -> tuple[object, bytes | None]:
-    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are copied but once."""
+def _split(data: bytes) -> tuple[object, memoryview | None]:
+    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are not copied."""
     last = data.rfind(b"}") + 1
     ours = _OURS.match(data, LENGTH_BYTES)
     if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
@@ -135,7 +135,7 @@ def _split(data: bytes) -> tuple[object, bytes | None]:
     first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
     if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
         return None, None
-    return metadata, data[first:last]
+    return metadata, memoryview(data)[first:last]
 
 
 def _parse_json(text: bytes, where: str) -> dict[str, Any]:

@@ -96,19 +96,19 @@ class HeaderLayout:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def keys_in(self, text: bytes) -> Sequence[str]:
+    def keys_in(self, text: bytes | memoryview) -> Sequence[str]:
         """The keys of a header that is alike."""
         if self._keys is not None:
             return self._keys
         assert self.ends is not None and self._sizes is not None
         spans = zip((self.ends - self._sizes).tolist(), self.ends.tolist(), strict=True)
-        return [text[a:b].decode() for a, b in spans]
+        return [str(text[a:b], "utf-8") for a, b in spans]
 
     @cached_property
     def _bytes(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self.text, dtype=np.uint8)
 
-    def is_of(self, text: bytes) -> bool:
+    def is_of(self, text: bytes | memoryview) -> bool:
         """Whether a header with this text has this layout."""
         if len(text) != len(self.text):
             return False
@@ -245,7 +245,7 @@ _known_names: OrderedDict[bytes, Names] = OrderedDict()
 _lock = threading.Lock()
 
 
-def recall(text: bytes, data: int) -> HeaderLayout | None:
+def recall(text: bytes | memoryview, data: int) -> HeaderLayout | None:
     """The layout of a header with this text, of a file with so many bytes of data; None if none is known."""
     with _lock:
         alike = [entry for entry in _known if entry[0] == data and len(entry[1].text) == len(text)]
