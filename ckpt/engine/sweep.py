@@ -7,6 +7,7 @@ for all of them. Offsets, lengths and digests are columns. Objects for a single 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -90,8 +91,8 @@ class Cohort:
     def by_file(self) -> Iterator[tuple[int, list[int]]]:
         """Each file, with its chunks there."""
         files, starts = np.unique(self.files, return_index=True)
-        chunks, ends = self.chunks.tolist(), [*starts[1:].tolist(), len(self.chunks)]
-        return ((file, chunks[first:last]) for file, first, last in zip(files.tolist(), starts.tolist(), ends, strict=True))
+        chunks, edges = self.chunks.tolist(), [*starts.tolist(), len(self.chunks)]
+        return ((file, chunks[first:last]) for file, (first, last) in zip(files.tolist(), pairwise(edges), strict=True))
 
     def parts(self, chunk: int) -> list[Part]:
         """What a chunk gives each of its jobs."""
@@ -100,7 +101,7 @@ class Cohort:
         for number, box in self.wanted:
             if (common := stored.intersect(box)) is not None:
                 held = self.jobs[0].target.parts[number].box
-                slices = common.relative_to(stored.offset).slices, common.relative_to(held.offset).slices
+                slices = _slices(common, stored), _slices(common, held)
                 found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=common), number, *slices))
         return found
 
@@ -112,6 +113,11 @@ class Cohort:
     def memories(self) -> list[list[npt.NDArray[Any] | None]]:
         """For each job its parts as arrays of raw elements; None where elements have to be converted, or are not in plain host memory."""
         return [[_array(job, part.memory) for part in job.target.parts] for job in self.jobs]
+
+
+def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in another one."""
+    return tuple(slice(o - at, o - at + n) for o, n, at in zip(box.offset, box.shape, outer.offset, strict=True))
 
 
 def _array(job: Job, memory: Any) -> npt.NDArray[Any] | None:
@@ -241,10 +247,13 @@ class Sweep:
         """The same. Where bytes follow one another for more than ``most``, they are cut: each run has at most so many, or a single row."""
         reached = np.maximum.accumulate(offsets + lengths)
         ends = [0, *(np.flatnonzero(offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
+        starts, stops = offsets.tolist(), reached.tolist()
         for first, end in pairwise(ends):
             while first < end:
-                last = max(first + 1, first + int(np.searchsorted(reached[first:end], offsets[first] + self.most, side="right")))
-                yield first, last, int(reached[last - 1])
+                last = (
+                    end if stops[end - 1] - starts[first] <= self.most else bisect_right(stops, starts[first] + self.most, first + 1, end)
+                )
+                yield first, last, stops[last - 1]
                 first = last
 
     def _read(self, plan: FilePlan, first: int, last: int, stop: int) -> None:

@@ -18,7 +18,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.geometry import IntArray
 
 from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
-from .header_layout import BITS, HeaderLayout, read_layout, recall, remember
+from .header_layout import BITS, Columns, HeaderLayout, read_layout, recall, remember
 from .keys import METADATA
 
 _START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
@@ -60,11 +60,11 @@ class Header:
     @cached_property
     def chunks(self) -> Mapping[str, StoredChunk]:
         """All chunks by key."""
-        layout, digests = self.layout, self.digests.decode()
-        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * layout.places).tolist()]
-        offsets = (layout.offsets + self.start).tolist()
-        rows = zip(layout.kinds.tolist(), offsets, layout.lengths.tolist(), own, strict=True)
-        return {key: StoredChunk(*layout.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
+        columns, digests = self.layout.columns, self.digests.decode()
+        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * columns.places).tolist()]
+        offsets = (columns.offsets + self.start).tolist()
+        rows = zip(columns.kinds.tolist(), offsets, columns.lengths.tolist(), own, strict=True)
+        return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
@@ -83,26 +83,27 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     metadata, rest = _split(data)
     size = file.size - file.header
     layout = None if rest is None else recall(rest, size)
-    known = layout is not None
+    known, text = layout is not None, b""
     if rest is not None and layout is None:
-        layout = read_layout(bytes(rest), size)
+        text = bytes(rest)
+        layout = read_layout(text, size)
     entries: dict[str, Any] = {}
-    if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
+    if rest is None or (layout is None and f'"{METADATA}"'.encode() in text):
         entries = _parse_json(data[LENGTH_BYTES:], where)
-        metadata, rest = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
+        metadata, text = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
     elif layout is None:
-        entries = _parse_json(_NO_METADATA + rest, where)
+        entries = _parse_json(_NO_METADATA + text, where)
         if entries.pop(METADATA) != 0:
             _damaged("its header has metadata twice", where)
-    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout), where)
+    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
     if layout is None:
-        layout = _layout(entries, rest, file, where)
+        layout = _layout(entries, text, file, where)
     if not known:
         remember(layout, size)
-    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=rest)
+    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=layout.text if rest is None else rest)
 
 
 def _damaged(what: str, where: str) -> NoReturn:
@@ -184,8 +185,8 @@ def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str)
             _damaged(f"{key!r}: {length} bytes do not hold {kind[code][0]} of shape {list(kind[code][1])}", where)
     place = {key: i for i, key in enumerate(sorted(keys))}
     places = np.array([place[k] for k in keys], dtype=np.int64)
-    columns = np.array(kinds, dtype=np.int64), spans[:, 0].copy(), lengths
-    return HeaderLayout(kind=kind, kinds=columns[0], offsets=columns[1], lengths=columns[2], places=places, text=text, keys=keys)
+    columns = Columns(kind=kind, kinds=np.array(kinds, dtype=np.int64), offsets=spans[:, 0].copy(), lengths=lengths, places=places)
+    return HeaderLayout(columns, text, keys)
 
 
 def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:

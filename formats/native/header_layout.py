@@ -2,15 +2,18 @@
 
 The files of a job are cut alike: the header of one rank's is that of another's with other numbers in the boxes of its keys. To read JSON
 takes a hundred times as long as to see that, and a load that gathers what very many ranks wrote reads all of their headers. So the text of
-a header is compared with those that were read and checked. Where it has as many bytes, and each that differs is a digit of a box in both,
-all else is equal: names, dtypes, shapes, and where the bytes of each chunk are. Whoever looks a chunk up compares the box in its key.
+a header is compared with those that were read and checked, in three steps:
 
-A text that is like no other, since its boxes have more digits or its chunks other shapes, is read here too if it is written as this
-software writes it: one regular expression finds all entries, columns are made of them, and the lengths of what was found have to add up to
-all of the text. Whatever is written otherwise, or does not cover the data, is left to the JSON parser of ``header``, which says why.
+1. It has as many bytes as one of them (a *layout*), and where they differ, a digit of a box is there and a digit is here, or one of the six
+   characters after ``9``: these are nothing special in JSON, and so the upper four bits are all that is compared. All else is equal: names,
+   dtypes, shapes, and where the bytes of each chunk are. Whoever looks a chunk up compares the box in its key.
+2. Its boxes have more digits or fewer, and all else is equal: what lies between boxes of a layout, with the boxes of the text, is the text.
+3. It is like none, but written as this software writes it: one regular expression finds all entries, and the lengths of what was found add
+   up to all of the text. Columns are made of them and checked. Whatever is written otherwise, or does not cover the data, is left to the
+   JSON parser of ``header``, which says why.
 
 All this goes only for headers in which no two keys are alike up to their boxes: then keys stay different, and in order, whatever the boxes
-are. Files whose keys are alike but for boxes share one ``Names``.
+are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, pairwise
 
 import numpy as np
@@ -48,7 +50,9 @@ _ENTRY = re.compile(
 )
 """Name, box, dtype, shape, begin and end."""
 _FORM = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
+_BOX = re.compile(rb"\[[0-9:,]*\]|")
 _SHAPE = re.compile(rb"(?:(?:0|[1-9][0-9]*)(?:,(?:0|[1-9][0-9]*))*)?")
+_GLANCE = 8192
 _MOST_DIGITS = 18
 """Of a number that is read here: it fits into 64 bits."""
 
@@ -61,52 +65,49 @@ class Names:
     places: IntArray
 
 
-class HeaderLayout:
-    """The chunks of a file but for their digests, as columns: ``offsets`` count from the start of the data; ``kinds`` are numbers of dtypes
-    and shapes in ``kind``. ``places`` of their digests among all of the file. ``text`` is the JSON that it was made of. Files share one if
-    they are alike, but not without ``names``; ``ends`` is where their keys end in the text, ``sizes`` how many bytes they have."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """The chunks of a file but for digests and boxes: ``offsets`` count from the start of the data; ``kinds`` are numbers of dtypes and
+    shapes in ``kind``; ``places`` of their digests among all of the file."""
 
-    def __init__(
-        self,
-        *,
-        kind: Sequence[tuple[str, tuple[int, ...]]],
-        kinds: IntArray,
-        offsets: IntArray,
-        lengths: IntArray,
-        places: IntArray,
-        text: bytes,
-        keys: Sequence[str] | None = None,
-        names: Names | None = None,
-        boxes: Sequence[bytes] = (),
-        ends: IntArray | None = None,
-        sizes: IntArray | None = None,
-    ) -> None:
-        self.kind = kind
-        self.kinds = kinds
-        self.offsets = offsets
-        self.lengths = lengths
-        self.places = places
-        self.text = text
-        self.names = names
-        self.ends = ends
-        self._keys = keys
-        self._sizes = sizes
-        self._mask, self._digits = _where_digits(text, boxes, ends) if ends is not None else (_NONE, _NO_PLACES)
+    kind: Sequence[tuple[str, tuple[int, ...]]]
+    kinds: IntArray
+    offsets: IntArray
+    lengths: IntArray
+    places: IntArray
+    names: Names | None = None
+    """None for columns that files do not share."""
+    between: Sequence[bytes] = ()
+    """The text before the first box, between boxes, and after the last one."""
+    stems: IntArray | None = None
+    """Bytes of each key without its box."""
 
     def __len__(self) -> int:
         return len(self.offsets)
 
+
+class HeaderLayout:
+    """Columns, and where in the ``text`` of a header their keys are: those that end at ``ends``, with boxes of so many bytes. Without
+    ``ends``, ``keys`` are those of this text alone."""
+
+    def __init__(
+        self, columns: Columns, text: bytes, keys: Sequence[str] = (), *, ends: IntArray | None = None, boxes: IntArray | None = None
+    ) -> None:
+        self.columns = columns
+        self.text = text
+        self.ends = ends
+        self._keys = keys
+        self._boxes = boxes
+        self._bytes = np.frombuffer(text, dtype=np.uint8)
+        self._mask = self._bytes if ends is None or boxes is None else _bits_that_stay(self._bytes, ends, boxes)
+
     def keys_in(self, text: bytes | memoryview) -> Sequence[str]:
         """The keys of a header that is alike."""
-        if self._keys is not None:
+        stems = self.columns.stems
+        if self.ends is None or self._boxes is None or stems is None:
             return self._keys
-        assert self.ends is not None and self._sizes is not None
-        spans = zip((self.ends - self._sizes).tolist(), self.ends.tolist(), strict=True)
+        spans = zip((self.ends - self._boxes - stems).tolist(), self.ends.tolist(), strict=True)
         return [str(text[a:b], "utf-8") for a, b in spans]
-
-    @cached_property
-    def _bytes(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self.text, dtype=np.uint8)
 
     def is_of(self, text: bytes | memoryview) -> bool:
         """Whether a header with this text has this layout."""
@@ -114,23 +115,46 @@ class HeaderLayout:
             return False
         if self.ends is None:
             return text == self.text
-        given, differs = np.frombuffer(text, dtype=np.uint8), _scratch(len(text))
-        np.bitwise_xor(given, self._bytes, out=differs)
-        np.bitwise_and(differs, self._mask, out=differs)
-        return not differs.max(initial=0) and bool(given[self._digits].max(initial=0) <= _NINE)
+        given, middle = np.frombuffer(text, dtype=np.uint8), len(text) // 2
+        # Texts of other layouts that happen to have as many bytes differ almost everywhere, so look at a few first.
+        return self._stays(given, slice(middle, middle + _GLANCE)) and self._stays(given, slice(None))
+
+    def _stays(self, given: npt.NDArray[np.uint8], part: slice) -> bool:
+        """Whether a part of a text as long as this one is the same but for digits of boxes."""
+        own = self._bytes[part]
+        differs = _scratch(len(own))
+        np.bitwise_xor(given[part], own, out=differs)
+        np.bitwise_and(differs, self._mask[part], out=differs)
+        return not differs.max(initial=0)
+
+    def fitted(self, text: bytes) -> HeaderLayout | None:
+        """The layout of a text that differs in boxes alone, whatever their lengths; None if it does not."""
+        columns, at = self.columns, 0
+        if self._boxes is None:
+            return None
+        boxes: list[bytes] = []
+        for fixed in columns.between[:-1]:
+            at += len(fixed)
+            end = text.find(b'"', at)
+            boxes.append(text[at:end])
+            at = end
+        if not all(map(_BOX.fullmatch, set(boxes))):
+            return None
+        parts = [*chain.from_iterable(zip(columns.between, boxes, strict=False)), columns.between[-1]]
+        sizes = np.fromiter(map(len, boxes), dtype=np.int64, count=len(boxes))
+        if b"".join(parts) != text or ((sizes > 0) != (self._boxes > 0)).any():
+            return None
+        fixed_sizes = np.fromiter(map(len, columns.between[:-1]), dtype=np.int64, count=len(boxes))
+        return HeaderLayout(columns, text, ends=np.cumsum(fixed_sizes + sizes), boxes=sizes)
 
 
-def _where_digits(text: bytes, boxes: Sequence[bytes], ends: IntArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.intp]]:
-    """Which bits of the text have to be the same, and where digits of boxes are, of which the upper four bits do: a colon is alike in
-    these."""
-    sizes = np.fromiter(map(len, boxes), dtype=np.int64, count=len(boxes))
-    inside = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    places = inside + np.repeat(ends - sizes, sizes)
-    given = np.frombuffer(text, dtype=np.uint8)
-    digits = places[given[places] - 48 <= 9]
+def _bits_that_stay(text: npt.NDArray[np.uint8], ends: IntArray, boxes: IntArray) -> npt.NDArray[np.uint8]:
+    """Which bits of a text are the same in all texts of its layout: all but the lower four of the digits of boxes."""
+    inside = np.arange(int(boxes.sum()), dtype=np.int64) - np.repeat(np.cumsum(boxes) - boxes, boxes)
+    places = inside + np.repeat(ends - boxes, boxes)
     mask = np.full(len(text), 0xFF, dtype=np.uint8)
-    mask[digits] = 0xF0
-    return mask, digits
+    mask[places[text[places] - 48 <= 9]] = 0xF0
+    return mask
 
 
 _local = threading.local()
@@ -167,20 +191,21 @@ def read_layout(text: bytes, data: int) -> HeaderLayout | None:
     known = [k for k in kind if k is not None]
     if (np.array([_bits(*k) for k in known], dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
         return None
-    columns = [np.fromiter(map(len, column), dtype=np.int64, count=len(entries)) for column in (stems, boxes, dtypes, shapes, begins, ends)]
-    sizes, reached = columns[0] + columns[1], np.cumsum(np.sum(columns, axis=0) + _FORM)
-    return HeaderLayout(
+    sizes = [np.fromiter(map(len, column), dtype=np.int64, count=len(entries)) for column in (stems, boxes, dtypes, shapes, begins, ends)]
+    reached = np.cumsum(np.sum(sizes, axis=0) + _FORM)
+    key_ends = np.append(0, reached[:-1]) + len(',"') + sizes[0] + sizes[1]
+    edges = zip([0, *key_ends.tolist()], [*(key_ends - sizes[1]).tolist(), len(text)], strict=True)
+    columns = Columns(
         kind=known,
         kinds=kinds,
         offsets=starts,
         lengths=stops - starts,
         places=names.places,
-        text=text,
         names=names,
-        boxes=boxes,
-        ends=np.append(0, reached[:-1]) + len(',"') + sizes,
-        sizes=sizes,
+        between=[text[a:b] for a, b in edges],
+        stems=sizes[0],
     )
+    return HeaderLayout(columns, text, ends=key_ends, boxes=sizes[1])
 
 
 def _covers(starts: IntArray, stops: IntArray, data: int) -> bool:
@@ -246,32 +271,31 @@ _lock = threading.Lock()
 
 
 def recall(text: bytes | memoryview, data: int) -> HeaderLayout | None:
-    """The layout of a header with this text, of a file with so many bytes of data; None if none is known."""
+    """The layout of a header with this text, of a file with so many bytes of data; None if it is like none that is known."""
     with _lock:
-        alike = [entry for entry in _known if entry[0] == data and len(entry[1].text) == len(text)]
-    for entry in alike:
-        if entry[1].is_of(text):
-            with _lock:
-                _put_first(entry)
-            return entry[1]
-    return None
+        alike = [layout for covered, layout in _known if covered == data]
+    layout = next((layout for layout in alike if layout.is_of(text)), None)
+    if layout is None:
+        own, columns = bytes(text), {id(layout.columns): layout for layout in alike}
+        layout = next(filter(None, (other.fitted(own) for other in columns.values())), None)
+    if layout is not None:
+        remember(layout, data)
+    return layout
 
 
 def remember(layout: HeaderLayout, data: int) -> None:
-    """Keep a layout whose chunks were found to cover so many bytes of data."""
+    """Keep a layout whose chunks were found to cover so many bytes of data, before all others."""
     if len(layout.text) <= _TEXT_BYTES:
         with _lock:
-            _put_first((data, layout))
+            entry = data, layout
+            if entry in _known:
+                _known.remove(entry)
+                _known.insert(0, entry)
+                return
+            _known.insert(0, entry)
             del _known[_MOST:]
             while sum(len(kept.text) for _, kept in _known) > _ALL_TEXT:
                 del _known[-1]
-
-
-def _put_first(entry: tuple[int, HeaderLayout]) -> None:
-    """With the lock."""
-    if entry in _known:  # another thread may have dropped it
-        _known.remove(entry)
-    _known.insert(0, entry)
 
 
 def forget() -> None:
@@ -279,8 +303,3 @@ def forget() -> None:
     with _lock:
         _known.clear()
         _known_names.clear()
-
-
-_NONE: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
-_NO_PLACES: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
-_NINE = ord("9")

@@ -97,21 +97,23 @@ def _find(layout: HeaderLayout, sought: Sought, texts: Sequence[bytes], known: K
     all_rows = np.concatenate([none, *found])
     groups = np.concatenate([none, *(np.full(len(b), i, dtype=np.int64) for i, b in enumerate(boxes) if b is not None)])
     members = np.concatenate([none, *(np.arange(len(rows)) for rows in found)])
-    order = np.lexsort((-layout.lengths[all_rows], layout.offsets[all_rows]))
+    columns = layout.columns
+    order = np.lexsort((-columns.lengths[all_rows], columns.offsets[all_rows]))
     rows = all_rows[order]
     return Alike(
         groups=groups[order],
         members=members[order],
-        offsets=layout.offsets[rows],
-        lengths=layout.lengths[rows],
-        digests=layout.places[rows],
+        offsets=columns.offsets[rows],
+        lengths=columns.lengths[rows],
+        digests=columns.places[rows],
         boxes=boxes,
     )
 
 
 def _rows(layout: HeaderLayout, entries: Sequence[TensorEntry], box: Box, known: Known) -> IntArray | None:
     """The rows of a layout that are chunks of this shape of ``entries``."""
-    names, first = layout.names, entries[0]
+    columns, first = layout.columns, entries[0]
+    names = columns.names
     if names is None or box.shape == first.shape:
         return None
     key = id(names), id(entries)
@@ -121,8 +123,8 @@ def _rows(layout: HeaderLayout, entries: Sequence[TensorEntry], box: Box, known:
     rows = known.names[key][2]
     if rows is None:
         return None
-    kinds = layout.kinds[rows]
-    right = (kinds == kinds[0]).all() and layout.kind[int(kinds[0])] == (first.dtype.safetensors, first.dtype.stored_shape(box.shape))
+    kinds = columns.kinds[rows]
+    right = (kinds == kinds[0]).all() and columns.kind[int(kinds[0])] == (first.dtype.safetensors, first.dtype.stored_shape(box.shape))
     return rows if right else None
 
 
