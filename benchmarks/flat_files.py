@@ -48,6 +48,8 @@ class FlatFiles:
         grids = {id(o): o for o in self.owned.values()}
         numbers = {key: i for i, key in enumerate(grids)}
         self._grid = {name: numbers[id(o)] for name, o in self.owned.items()}
+        if not all(len(np.unique(o.owners)) == len(o.owners) == len(o.cell_holders) for o in grids.values()):
+            raise ValueError("some ranks have no chunk of a tensor, or several")
         shapes = {self._grid[t.name]: t.shape for t in self.tensors}
         # Of each grid the shape of its tensors, and the number of each rank's chunk.
         self._chunks = [(o, shapes[i], np.argsort(o.owners, kind="stable").tolist()) for i, o in enumerate(grids.values())]

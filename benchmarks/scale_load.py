@@ -129,7 +129,7 @@ def jobs_of(tensors: list[Global], stored: Mapping[str, TensorEntry], rank: int)
 # --------------------------------------------------------------------------------------------------------------- the parts
 
 
-class _Written(NativeCatalog):
+class FlatCheckpoint(NativeCatalog):
     """A checkpoint whose data files are written when they are needed and removed after that: all headers of a large job together take
     10 GB."""
 
@@ -176,6 +176,12 @@ class _Gathered:
         self.headers += sum(sweep.catalog.files[number].header for number in numbers)
 
 
+def in_eighths(t: Global) -> Global:
+    """A weight as 8 ranks have it that divide rows or columns."""
+    splits: tuple[Split, ...] = () if "norm" in t.name else (Shard(1 if "wo" in t.name or "w2" in t.name else 0, "tp"),)
+    return Global(t.name, t.dtype, t.shape, TensorLayout(Mesh(("tp",), (8,)), splits))
+
+
 def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, Any]:
     """Seconds and memory of the plan of one of 8 ranks that hold the weights in rows or columns: every file is there, one after another."""
     del rank
@@ -183,13 +189,8 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
     files = FlatFiles(tensors, assign(tensors, merge=True), ID)
     for number in range(0, ranks, max(ranks // 8, 1)):
         assert files.header(number)[0] == files.saved(number)
-    catalog, mesh = _Written(files, directory, ranks), Mesh(("tp",), (8,))
-
-    def wanted(t: Global) -> Global:
-        splits: tuple[Split, ...] = () if "norm" in t.name else (Shard(1 if "wo" in t.name or "w2" in t.name else 0, "tp"),)
-        return Global(t.name, t.dtype, t.shape, TensorLayout(mesh, splits))
-
-    jobs = jobs_of([wanted(t) for t in tensors if t.dtype.name == "bfloat16"], catalog.tensors, 3)
+    catalog = FlatCheckpoint(files, directory, ranks)
+    jobs = jobs_of([in_eighths(t) for t in tensors if t.dtype.name == "bfloat16"], catalog.tensors, 3)
     reader = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None)
     gc.collect()
     gc.freeze()

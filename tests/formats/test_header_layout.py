@@ -205,3 +205,13 @@ def test_a_digest_that_is_not_hex_is_damage() -> None:
         row = DataFile(path=file.path, size=file.size, header=file.header, digest=header_module.xxhash.xxh3_128_hexdigest(broken), rank=3)
         with pytest.raises(CorruptError, match="digests of 16 hex digits"):
             parse_header(broken, row, "there")
+
+
+def test_layouts_that_are_kept_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(100):
+        parse_header(*file_of(rank, [f"{'w' * rank}"] if rank else ["v"]), "there")
+    assert len(header_layout._known) == header_layout._MOST
+    assert len(header_layout._known_names) == header_layout._MOST_NAMES
+    monkeypatch.setattr(header_layout, "_ALL_TEXT", 1000)
+    parse_header(*file_of(100, ["u"]), "there")
+    assert 0 < sum(len(layout.text) for _, layout in header_layout._known) <= 1000
