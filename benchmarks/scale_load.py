@@ -163,15 +163,16 @@ class _Gathered:
     headers: int = 0
 
     def add(self, sweep: Sweep, numbers: Sequence[int]) -> None:
-        before = cpu_seconds()
         for number in numbers:
+            before = cpu_seconds()
             file = sweep.look_up(number)
-            runs, offsets = sweep.runs(file.stored.alike), file.stored.alike.offsets
+            runs = sweep.runs(file.stored.alike)
+            self.cpu += cpu_seconds() - before
+            offsets = file.stored.alike.offsets.tolist()
             self.chunks += len(file)
             self.calls += len(runs) + len(file.others)
-            self.read += sum(stop - int(offsets[first]) for first, _, stop in runs) + sum(o.extent.length for o in file.others)
+            self.read += sum(stop - offsets[first] for first, _, stop in runs) + sum(o.extent.length for o in file.others)
             self.needed += file.needed
-        self.cpu += cpu_seconds() - before
         self.mb = max(self.mb, _resident_mb())
         self.headers += sum(sweep.catalog.files[number].header for number in numbers)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
+from operator import sub
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -94,15 +95,24 @@ class Cohort:
         chunks, edges = self.chunks.tolist(), [*starts.tolist(), len(self.chunks)]
         return ((file, chunks[first:last]) for file, (first, last) in zip(files.tolist(), pairwise(edges), strict=True))
 
+    @cached_property
+    def _bounds(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """For each wanted box the number of its part, where it begins and ends, and where the part's memory begins."""
+        parts = self.jobs[0].target.parts
+        return [(number, box.offset, box.end, parts[number].box.offset) for number, box in self.wanted]
+
     def parts(self, chunk: int) -> list[Part]:
-        """What a chunk gives each of its jobs."""
+        """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
         stored = self.jobs[0].entry.grid.box(chunk)
+        low, high = stored.offset, stored.end
         found = []
-        for number, box in self.wanted:
-            if (common := stored.intersect(box)) is not None:
-                held = self.jobs[0].target.parts[number].box
-                slices = _slices(common, stored), _slices(common, held)
-                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=common), number, *slices))
+        for number, first, last, origin in self._bounds:
+            start, stop = tuple(map(max, low, first)), tuple(map(min, high, last))
+            shape = tuple(map(sub, stop, start))
+            if min(shape, default=1) > 0:
+                source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
+                into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
+                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
         return found
 
     @property
@@ -113,11 +123,6 @@ class Cohort:
     def memories(self) -> list[list[npt.NDArray[Any] | None]]:
         """For each job its parts as arrays of raw elements; None where elements have to be converted, or are not in plain host memory."""
         return [[_array(job, part.memory) for part in job.target.parts] for job in self.jobs]
-
-
-def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in another one."""
-    return tuple(slice(o - at, o - at + n) for o, n, at in zip(box.offset, box.shape, outer.offset, strict=True))
 
 
 def _array(job: Job, memory: Any) -> npt.NDArray[Any] | None:

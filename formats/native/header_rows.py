@@ -38,6 +38,8 @@ class Alike:
     lengths: IntArray
     digests: IntArray
     boxes: Sequence[IntArray | None]
+    all_boxes: IntArray
+    """The same for all groups, one after another."""
 
 
 class Stretches(NamedTuple):
@@ -71,13 +73,11 @@ def find_alike(header: Header, sought: Sought, known: Known) -> Stretches:
     if alike is None:
         alike = kept[key] = _find(layout, sought, texts, known)
     given = np.frombuffer(header.text, dtype=np.uint8)
-    wrong = [
-        group
-        for group, (text, places) in enumerate(zip(texts, alike.boxes, strict=True))
-        if places is not None and (given[places] != np.frombuffer(text, dtype=np.uint8)).any()
-    ]
-    if wrong:  # seldom: the index is of other files
-        alike = _without(alike, wrong)
+    expected = b"".join([text * len(places) for text, places in zip(texts, alike.boxes, strict=True) if places is not None])
+    if given[alike.all_boxes].tobytes() != expected:  # seldom: the index is of other files
+        alike = _without(
+            alike, [g for g, places in enumerate(alike.boxes) if places is None or (given[places].tobytes() != texts[g] * len(places))]
+        )
     digests = np.frombuffer(header.digests, dtype=f"S{CHUNK_DIGITS}")
     return Stretches(alike, header.start, digests[alike.digests])
 
@@ -107,6 +107,7 @@ def _find(layout: HeaderLayout, sought: Sought, texts: Sequence[bytes], known: K
         lengths=columns.lengths[rows],
         digests=columns.places[rows],
         boxes=boxes,
+        all_boxes=np.concatenate([none, *(places.ravel() for places in boxes if places is not None)]),
     )
 
 
@@ -130,11 +131,13 @@ def _rows(layout: HeaderLayout, entries: Sequence[TensorEntry], box: Box, known:
 
 def _without(alike: Alike, groups: Sequence[int]) -> Alike:
     stays = ~np.isin(alike.groups, groups)
+    boxes = [None if group in groups else places for group, places in enumerate(alike.boxes)]
     return Alike(
         groups=alike.groups[stays],
         members=alike.members[stays],
         offsets=alike.offsets[stays],
         lengths=alike.lengths[stays],
         digests=alike.digests[stays],
-        boxes=[None if group in groups else places for group, places in enumerate(alike.boxes)],
+        boxes=boxes,
+        all_boxes=np.concatenate([np.zeros(0, dtype=np.int64), *(places.ravel() for places in boxes if places is not None)]),
     )
