@@ -1,15 +1,17 @@
 """Scale of loads: what one rank plans of a load of 405 billion parameters, as thousands of ranks wrote them. One process plays the ranks.
 
-*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into. Headers are made for a sample of the files; the
-time of a file is that of the sample. *shared*: who reads what for whom. *verdict*: what every rank reads of machines.
+*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into, and one of each ``BATCH`` is read. *shared*: who
+reads what for whom. *verdict*: what every rank reads of machines.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,14 +22,12 @@ from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.engine.exact import Job
-from ckpt.engine.plan import chunks_of, specs_of
 from ckpt.engine.reader import Reader
 from ckpt.engine.sharing import Sharing, worth_all
+from ckpt.engine.sweep import Sweep
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.datafile import plan_data_files
-from ckpt.formats.native.header import parse_header
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.registry import open_backend
 from ckpt.layout import TensorLayout
 from ckpt.mesh import Mesh
 from ckpt.plan.machines import spell
@@ -35,6 +35,7 @@ from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.splits import Flat, Shard, Split
 
 from .findings import Finding, at_most
+from .flat_files import FlatFiles
 from .measure import cpu_seconds
 from .places import Place
 from .planning import ID, KEPT
@@ -42,8 +43,8 @@ from .planning_large import LAYER, OTHER
 from .pool import Pool, Rank
 from .scenarios import Settings, Tell
 
-SAMPLE = 400
-"""Files whose headers are made: making one takes far longer than looking into it."""
+BATCH = 128
+"""Files that are there at a time."""
 SECONDS, MEGABYTES = 10.0, 500.0
 SHARE_SECONDS = 1.0
 VERDICTS = 10.0
@@ -51,18 +52,21 @@ VERDICTS = 10.0
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """``place`` is not used, and of ``settings`` only ``large_layers`` and ``large_ranks``."""
-    del place
+    """Of ``settings`` only ``large_layers`` and ``large_ranks`` are used."""
     layers, ranks = settings.large_layers, settings.large_ranks
     found: dict[str, Any] = {}
     for name, part in PARTS.items():
-        found |= pool.run(part, on=1, layers=layers, ranks=ranks)[0]
+        files = {"directory": place.fresh("files")} if part is gather else {}
+        found |= pool.run(part, on=1, layers=layers, ranks=ranks, **files)[0]
         tell(f"scale, load, {name}: done")
     rows = [
         ("gathered from all ranks: plan with headers, CPU s", f"{found['gather_cpu']:.1f}"),
-        ("of each file, ms", f"{found['file_ms']:.2f}"),
-        ("chunks of it", f"{found['gather_chunks']:,.0f}"),
-        ("memory, MB", f"{found['gather_mb']:.0f}"),
+        ("memory of it, MB", f"{found['gather_mb']:.0f}"),
+        ("files, chunks", f"{found['gather_files']:,}, {found['gather_chunks']:,}"),
+        ("headers, GB", f"{found['gather_headers'] / 1e9:.2f}"),
+        ("calls of the storage that read chunks", f"{found['gather_calls']:,}"),
+        ("bytes read for each needed", f"{found['gather_read'] / found['gather_needed']:.2f}"),
+        ("reading one file of each batch, CPU s per GB", f"{found['read_cpu_per_gb']:.2f}"),
         ("shared, flat over an eighth, CPU s", f"{found['share_flat']:.2f}"),
         ("shared, HSDP over as many, CPU s", f"{found['share_hsdp']:.2f}"),
         ("verdicts of all ranks, MB", f"{found['verdict_mb']:.2f}"),
@@ -125,66 +129,105 @@ def jobs_of(tensors: list[Global], stored: Mapping[str, TensorEntry], rank: int)
 # --------------------------------------------------------------------------------------------------------------- the parts
 
 
-class _Made(NativeCatalog):
-    """Headers are made as they are asked for; ``making`` counts the CPU seconds of that."""
+class FlatCheckpoint(NativeCatalog):
+    """A checkpoint whose data files are written when they are needed and removed after that: all headers of a large job together take
+    10 GB."""
 
-    def __init__(self, tensors: list[Global], ranks: int) -> None:
-        self._owned = assign(tensors, merge=True)
-        self._globals = {t.name: t for t in tensors}
-        self.making = 0.0
-        files = tuple(DataFile(path=f"data/{ID}-{r:05}.safetensors", size=0, header=0, digest="", rank=r) for r in range(ranks))
-        contents = Contents(tensors=tuple(entries_of(tensors, self._owned).values()), files=files)
-        record = cast(CommitRecord, SimpleNamespace(features=frozenset(), world_size=ranks, id=ID))
-        super().__init__(MemoryBackend("memory://scale-load"), opened=(record, contents))
+    def __init__(self, files: FlatFiles, directory: str, ranks: int) -> None:
+        self._written = files
+        self._directory = directory
+        lacking = DataFile(path="", size=0, header=0, digest="", rank=0)
+        self.rows = [lacking] * ranks
+        tensors = tuple(entries_of(list(files.tensors), files.owned).values())
+        contents = Contents(tensors=tensors, files=cast("tuple[DataFile, ...]", self.rows))
+        record = cast(CommitRecord, SimpleNamespace(features=frozenset(), world_size=ranks, id=files.id))
+        super().__init__(open_backend(directory), opened=(record, contents))
 
-    def _read_header(self, file: DataFile) -> Any:
-        before = cpu_seconds()
-        (plan,) = plan_data_files(specs_of(chunks_of(self._owned, file.rank), self._globals), id=ID, rank=file.rank)
-        header = plan.encode_header(range(len(plan)))
-        self.making += cpu_seconds() - before
-        return parse_header(header, plan.row(header), "benchmark")
+    def write(self, number: int) -> None:
+        self.rows[number] = self._written.write(self._directory, number)
+
+    def remove(self, number: int) -> None:
+        os.unlink(os.path.join(self._directory, self.rows[number].path))
 
 
-def gather(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
-    """Seconds and memory of the plan of one of 8 ranks that hold the weights in rows or columns."""
+@dataclass(eq=False)
+class _Gathered:
+    """What looking into files took, and what it found."""
+
+    cpu: float = 0.0
+    mb: float = 0.0
+    chunks: int = 0
+    calls: int = 0
+    read: int = 0
+    needed: int = 0
+    headers: int = 0
+
+    def add(self, sweep: Sweep, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            before = cpu_seconds()
+            file = sweep.look_up(number)
+            runs = sweep.runs(file.stored.alike)
+            self.cpu += cpu_seconds() - before
+            offsets = file.stored.alike.offsets.tolist()
+            self.chunks += len(file)
+            self.calls += len(runs) + len(file.others)
+            self.read += sum(stop - offsets[first] for first, _, stop in runs) + sum(o.extent.length for o in file.others)
+            self.needed += file.needed
+        self.mb = max(self.mb, _resident_mb())
+        self.headers += sum(sweep.catalog.files[number].header for number in numbers)
+
+
+def in_eighths(t: Global) -> Global:
+    """A weight as 8 ranks have it that divide rows or columns."""
+    splits: tuple[Split, ...] = () if "norm" in t.name else (Shard(1 if "wo" in t.name or "w2" in t.name else 0, "tp"),)
+    return Global(t.name, t.dtype, t.shape, TensorLayout(Mesh(("tp",), (8,)), splits))
+
+
+def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, Any]:
+    """Seconds and memory of the plan of one of 8 ranks that hold the weights in rows or columns: every file is there, one after another."""
     del rank
     tensors = states(layers, flat(ranks))
-    catalog, mesh = _Made(tensors, ranks), Mesh(("tp",), (8,))
-
-    def wanted(t: Global) -> Global:
-        splits: tuple[Split, ...] = () if "norm" in t.name else (Shard(1 if "wo" in t.name or "w2" in t.name else 0, "tp"),)
-        return Global(t.name, t.dtype, t.shape, TensorLayout(mesh, splits))
-
-    weights = [wanted(t) for t in tensors if t.dtype.name == "bfloat16"]
-    jobs = jobs_of(weights, catalog.tensors, 3)
+    files = FlatFiles(tensors, assign(tensors, merge=True), ID)
+    for number in range(0, ranks, max(ranks // 8, 1)):
+        assert files.header(number)[0] == files.saved(number)
+    catalog = FlatCheckpoint(files, directory, ranks)
+    jobs = jobs_of([in_eighths(t) for t in tensors if t.dtype.name == "bfloat16"], catalog.tensors, 3)
     reader = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None)
     gc.collect()
     gc.freeze()
     gc.disable()  # as a load does
-    held, before = _peak_mb(), cpu_seconds()
+    resident, before = _resident_mb(), cpu_seconds()
     sweep = reader.plan(jobs).sweep
     assert sweep is not None
-    first, catalog.making = cpu_seconds() - before - catalog.making, 0.0
-    middle = len(sweep.files) // 2
-    sample = sweep.files[middle : middle + SAMPLE]
-    before, chunks = cpu_seconds(), 0
-    for number in sample:
-        file = sweep.look_up(number)
-        chunks += len(file)
-        for _ in sweep.tasks(file):
-            pass
-    each = (cpu_seconds() - before - catalog.making) / len(sample)
+    found, reading = _Gathered(cpu=cpu_seconds() - before), 0.0
+    for first in range(0, len(sweep.files), BATCH):
+        numbers = sweep.files[first : first + BATCH]
+        for number in numbers:
+            catalog.write(number)
+        found.add(sweep, numbers)
+        before = cpu_seconds()
+        reader.read_file(sweep, numbers[0])
+        reading += cpu_seconds() - before
+        for number in numbers:
+            catalog.remove(number)
     gc.enable()
     return {
-        "gather_cpu": first + each * len(sweep.files),
-        "file_ms": 1000 * each,
-        "gather_chunks": chunks / len(sample) * len(sweep.files),
-        "gather_mb": _peak_mb() - held,
+        "gather_cpu": found.cpu,
+        "gather_files": len(sweep.files),
+        "gather_chunks": found.chunks,
+        "gather_mb": found.mb - resident,
+        "gather_headers": found.headers,
+        "gather_calls": found.calls,
+        "gather_read": found.read,
+        "gather_needed": found.needed,
+        "read_cpu_per_gb": reading / reader.bytes_read * 1e9,
     }
 
 
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _resident_mb() -> float:
+    """Memory that this process has now, not at its peak: that would hide what comes after it."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
 def shared(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:

@@ -114,6 +114,11 @@ class PosixBackend(Backend):
 
         return self._reading(path, read)
 
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """See ``Backend.read_start``. The file is opened once."""
+        check_read(0, length)
+        return self._reading(path, lambda file, fd, size: (_read(file, fd, size, 0, min(length, size)), size))
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """See ``Backend.read_into``."""
         check_read(offset, None)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
+from operator import sub
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ import xxhash
 
 from ckpt.adapters.memory import raw_view, reads_otherwise
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
-from ckpt.formats.native.header_rows import Rows, Stretches
+from ckpt.formats.native.header_rows import Alike, Known, Sought, Stretches
 from ckpt.geometry import Box, IntArray
 from ckpt.plan.join import Copy
 
@@ -45,7 +47,7 @@ class ByFile(Protocol):
     def coded(self) -> bool:
         """Whether chunks may be coded."""
 
-    def extents_in(self, file: int, entries: Sequence[TensorEntry], box: Box, known: Rows) -> Stretches | None: ...
+    def extents_in(self, file: int, sought: Sought, known: Known) -> Stretches: ...
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]: ...
 
@@ -87,22 +89,35 @@ class Cohort:
     def entries(self) -> list[TensorEntry]:
         return [job.entry for job in self.jobs]
 
-    def in_file(self, file: int) -> list[int]:
-        """Its chunks there."""
-        first, last = np.searchsorted(self.files, (file, file + 1))
-        found: list[int] = self.chunks[first:last].tolist()
-        return found
+    def by_file(self) -> Iterator[tuple[int, list[int]]]:
+        """Each file, with its chunks there."""
+        files, starts = np.unique(self.files, return_index=True)
+        chunks, edges = self.chunks.tolist(), [*starts.tolist(), len(self.chunks)]
+        return ((file, chunks[first:last]) for file, (first, last) in zip(files.tolist(), pairwise(edges), strict=True))
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """For each wanted box the number of its part, where it begins and ends, and where the part's memory begins."""
+        parts = self.jobs[0].target.parts
+        return [(number, box.offset, box.end, parts[number].box.offset) for number, box in self.wanted]
 
     def parts(self, chunk: int) -> list[Part]:
-        """What a chunk gives each of its jobs."""
+        """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
         stored = self.jobs[0].entry.grid.box(chunk)
+        low, high = stored.offset, stored.end
         found = []
-        for number, box in self.wanted:
-            if (common := stored.intersect(box)) is not None:
-                held = self.jobs[0].target.parts[number].box
-                slices = common.relative_to(stored.offset).slices, common.relative_to(held.offset).slices
-                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=common), number, *slices))
+        for number, first, last, origin in self._bounds:
+            start, stop = tuple(map(max, low, first)), tuple(map(min, high, last))
+            shape = tuple(map(sub, stop, start))
+            if min(shape, default=1) > 0:
+                source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
+                into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
+                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
         return found
+
+    @property
+    def itemsize(self) -> int:
+        return self.jobs[0].entry.dtype.itemsize
 
     @cached_property
     def memories(self) -> list[list[npt.NDArray[Any] | None]]:
@@ -133,10 +148,15 @@ def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out
 
 
 class Shelf(NamedTuple):
-    """One chunk of each tensor of a cohort, in one file."""
+    """One chunk of each tensor of a cohort, in one file; it has at least one part."""
 
     cohort: Cohort
     parts: Sequence[Part]
+
+    @property
+    def box(self) -> Box:
+        """The chunk's."""
+        return self.parts[0].copy.chunk_box
 
 
 class Other(NamedTuple):
@@ -149,23 +169,18 @@ class Other(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """What to read of one file: chunks as columns, in the order of their bytes, each of job ``jobs[i]`` of shelf ``places[i]``; and
-    ``others``."""
+    """What to read of one file: chunks as columns, group ``i`` being those of shelf ``i``; and ``others``."""
 
     path: str
     shelves: Sequence[Shelf]
-    places: IntArray
-    jobs: IntArray
-    offsets: IntArray
-    lengths: IntArray
-    digests: npt.NDArray[np.bytes_]
+    stored: Stretches
     others: Sequence[Other]
     needed: int
     """Bytes of targets."""
 
     def __len__(self) -> int:
         """How many chunks, of one tensor each."""
-        return len(self.offsets) + len(self.others)
+        return len(self.stored.digests) + len(self.others)
 
 
 @dataclass(eq=False)
@@ -176,13 +191,21 @@ class Sweep:
     cohorts: Sequence[Cohort]
     fetch: Fetch
     most: int
-    _known: Rows = field(default_factory=dict)
+    _known: Known = field(default_factory=Known)
+    _runs: WeakKeyDictionary[Alike, list[tuple[int, int, int]]] = field(default_factory=WeakKeyDictionary)
+
+    @cached_property
+    def _wanted(self) -> dict[int, list[tuple[Cohort, list[int]]]]:
+        """By file the cohorts that have chunks there, with these."""
+        found: dict[int, list[tuple[Cohort, list[int]]]] = {}
+        for cohort in self.cohorts:
+            for file, chunks in cohort.by_file():
+                found.setdefault(file, []).append((cohort, chunks))
+        return found
 
     @cached_property
     def files(self) -> list[int]:
-        none = np.zeros(0, dtype=np.int64)
-        found: list[int] = np.unique(np.concatenate([none, *(cohort.files for cohort in self.cohorts)])).tolist()
-        return found
+        return sorted(self._wanted)
 
     @property
     def ahead(self) -> bool:
@@ -192,65 +215,69 @@ class Sweep:
         """Raises:
         CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index.
         """
-        shelves: list[Shelf] = []
-        others: list[Other] = []
-        columns: list[Stretches] = []
+        small: list[Shelf] = []
+        alone: list[Shelf] = []
         needed = 0
-        for cohort in self.cohorts:
-            for chunk in cohort.in_file(file):
-                parts = cohort.parts(chunk)
-                if not parts:
+        for cohort, chunks in self._wanted[file]:
+            for chunk in chunks:
+                shelf = Shelf(cohort, cohort.parts(chunk))
+                if not shelf.parts:
                     continue
-                itemsize = cohort.entries[0].dtype.itemsize
-                needed += len(cohort.jobs) * itemsize * sum(part.copy.box.numel for part in parts)
-                box = parts[0].copy.chunk_box
-                stored = self.catalog.extents_in(file, cohort.entries, box, self._known) if box.numel * itemsize <= self.most else None
-                if stored is not None:
-                    columns.append(stored)
-                    shelves.append(Shelf(cohort, parts))
-                else:
-                    extents = self.catalog.extents_of([(entry, chunk) for entry in cohort.entries])
-                    others += [Other(job, parts, extent) for job, extent in zip(cohort.jobs, extents, strict=True)]
+                needed += len(cohort.jobs) * cohort.itemsize * sum(part.copy.box.numel for part in shelf.parts)
+                (small if shelf.box.numel * cohort.itemsize <= self.most else alone).append(shelf)
+        stored = self.catalog.extents_in(file, [(shelf.cohort.entries, shelf.box) for shelf in small], self._known)
+        alone += [shelf for shelf, boxes in zip(small, stored.alike.boxes, strict=True) if boxes is None]
+        others: list[Other] = []
+        for shelf in alone:
+            extents = self.catalog.extents_of([(entry, shelf.parts[0].copy.chunk) for entry in shelf.cohort.entries])
+            others += [Other(job, shelf.parts, extent) for job, extent in zip(shelf.cohort.jobs, extents, strict=True)]
         if not self.ahead:
             self.catalog.drop(file)
         self.fetch.beat()
-        offsets, lengths, digests = (np.concatenate(c) for c in zip(*columns, strict=True)) if columns else _NO_COLUMNS
-        counts = [len(shelf.cohort.jobs) for shelf in shelves]
-        places = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        jobs = np.concatenate([_NO_COLUMNS.offsets, *map(np.arange, counts)])
-        order = np.lexsort((-lengths, offsets))
-        path = self.catalog.files[file].path
-        return FilePlan(path, shelves, places[order], jobs[order], offsets[order], lengths[order], digests[order], others, needed)
+        return FilePlan(self.catalog.files[file].path, small, stored, others, needed)
 
     def tasks(self, plan: FilePlan) -> Iterator[Callable[[], None]]:
         """What to run to read the rows, in any order and on any threads."""
-        reached = np.maximum.accumulate(plan.offsets + plan.lengths)
-        ends = [0, *(np.flatnonzero(plan.offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
-        offsets, stops = plan.offsets.tolist(), reached.tolist()
+        return (partial(self._read, plan, *run) for run in self.runs(plan.stored.alike))
+
+    def runs(self, alike: Alike) -> list[tuple[int, int, int]]:
+        """Rows that are read together, since their bytes follow one another: the first, one past the last, and where their bytes end in
+        the data."""
+        found = self._runs.get(alike)
+        if found is None:
+            found = self._runs[alike] = list(self._found_runs(alike.offsets, alike.lengths))
+        return found
+
+    def _found_runs(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[int, int, int]]:
+        """The same. Where bytes follow one another for more than ``most``, they are cut: each run has at most so many, or a single row."""
+        reached = np.maximum.accumulate(offsets + lengths)
+        ends = [0, *(np.flatnonzero(offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
+        starts, stops = offsets.tolist(), reached.tolist()
         for first, end in pairwise(ends):
             while first < end:
                 last = (
-                    end if stops[end - 1] - offsets[first] <= self.most else bisect_right(stops, offsets[first] + self.most, first + 1, end)
+                    end if stops[end - 1] - starts[first] <= self.most else bisect_right(stops, starts[first] + self.most, first + 1, end)
                 )
-                yield partial(self._read, plan, first, last, stops[last - 1])
+                yield first, last, stops[last - 1]
                 first = last
 
     def _read(self, plan: FilePlan, first: int, last: int, stop: int) -> None:
         """Read neighbours, check all, then put each in its places."""
-        start = int(plan.offsets[first])
+        alike = plan.stored.alike
+        start = int(alike.offsets[first])
         data = self.fetch.scratch(stop - start)[: stop - start]
-        spans = list(zip((plan.offsets[first:last] - start).tolist(), plan.lengths[first:last].tolist(), strict=True))
-        self.fetch.checked(Extent(plan.path, start, stop - start, None), partial(self._checked, plan, first, spans, data))
+        spans = list(zip((alike.offsets[first:last] - start).tolist(), alike.lengths[first:last].tolist(), strict=True))
+        extent = Extent(plan.path, plan.stored.start + start, stop - start, None)
+        self.fetch.checked(extent, partial(self._checked, plan, first, spans, extent, data))
         with self.fetch.span("copy", stop - start):
-            rows = zip(spans, plan.places[first:last].tolist(), plan.jobs[first:last].tolist(), strict=True)
-            for (at, length), place, job in rows:
-                _place(data[at : at + length], plan.shelves[place], job)
+            rows = zip(spans, alike.groups[first:last].tolist(), alike.members[first:last].tolist(), strict=True)
+            for (at, length), group, job in rows:
+                _place(data[at : at + length], plan.shelves[group], job)
 
-    def _checked(self, plan: FilePlan, first: int, spans: Sequence[tuple[int, int]], data: npt.NDArray[np.uint8]) -> None:
-        start = int(plan.offsets[first])
-        self.fetch.fill(plan.path, start, data.data)
+    def _checked(self, plan: FilePlan, first: int, spans: Sequence[tuple[int, int]], extent: Extent, data: npt.NDArray[np.uint8]) -> None:
+        self.fetch.fill(extent.path, extent.offset, data.data)
         verified, last, memory = 0, (-1, 0), data.data
-        digests = plan.digests[first : first + len(spans)].astype(str).tolist()
+        digests = plan.stored.digests[first : first + len(spans)].astype(str).tolist()
         with self.fetch.span("verify", len(data)):
             for i, span in enumerate(spans):
                 if span == last:
@@ -262,9 +289,10 @@ class Sweep:
         self.fetch.compared(verified)
 
     def _damaged(self, plan: FilePlan, i: int, found: str) -> Exception:
-        shelf, digest = plan.shelves[int(plan.places[i])], plan.digests[i].decode()
-        extent = Extent(plan.path, int(plan.offsets[i]), int(plan.lengths[i]), digest)
-        chunk = Chunk(shelf.cohort.entries[int(plan.jobs[i])].name, shelf.parts[0].copy.chunk_box, extent)
+        alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
+        shelf = plan.shelves[int(alike.groups[i])]
+        extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
+        chunk = Chunk(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
         return damaged(chunk, f"digest {found}, should be {digest}", self.fetch.catalog.url)
 
 
@@ -286,5 +314,4 @@ def by_file(catalog: Catalog) -> ByFile | None:
     return cast(ByFile, catalog) if hasattr(catalog, "extents_in") else None
 
 
-_NO_COLUMNS = Stretches(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype="S16"))
 _digest = xxhash.xxh3_64_hexdigest

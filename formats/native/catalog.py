@@ -24,7 +24,7 @@ from .checks import find_excess
 from .codecs import CODECS
 from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
 from .header import Header, StoredChunk, parse_header
-from .header_rows import Rows, Stretches, find_alike
+from .header_rows import Known, Sought, Stretches, find_alike
 from .index import decode_index
 from .keys import chunk_key, coded_key
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_debris
@@ -155,10 +155,9 @@ class NativeCatalog:
                 found.append(self._extent(entry, grid.box(number), grid.file(number)))
         return found
 
-    def extents_in(self, file: int, entries: Sequence[TensorEntry], box: Box, known: Rows) -> Stretches | None:
-        """Where the chunk ``box`` of each of many tensors of one shape and dtype is in data file number ``file``; None if each has to be
-        looked at. ``known`` keeps what files that are cut alike have in common. Errors as for :meth:`header`."""
-        return find_alike(self.header(file), entries, box, known)
+    def extents_in(self, file: int, sought: Sought, known: Known) -> Stretches:
+        """Where chunks of many tensors are in data file number ``file``: see ``find_alike``. Errors as for :meth:`header`."""
+        return find_alike(self.header(file), sought, known)
 
     def drop(self, file: int) -> None:
         """Forget a header: whoever reads very many files keeps none."""

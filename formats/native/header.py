@@ -14,18 +14,19 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import DataFile
-from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, FormatError
 from ckpt.geometry import IntArray
 
 from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
-from .header_layout import HeaderLayout, recall, remember
+from .header_layout import BITS, Columns, HeaderLayout, read_layout, recall, remember
 from .keys import METADATA
 
-# One element of our F4 dtype is two of safetensors' 4-bit ones.
-_BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 _START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
 """Metadata comes first wherever this software wrote the header."""
+_OURS = re.compile(
+    rf'\{{"{METADATA}":\{{"ckpt\.version":"1","ckpt\.id":"([0-9a-z]+)","ckpt\.rank":"([0-9]{{1,9}})","ckpt\.digests":"'.encode()
+)
+"""The metadata up to the digests, which may be long, where they come last."""
 _NO_METADATA = f'{{"{METADATA}":0'.encode()
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
@@ -49,25 +50,21 @@ class Header:
     rank: int
     start: int
     layout: HeaderLayout
-    digests: str
-    text: bytes
+    digests: bytes
+    text: bytes | memoryview
 
     @cached_property
     def keys(self) -> Sequence[str]:
         return self.layout.keys_in(self.text)
 
     @cached_property
-    def rows(self) -> Mapping[str, int]:
-        """The number of each chunk by its key."""
-        return {key: i for i, key in enumerate(self.keys)}
-
-    @cached_property
     def chunks(self) -> Mapping[str, StoredChunk]:
         """All chunks by key."""
-        layout, digests = self.layout, self.digests
-        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * layout.places).tolist()]
-        offsets = (layout.offsets + self.start).tolist()
-        return dict(zip(self.keys, map(StoredChunk, layout.dtypes, layout.shapes, offsets, layout.lengths.tolist(), own), strict=True))
+        columns, digests = self.layout.columns, self.digests.decode()
+        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * columns.places).tolist()]
+        offsets = (columns.offsets + self.start).tolist()
+        rows = zip(columns.kinds.tolist(), offsets, columns.lengths.tolist(), own, strict=True)
+        return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
@@ -84,23 +81,29 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
     _check_length(data, where)
     metadata, rest = _split(data)
-    layout = None if rest is None else recall(rest, file.size - file.header)
+    size = file.size - file.header
+    layout = None if rest is None else recall(rest, size)
+    known, text = layout is not None, b""
+    if rest is not None and layout is None:
+        text = bytes(rest)
+        layout = read_layout(text, size)
     entries: dict[str, Any] = {}
-    if rest is None or (layout is None and f'"{METADATA}"'.encode() in rest):
+    if rest is None or (layout is None and f'"{METADATA}"'.encode() in text):
         entries = _parse_json(data[LENGTH_BYTES:], where)
-        metadata, rest = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
+        metadata, text = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
     elif layout is None:
-        entries = _parse_json(_NO_METADATA + rest, where)
+        entries = _parse_json(_NO_METADATA + text, where)
         if entries.pop(METADATA) != 0:
             _damaged("its header has metadata twice", where)
-    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout), where)
+    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
     if layout is None:
-        layout = _layout(entries, rest, file, where)
-        remember(layout, file.size - file.header)
-    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=rest)
+        layout = _layout(entries, text, file, where)
+    if not known:
+        remember(layout, size)
+    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=layout.text if rest is None else rest)
 
 
 def _damaged(what: str, where: str) -> NoReturn:
@@ -113,20 +116,27 @@ def _check_length(data: bytes, where: str) -> None:
         _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
 
 
-def _split(data: bytes) -> tuple[object, bytes | None]:
-    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are copied but once."""
-    start = _START.match(data, LENGTH_BYTES)
-    if start is None:
-        return None, None
-    end, last = data.find(b"}", start.end()) + 1, data.rfind(b"}") + 1
-    try:
-        metadata = json.loads(data[start.end() : end].decode())
-    except (ValueError, RecursionError):  # a brace in a string, or damage
-        return None, None
+def _split(data: bytes) -> tuple[object, memoryview | None]:
+    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are not copied."""
+    last = data.rfind(b"}") + 1
+    ours = _OURS.match(data, LENGTH_BYTES)
+    if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
+        end = quote + 2
+        id, rank, digests = ours[1].decode(), ours[2].decode(), data[ours.end() : quote]
+        metadata: object = {"ckpt.version": "1", "ckpt.id": id, "ckpt.rank": rank, "ckpt.digests": digests}
+    else:
+        start = _START.match(data, LENGTH_BYTES)
+        if start is None:
+            return None, None
+        end = data.find(b"}", start.end()) + 1
+        try:
+            metadata = json.loads(data[start.end() : end].decode())
+        except (ValueError, RecursionError):  # a brace in a string, or damage
+            return None, None
     first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
     if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
         return None, None
-    return metadata, data[first:last]
+    return metadata, memoryview(data)[first:last]
 
 
 def _parse_json(text: bytes, where: str) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     return entries
 
 
-def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
+def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes]:
     if not isinstance(metadata, dict) or "ckpt.version" not in metadata:
         _damaged(f"its header has no {METADATA} of ckpt", where)
     if metadata["ckpt.version"] != "1":
@@ -151,14 +161,10 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, str]:
     id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
     if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
         _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
-    if (
-        not isinstance(digests, str)
-        or len(digests) != CHUNK_DIGITS * count
-        or not digests.isascii()
-        or digests.encode().translate(None, b"0123456789abcdef")
-    ):
+    digits = digests if isinstance(digests, bytes) else digests.encode(errors="replace") if isinstance(digests, str) else b"?"
+    if len(digits) != CHUNK_DIGITS * count or digits.translate(None, b"0123456789abcdef"):
         _damaged(f"its header does not have {count} digests of {CHUNK_DIGITS} hex digits", where)
-    return id, int(rank), digests
+    return id, int(rank), digits
 
 
 def _is_hex(text: str) -> bool:
@@ -169,17 +175,18 @@ def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str)
     keys = list(entries)
     dtypes, shapes, spans = _columns(entries, where)
     _check_cover(keys, spans, file.size - file.header, where)
-    lengths = (spans[:, 1] - spans[:, 0]).tolist()
-    kinds = list(zip(dtypes, shapes, strict=True))
-    bits = {kind: _BITS.get(kind[0], -1) * math.prod(kind[1]) for kind in set(kinds)}
-    for key, kind, length in zip(keys, kinds, lengths, strict=True):
-        if bits[kind] != 8 * length or kind[0] not in _BITS:
-            _damaged(f"{key!r}: {length} bytes do not hold {kind[0]} of shape {list(kind[1])}", where)
+    lengths = spans[:, 1] - spans[:, 0]
+    codes: dict[tuple[str, tuple[int, ...]], int] = {}
+    kinds = [codes.setdefault(kind, len(codes)) for kind in zip(dtypes, shapes, strict=True)]
+    kind = list(codes)
+    bits = [BITS.get(dtype, -1) * math.prod(shape) for dtype, shape in kind]
+    for key, code, length in zip(keys, kinds, lengths.tolist(), strict=True):
+        if bits[code] != 8 * length or kind[code][0] not in BITS:
+            _damaged(f"{key!r}: {length} bytes do not hold {kind[code][0]} of shape {list(kind[code][1])}", where)
     place = {key: i for i, key in enumerate(sorted(keys))}
     places = np.array([place[k] for k in keys], dtype=np.int64)
-    return HeaderLayout(
-        keys=keys, dtypes=dtypes, shapes=shapes, offsets=spans[:, 0].copy(), lengths=spans[:, 1] - spans[:, 0], places=places, text=text
-    )
+    columns = Columns(kind=kind, kinds=np.array(kinds, dtype=np.int64), offsets=spans[:, 0].copy(), lengths=lengths, places=places)
+    return HeaderLayout(columns, text, keys)
 
 
 def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:

@@ -1,9 +1,15 @@
-"""Looks chunks of many tensors up in one header at once."""
+"""Looks chunks of many tensors up in one header at once.
+
+What is found in one header holds for all of its layout but for the boxes and the digests. So it is kept, sorted and ready to be read, and
+for each further file the boxes in its keys are compared and its digests are picked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -13,62 +19,125 @@ from ckpt.geometry import Box, IntArray
 
 from .datafile import CHUNK_DIGITS
 from .header import Header
-from .header_layout import HeaderLayout
+from .header_layout import HeaderLayout, Names
 from .keys import box_text
+
+Sought = Sequence[tuple[Sequence[TensorEntry], Box]]
+"""Tensors of one shape and dtype, and the chunk that is sought of each of them; several such groups."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Alike:
+    """Where files of one layout have chunks that are sought, in the order of their bytes: each is the chunk of tensor ``members[i]`` of
+    group ``groups[i]``. ``offsets`` count from the start of the data, ``digests`` are places of them. ``boxes``: for each group where in
+    the text the boxes of its keys are, ``[tensors, bytes]``, or None if not all of it have a key with a box, uncoded."""
+
+    groups: IntArray
+    members: IntArray
+    offsets: IntArray
+    lengths: IntArray
+    digests: IntArray
+    boxes: Sequence[IntArray | None]
+    all_boxes: IntArray
+    """The same for all groups, one after another."""
 
 
 class Stretches(NamedTuple):
-    """Bytes of chunks in one file, as columns: offset and length of each, and XXH3-64 in hex (``S16``)."""
+    """Chunks in one file: ``start`` is where its data begin, ``digests`` are XXH3-64 in hex (``S16``)."""
 
-    offsets: IntArray
-    lengths: IntArray
+    alike: Alike
+    start: int
     digests: npt.NDArray[np.bytes_]
 
 
-class _Found(NamedTuple):
-    """Where a layout has chunks of these tensors: their ``rows``, and where in the text their boxes are, of ``size`` bytes."""
+class Known:
+    """What was found in layouts, as long as these are kept. ``names``: the rows of groups of tensors, by the ids of both."""
 
-    layout: HeaderLayout
-    entries: Sequence[TensorEntry]
-    rows: IntArray
-    boxes: IntArray
-    size: int
-    shape: tuple[int, ...]
+    def __init__(self) -> None:
+        self.layouts: WeakKeyDictionary[HeaderLayout, dict[tuple[object, ...], Alike]] = WeakKeyDictionary()
+        self.names: dict[tuple[int, int], tuple[Names, Sequence[TensorEntry], IntArray | None]] = {}
 
 
-Rows = dict[tuple[int, int], _Found | None]
-"""By the ids of a layout and of the tensors: files that are cut alike have the same tensors in the same rows."""
+def find_alike(header: Header, sought: Sought, known: Known) -> Stretches:
+    """The chunks that are sought, but those of groups of which not all are there under a key with a box, uncoded.
 
-
-def find_alike(header: Header, entries: Sequence[TensorEntry], box: Box, known: Rows) -> Stretches | None:
-    """The chunk ``box`` of each of ``entries``, which have one shape and dtype; None if not all have it under a key with a box, uncoded.
-
-    Each key is compared: its name when its layout was seen first, its box in every file.
+    Each key is compared: its name when its layout was made, its box in every file.
     """
-    layout, first = header.layout, entries[0]
-    if box.shape == first.shape or layout.ends is None:
-        return None
-    text = box_text(box, first.shape).encode()
-    key = id(layout), id(entries)
-    if key not in known:
-        known[key] = _find(header, entries, text)
-    found = known[key]
-    if found is None or found.shape != first.dtype.stored_shape(box.shape) or found.size != len(text):
-        return None
-    stored = np.frombuffer(header.text, dtype=np.uint8)[found.boxes]
-    if not (stored == np.frombuffer(text, dtype=np.uint8)).all():
-        return None
-    digests = np.frombuffer(header.digests.encode(), dtype=f"S{CHUNK_DIGITS}")
-    return Stretches(layout.offsets[found.rows] + header.start, layout.lengths[found.rows], digests[layout.places[found.rows]])
+    layout = header.layout
+    texts = [box_text(box, entries[0].shape).encode() for entries, box in sought]
+    key = tuple((id(entries), box.shape, len(text)) for (entries, box), text in zip(sought, texts, strict=True))
+    kept = known.layouts.get(layout)
+    if kept is None:
+        kept = known.layouts.setdefault(layout, {})
+    alike = kept.get(key)
+    if alike is None:
+        alike = kept[key] = _find(layout, sought, texts, known)
+    given = np.frombuffer(header.text, dtype=np.uint8)
+    expected = b"".join([text * len(places) for text, places in zip(texts, alike.boxes, strict=True) if places is not None])
+    if given[alike.all_boxes].tobytes() != expected:  # seldom: the index is of other files
+        alike = _without(
+            alike, [g for g, places in enumerate(alike.boxes) if places is None or (given[places].tobytes() != texts[g] * len(places))]
+        )
+    digests = np.frombuffer(header.digests, dtype=f"S{CHUNK_DIGITS}")
+    return Stretches(alike, header.start, digests[alike.digests])
 
 
-def _find(header: Header, entries: Sequence[TensorEntry], text: bytes) -> _Found | None:
-    layout, first, suffix = header.layout, entries[0], text.decode()
-    numbers = [header.rows.get((e.name if e.alias is None else e.alias) + suffix, -1) for e in entries]
-    shapes = {layout.shapes[n] for n in numbers if n >= 0}
-    if -1 in numbers or len(shapes) != 1 or {layout.dtypes[n] for n in numbers} != {first.dtype.safetensors}:
+def _find(layout: HeaderLayout, sought: Sought, texts: Sequence[bytes], known: Known) -> Alike:
+    boxes: list[IntArray | None] = []
+    found: list[IntArray] = []
+    for (entries, box), text in zip(sought, texts, strict=True):
+        rows = _rows(layout, entries, box, known)
+        if rows is not None:
+            assert layout.ends is not None
+            found.append(rows)
+            boxes.append(layout.ends[rows][:, None] + np.arange(-len(text), 0))  # a box has but one bracket that opens: it is all of it
+        else:
+            boxes.append(None)
+    none = np.zeros(0, dtype=np.int64)
+    all_rows = np.concatenate([none, *found])
+    groups = np.concatenate([none, *(np.full(len(b), i, dtype=np.int64) for i, b in enumerate(boxes) if b is not None)])
+    members = np.concatenate([none, *(np.arange(len(rows)) for rows in found)])
+    columns = layout.columns
+    order = np.lexsort((-columns.lengths[all_rows], columns.offsets[all_rows]))
+    rows = all_rows[order]
+    return Alike(
+        groups=groups[order],
+        members=members[order],
+        offsets=columns.offsets[rows],
+        lengths=columns.lengths[rows],
+        digests=columns.places[rows],
+        boxes=boxes,
+        all_boxes=np.concatenate([none, *(places.ravel() for places in boxes if places is not None)]),
+    )
+
+
+def _rows(layout: HeaderLayout, entries: Sequence[TensorEntry], box: Box, known: Known) -> IntArray | None:
+    """The rows of a layout that are chunks of this shape of ``entries``."""
+    columns, first = layout.columns, entries[0]
+    names = columns.names
+    if names is None or box.shape == first.shape:
         return None
-    assert layout.ends is not None
-    rows = np.array(numbers, dtype=np.int64)
-    boxes = layout.ends[rows][:, None] + np.arange(-len(text), 0)
-    return _Found(layout, entries, rows, boxes, len(text), shapes.pop())
+    key = id(names), id(entries)
+    if key not in known.names:
+        numbers = [names.rows.get(f"{e.name if e.alias is None else e.alias}[".encode(), -1) for e in entries]
+        known.names[key] = names, entries, None if -1 in numbers else np.array(numbers, dtype=np.int64)
+    rows = known.names[key][2]
+    if rows is None:
+        return None
+    kinds = columns.kinds[rows]
+    right = (kinds == kinds[0]).all() and columns.kind[int(kinds[0])] == (first.dtype.safetensors, first.dtype.stored_shape(box.shape))
+    return rows if right else None
+
+
+def _without(alike: Alike, groups: Sequence[int]) -> Alike:
+    stays = ~np.isin(alike.groups, groups)
+    boxes = [None if group in groups else places for group, places in enumerate(alike.boxes)]
+    return Alike(
+        groups=alike.groups[stays],
+        members=alike.members[stays],
+        offsets=alike.offsets[stays],
+        lengths=alike.lengths[stays],
+        digests=alike.digests[stays],
+        boxes=boxes,
+        all_boxes=np.concatenate([np.zeros(0, dtype=np.int64), *(places.ravel() for places in boxes if places is not None)]),
+    )

@@ -17,7 +17,7 @@ from ckpt.formats.native import header as header_module
 from ckpt.formats.native import header_layout
 from ckpt.formats.native.datafile import ChunkSpec, plan_data_file
 from ckpt.formats.native.header import parse_header
-from ckpt.formats.native.header_rows import Rows, find_alike
+from ckpt.formats.native.header_rows import Known, find_alike
 from ckpt.geometry import Box
 
 ID = "0123456789abcdef"
@@ -26,7 +26,7 @@ SHAPE = (40_000, 4)
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    header_layout._known.clear()
+    header_layout.forget()
 
 
 def file_of(rank: int, names: list[str], rows: int = 2, dtype: str = "float32") -> tuple[bytes, DataFile]:
@@ -96,26 +96,85 @@ def entry_of(name: str, dtype: str = "float32") -> TensorEntry:
 
 
 def test_many_chunks_at_once_are_those_of_their_keys() -> None:
-    names = [f"t{i}" for i in range(30)]
-    entries, known = [entry_of(n) for n in reversed(names)], Rows()
+    names, others = [f"t{i}" for i in range(30)], [f"u{i}" for i in range(0, 30, 7)]
+    groups, known = [[entry_of(n) for n in reversed(part)] for part in (names, others)], Known()
     for rank in (1000, 1001, 4999, 5000, 9999):
-        data, file = file_of(rank, names)
+        data, file = file_of(rank, [*names, *others])
         header, box = parse_header(data, file, "there"), Box((2 * rank, 0), (2, 4))
-        found = find_alike(header, entries, box, known)
-        assert found is not None
+        found = find_alike(header, [(entries, box) for entries in groups], known)
         chunks = by_json(data, file.header)
-        for entry, offset, length, digest in zip(entries, *(c.tolist() for c in found), strict=True):
-            assert chunks[f"{entry.name}[{2 * rank}:{2 * rank + 2},:]"][2:] == (offset, length, digest.decode())
+        rows = [c.tolist() for c in (found.alike.groups, found.alike.members, found.alike.offsets, found.alike.lengths, found.digests)]
+        assert len(rows[0]) == len(names) + len(others)
+        assert rows[2] == sorted(rows[2])
+        for group, member, offset, length, digest in zip(*rows, strict=True):
+            expected = chunks[f"{groups[group][member].name}[{2 * rank}:{2 * rank + 2},:]"]
+            assert expected[2:] == (found.start + offset, length, digest.decode())
         wrong = (Box((2 * rank + 2, 0), (2, 4)), Box((2 * rank, 0), (1, 4)), Box.whole(SHAPE))
-        assert all(find_alike(header, entries, other, known) is None for other in wrong)
-        assert find_alike(header, [entry_of("t1", "int32")], box, known) is None
-        assert find_alike(header, [entry_of("t1"), entry_of("lost")], box, known) is None
+        for other in wrong:  # of one group: the other is found all the same
+            beside = find_alike(header, [(groups[0], other), (groups[1], box)], known)
+            assert [b is None for b in beside.alike.boxes] == [True, False]
+            assert set(beside.alike.groups.tolist()) == {1}
+            assert len(beside.digests) == len(beside.alike.members) == len(others)
+        for lacking in ([entry_of("t1", "int32")], [entry_of("t1"), entry_of("lost")]):
+            assert find_alike(header, [(lacking, box)], known).alike.boxes == [None]
 
 
-def repacked(data: bytes, file: DataFile, old: bytes, new: bytes) -> tuple[bytes, DataFile]:
-    """A header with other text, with the digest that the index has of it."""
-    assert old in data
-    changed = data.replace(old, new, 1).rstrip().ljust(len(data))[: len(data)]
+def test_layouts_that_are_read_directly_are_those_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more digit, or another shape, is another layout: no JSON parser is needed for it, and what it gives is the same."""
+    monkeypatch.setattr(header_module, "_layout", lambda *args: pytest.fail("parsed as JSON"))
+    names = ["w", "a.b", "a[7]", "b[", "ä"]
+    for rank, rows in ((0, 2), (1, 2), (49, 2), (7, 1), (3, 5), (4999, 2)):
+        data, file = file_of(rank, names, rows)
+        assert dict(parse_header(data, file, "there").chunks) == by_json(data, file.header)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"dtype":"F32","shape":[2,4]', b'"dtype":"F32", "shape":[2,4]'),
+        (b'"shape":[2,4]', b'"shape":[4,2]'),
+        (b"[6:8,:]", b"[6:8,:]x"),
+        (b'"w[6', b'"\\u0077[6'),
+        (b'"w[6', b'"\xff[6'),
+        (b'"w[6', b'"w\t[6'),
+        (b'"dtype":"F32"', b'"dtype":"F99"'),
+        (b'"dtype":"F32"', b'"dtype":"F64"'),
+        (b"[0,32]", b"[00,32]"),
+        (b"[0,32]", b"[0,31]"),
+        (b"[0,32]", b"[1,32]"),
+        (b"[0,32]", b"[0,99999999999999999999]"),
+        (b'"shape":[2,4]', b'"shape":[02,4]'),
+        (b'"shape":[2,4]', b'"shape":[2,4,]'),
+        (b'"shape":[2,4]', b'"shape":[99999999999,99999999999,8]'),
+        (b'"v[6:8,:]"', b'"w[6:8,:]"'),
+        (b'"v[6:8,:]"', b'"w[7:9,:]"'),
+        (b'"v[6:8,:]"', b'"w"'),
+        (b'"v[6:8,:]"', b'"__metadata__"'),
+        (b"},", b"},,"),
+        (b"},", b"} ,"),
+    ],
+)
+def test_a_layout_that_is_read_directly_is_one_that_json_has(old: bytes, new: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a header says: with the direct reader or without, it is damaged or not, and has the same chunks."""
+    data, file = repacked(*file_of(3, ["w", "v"]), old, new, after=b'"w[6')
+
+    def outcome() -> object:
+        header_layout.forget()
+        try:
+            return dict(parse_header(data, file, "there").chunks)
+        except CorruptError as err:
+            return err.message
+
+    directly = outcome()
+    monkeypatch.setattr(header_module, "read_layout", lambda text, size: None)
+    assert directly == outcome()
+
+
+def repacked(data: bytes, file: DataFile, old: bytes, new: bytes, after: bytes = b"") -> tuple[bytes, DataFile]:
+    """A header with other text somewhere after ``after``, with the digest that the index has of it."""
+    at = data.index(after)
+    assert old in data[at:]
+    changed = (data[:at] + data[at:].replace(old, new, 1)).rstrip().ljust(len(data))[: len(data)]
     digest = header_module.xxhash.xxh3_128_hexdigest(changed)
     return changed, DataFile(path=file.path, size=file.size, header=file.header, digest=digest, rank=file.rank)
 
@@ -146,3 +205,13 @@ def test_a_digest_that_is_not_hex_is_damage() -> None:
         row = DataFile(path=file.path, size=file.size, header=file.header, digest=header_module.xxhash.xxh3_128_hexdigest(broken), rank=3)
         with pytest.raises(CorruptError, match="digests of 16 hex digits"):
             parse_header(broken, row, "there")
+
+
+def test_layouts_that_are_kept_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(100):
+        parse_header(*file_of(rank, [f"{'w' * rank}"] if rank else ["v"]), "there")
+    assert len(header_layout._known) == header_layout._MOST
+    assert len(header_layout._known_names) == header_layout._MOST_NAMES
+    monkeypatch.setattr(header_layout, "_ALL_TEXT", 1000)
+    parse_header(*file_of(100, ["u"]), "there")
+    assert 0 < sum(len(layout.text) for _, layout in header_layout._known) <= 1000
