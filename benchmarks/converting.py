@@ -19,8 +19,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
-from ckpt.converters.converting import MEMORY, convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import MEMORY, convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.transfer import copy_checkpoint
 
 from .findings import Finding, at_least, at_most, medians

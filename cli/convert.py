@@ -19,9 +19,9 @@ from .progress import progress
 from .translating import left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.converting import ConvertReport
-    from ckpt.converters.parallel import Argument, Parallel
-    from ckpt.converters.repairing import Mending
+    from ckpt.converters.convert import ConvertReport
+    from ckpt.converters.pipeline.parallel import Argument, Parallel
+    from ckpt.converters.pipeline.repair import Mending
 
 _RANKS = click.IntRange(min=1)
 _CONFIG = "config.json"
@@ -31,10 +31,8 @@ _SHOWN = 10
 
 def _size(text: str) -> int:
     """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
-    from ckpt.converters.sizes import size_of
-
     try:
-        return size_of(text)
+        return units.parse_size(text)
     except UsageError as err:
         raise click.BadParameter(err.message) from err
 
@@ -111,7 +109,7 @@ def command(
       ckpt convert --to megatron --tp 4 --names llama --spelling megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
-    from ckpt.converters.converting import convert_checkpoint
+    from ckpt.converters.convert import convert_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, translation, spelling, numbers, config)
@@ -198,7 +196,7 @@ def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, a
     """The ranks that the options say; None if they say nothing."""
     if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
         return None
-    from ckpt.converters.parallel import Parallel
+    from ckpt.converters.pipeline.parallel import Parallel
 
     said = dict(map(_argument, arguments))
     return Parallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)

@@ -16,7 +16,7 @@ from .progress import progress
 from .translating import translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.comparing import DiffReport, TensorDifference, Tolerance
+    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance
 
 DIFFERENT = 3
 
@@ -66,7 +66,7 @@ def command(
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
     """
-    from ckpt.converters.comparing import compare
+    from ckpt.converters.compare.comparison import compare
 
     output = Output(json=as_json, quiet=quiet)
     tolerances = [_tolerance(rule) for rule in rules]
@@ -100,7 +100,7 @@ def _renamed(text: str) -> tuple[str, str]:
 
 
 def _tolerance(rule: str) -> Tolerance:
-    from ckpt.converters.comparing import Tolerance
+    from ckpt.converters.compare.comparison import Tolerance
 
     glob, equals, said = rule.rpartition("=")
     absolute, _, relative = said.partition(",")

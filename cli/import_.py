@@ -14,7 +14,7 @@ from .progress import progress
 from .translating import left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.importing import ImportReport
+    from ckpt.converters.virtual.importer import ImportReport
 
 
 @click.command("import", short_help="Point a checkpoint at the files of another, of any format.")
@@ -52,7 +52,7 @@ def command(
       ckpt import --names llama --spelling huggingface --skip '*.master' m/ out/
       ckpt import --digest runs/deepspeed/global_step100 imported/step-100
     """
-    from ckpt.converters.importing import import_checkpoint
+    from ckpt.converters.virtual.importer import import_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, translation, spelling, numbers)

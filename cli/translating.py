@@ -50,8 +50,8 @@ def views_of(
         if numbers:
             raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
         return None
-    from ckpt.converters.configuration import read_configuration
-    from ckpt.converters.spelling import translated
+    from ckpt.converters.mapping.convention import translated
+    from ckpt.converters.targets.hf_config import read_configuration
 
     said = numbers_in(numbers, "--set", "query_groups=8")
     return translated(source, translation, spelling, {**read_configuration(config).numbers, **said})

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
 from ckpt.debris import Debris, find_debris, remove_debris
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError
 from ckpt.formats.registry import open_catalog

@@ -6,6 +6,7 @@ import ast
 import resource
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -59,6 +60,12 @@ ARROWS = {
 
 ABOVE = {"ckpt.cli": ("ckpt.cli", "ckpt.__main__"), "ckpt.converters": ("ckpt.converters", "ckpt.cli", "ckpt.__init__")}
 """Module prefix → the only prefixes that may import from it: nobody looks up."""
+
+CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert")
+"""The rooms of converters/ and its one loose module, from the ground up: each imports from itself and from those before it."""
+
+WIDEST = 20
+"""Files of one folder of converters/, without those in folders of its own."""
 
 TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
@@ -148,6 +155,23 @@ def test_imports_point_down() -> None:
             if looks_up or not _below(found.target, allowed):
                 wrong.append(str(found))
     assert wrong == []
+
+
+def test_the_rooms_of_converters_are_stacked() -> None:
+    rooms = {m.split(".")[2] for m in sources() if _below(m, ("ckpt.converters",))}
+    assert rooms == {"__init__", *CONVERTERS}
+    pairs = (
+        (i, i.module.split(".")[2], i.target.split(".")[2])
+        for i in imports()
+        if all(n.startswith("ckpt.converters.") for n in (i.module, i.target))
+    )
+    order = {room: n for n, room in enumerate(CONVERTERS)}
+    assert [str(i) for i, room, target in pairs if room in order and order[target] > order[room]] == []
+
+
+def test_no_folder_of_converters_is_wide() -> None:
+    folders = Counter(path.parent.relative_to(ROOT) for path in (ROOT / "converters").rglob("*.py"))
+    assert [(str(folder), count) for folder, count in folders.items() if count > WIDEST] == []
 
 
 def test_the_rooms_are_imported_through_ckpt() -> None:

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
@@ -131,12 +131,12 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
 @pytest.mark.parametrize("verified", [False, True])
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
-    from ckpt.converters import straight, streaming
+    from ckpt.converters.pipeline import file_stream, passthrough
 
-    monkeypatch.setattr(straight, "PIECE", 8192)
-    monkeypatch.setattr(straight, "JOB", 20_000)
+    monkeypatch.setattr(passthrough, "PIECE", 8192)
+    monkeypatch.setattr(passthrough, "JOB", 20_000)
     left: list[int] = []
-    monkeypatch.setattr(streaming.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
+    monkeypatch.setattr(file_stream.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
     url, made = str(tmp_path / "source"), str(tmp_path / "made")
     source(url)
     report = convert_checkpoint(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
@@ -245,12 +245,12 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters import streaming, windowed, windows
+    from ckpt.converters.pipeline import buffered, file_stream, windows
 
     monkeypatch.setattr(windows, "UNIT", 1000)
-    monkeypatch.setattr(windowed, "LEAST", 5000)
-    monkeypatch.setattr(streaming, "runs_of", lambda chosen, items: {})
-    monkeypatch.setattr("ckpt.converters.converting.SMALLEST", 1)
+    monkeypatch.setattr(buffered, "LEAST", 5000)
+    monkeypatch.setattr(file_stream, "runs_of", lambda chosen, items: {})
+    monkeypatch.setattr("ckpt.converters.convert.SMALLEST", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
     convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
     same(dcp_load(str(tmp_path / "t"), {n: torch.zeros_like(t) for n, t in tensors().items()}), tensors())
@@ -293,7 +293,7 @@ def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -
 
 def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
-    from ckpt.converters.archives import Archive, Stand
+    from ckpt.converters.targets.torch_archive import Archive, Stand
 
     stands = [Stand(0, dtype("uint8"), (5 << 30,)), Stand(1, dtype("float32"), (3,))]
     archive = Archive({"large": stands[0], "after": stands[1]}, stands, base=0)
@@ -376,10 +376,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-import ckpt.converters.record as record
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.pipeline import journal
+from ckpt.converters.convert import convert_checkpoint
 
-done, left = record.Record.done, int(sys.argv[4])
+done, left = journal.Record.done, int(sys.argv[4])
 
 def dies(self, number):
     global left
@@ -388,7 +388,7 @@ def dies(self, number):
     left -= 1
     done(self, number)
 
-record.Record.done = dies
+journal.Record.done = dies
 convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
 """
 
@@ -417,8 +417,8 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
 
 ENDING = """
 import os, signal, sys
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.record import Record
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.pipeline.journal import Record
 
 left = int(sys.argv[4])
 def remove(record):
@@ -446,7 +446,7 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
 FINISHING = """
 import os, signal, sys
 import ckpt.formats.native.writer as writer
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
 
 writer._publish = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
 convert_checkpoint(sys.argv[1], sys.argv[2], to="native")
@@ -517,8 +517,8 @@ def test_one_process_after_another(tmp_path: Path) -> None:
 
 PEAK = """
 import sys
-from ckpt.converters.converting import convert_checkpoint
-import ckpt.converters.windowed, ckpt.converters.to_torch
+from ckpt.converters.convert import convert_checkpoint
+import ckpt.converters.pipeline.buffered, ckpt.converters.targets.torch_file
 
 def resident(field):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))
@@ -564,7 +564,7 @@ MODELS = {
 @pytest.mark.parametrize("names", MODELS)
 def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from ckpt.converters.spelling import translated
+    from ckpt.converters.mapping.convention import translated
 
     kind, more, fused_name = MODELS[names]
     url, fused, back, copy = (str(tmp_path / n) for n in ("model", "fused", "back", "copy"))

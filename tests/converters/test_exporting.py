@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.gathering import Planner
-from ckpt.converters.publishing import Begun, Destination
-from ckpt.converters.spelling import translated
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.export.export import export
+from ckpt.converters.export.plan import Planner
+from ckpt.converters.export.transaction import Begun, Destination
+from ckpt.converters.mapping.convention import translated
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
 from ckpt.io_backends.posix_shared import PosixSharedObject

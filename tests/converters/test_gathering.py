@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid, TensorEntry
-from ckpt.converters import gathering
-from ckpt.converters.choosing import Choice, choose_weights
-from ckpt.converters.gathering import Gathering, Planner, Way
-from ckpt.converters.live import LiveCatalog
-from ckpt.converters.target import Layout, OutFile
-from ckpt.converters.to_hf import plan
+from ckpt.converters.export import plan as export_plan
+from ckpt.converters.export.plan import Gathering, Planner, Way
+from ckpt.converters.export.state_catalog import LiveCatalog
+from ckpt.converters.pipeline.target import Layout, OutFile
+from ckpt.converters.select.selection import Choice, choose_weights
+from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.plan import views
@@ -96,8 +96,8 @@ def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sourc
 @given(catalogs(), st.sampled_from(["ranges", "parts", "files"]), st.booleans(), st.sampled_from([64, 256, 4096]), st.integers(1, 800))
 def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "LONG", 12)
-        patch.setattr(gathering, "WINDOW", 64)
+        patch.setattr(export_plan, "LONG", 12)
+        patch.setattr(export_plan, "WINDOW", 64)
         chosen = choose_weights(catalog, Choice(views=respelled if translate else None))
         files = plan(chosen, Layout(id="", url="x", shard_size=shard, name=None, previous=None)).files
         planner = Planner(catalog, chosen.tensors, files, RANKS)
@@ -147,7 +147,7 @@ def check_rounds(found: Gathering, budget: int) -> None:
 )
 def test_the_shortest_run_of_a_grid(cuts: Any, shortest: float) -> None:
     shape = [c[-1] for c in cuts]
-    assert gathering._shortest(shape, cuts, 4) == shortest
+    assert export_plan._shortest(shape, cuts, 4) == shortest
     strides = np.arange(math.prod(shape)).reshape(shape)
     runs = []
     for cell in product(*(pairwise(c) for c in cuts)):
@@ -170,4 +170,4 @@ def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> Non
     found = Planner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
     assert [files[f].items[i].name for f, i in found.direct] == ["rows"]
     kept = [sum(w.stop - w.start for w in found.windows if w.keeper == r) for r in RANKS]
-    assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= gathering.WINDOW
+    assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= export_plan.WINDOW

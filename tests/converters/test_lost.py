@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters.conversion import Conversion
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.record import Record
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.journal import Record
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native import writer

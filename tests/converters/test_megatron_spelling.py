@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
-from ckpt.converters.translation import load_translation
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.mapping.convention import told_by, translated
+from ckpt.converters.mapping.translation import load_translation
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
 from tests.plan.test_views import read

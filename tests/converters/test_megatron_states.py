@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.converters.choosing import Wanted
-from ckpt.converters.megatron_states import STATES, optimizer_of
+from ckpt.converters.select.selection import Wanted
+from ckpt.converters.targets.megatron.states import STATES, optimizer_of
 from ckpt.dtypes import dtype
 from ckpt.plan.views import whole
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
 
 WEIGHT, MOMENT = torch.randn(6, 5), torch.randn(6, 5)
 

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters import translated
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.virtual.translated import translated
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
@@ -439,7 +439,7 @@ def test_a_frozen_parameter_does_not_become_a_part_of_a_trained_one(tmp_path: Pa
 
 
 def test_what_is_left_out_is_told(tmp_path: Path, rules: str) -> None:
-    from ckpt.converters.spelling import translated as views_of
+    from ckpt.converters.mapping.convention import translated as views_of
 
     source = saved(str(tmp_path / "s"))
     tensors = {f"opt.state.net.{p}.{k}" for p in ("q", "k", "other") for k in ("exp_avg", "exp_avg_sq", "step")}

@@ -16,10 +16,10 @@ import torch
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.converters import conversion
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import ConvertReport, convert_checkpoint
-from ckpt.converters.semantic import check_semantic
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.convert import ConvertReport, convert_checkpoint
+from ckpt.converters.pipeline import conversion
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog

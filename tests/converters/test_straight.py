@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters import straight
-from ckpt.converters.choosing import Chosen, Wanted
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.straight import jobs_of, pour, runs_of
-from ckpt.converters.windows import Item
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.pipeline import passthrough
+from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
+from ckpt.converters.pipeline.windows import Item
+from ckpt.converters.select.selection import Chosen, Wanted
 from ckpt.dtypes import DTYPES
 from ckpt.engine.fetch import Fetch
 from ckpt.errors import CorruptError
@@ -46,7 +46,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, state = tmp_path_factory.mktemp("runs"), {"a": torch.from_numpy(A), "b": torch.from_numpy(B)}
     ckpt.save(str(root / "whole"), state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.converters.to_native.CHUNK", 24)
+        patch.setattr("ckpt.converters.targets.native.CHUNK", 24)
         convert_checkpoint(str(root / "whole"), str(root / "cut"), to="native")
     torch.save(state, root / "plain.pt")
     return root
@@ -99,9 +99,9 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         items.append(Item(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
         at += items[-1].length
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
-        patch.setattr(straight, "GAP", data.draw(st.sampled_from([0, 40])))
-        patch.setattr(straight, "JOB", data.draw(st.integers(4, 200)))
+        patch.setattr(passthrough, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
+        patch.setattr(passthrough, "GAP", data.draw(st.sampled_from([0, 40])))
+        patch.setattr(passthrough, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
         fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
@@ -138,7 +138,7 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
 def test_without_torch(places: Path, tmp_path: Path) -> None:
     code = """
 import sys
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
 
 convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
 assert "torch" not in sys.modules

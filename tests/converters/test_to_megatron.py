@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.converters.converting import ConvertReport, convert_checkpoint
-from ckpt.converters.parallel import Parallel
-from ckpt.converters.record import Record
-from ckpt.converters.spelling import translated
+from ckpt.converters.convert import ConvertReport, convert_checkpoint
+from ckpt.converters.mapping.convention import translated
+from ckpt.converters.pipeline.journal import Record
+from ckpt.converters.pipeline.parallel import Parallel
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 

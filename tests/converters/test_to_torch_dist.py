@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 import ckpt
-from ckpt.converters import to_torch_dist
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
-from ckpt.converters.target import publish_once
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.mapping.convention import told_by, translated
+from ckpt.converters.pipeline.target import publish_once
+from ckpt.converters.targets import torch_dist
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.catalog import MegatronCatalog
 from ckpt.formats.registry import open_catalog
@@ -359,7 +359,7 @@ def test_died_while_finishing(files, tmp_path, monkeypatch, number):
 
     source, target = str(files / "dp2" / "legacy"), tmp_path / "c"
     with monkeypatch.context() as patched:
-        patched.setattr(to_torch_dist, "publish_once", dies)
+        patched.setattr(torch_dist, "publish_once", dies)
         with pytest.raises(KeyboardInterrupt):
             convert_checkpoint(source, str(target), to="torch_dist")
     assert {p.name for p in target.rglob("*")} & set(SMALL) == set(SMALL[:number])

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters.choosing import seams_of
-from ckpt.converters.reading import Part, read_views
-from ckpt.converters.windows import Item, slabs, windows
+from ckpt.converters.pipeline.view_reader import Part, read_views
+from ckpt.converters.pipeline.windows import Item, slabs, windows
+from ckpt.converters.select.selection import seams_of
 from ckpt.engine.reader import Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
@@ -100,8 +100,8 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
 
 
 def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ckpt.converters.to_native.CHUNK", 24)
-    from ckpt.converters.converting import convert_checkpoint
+    monkeypatch.setattr("ckpt.converters.targets.native.CHUNK", 24)
+    from ckpt.converters.convert import convert_checkpoint
 
     ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})
     convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "n"), to="native")

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.converters import exporting, gathering
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import ExportReport, export
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.export import export as export_module
+from ckpt.converters.export import plan
+from ckpt.converters.export.export import ExportReport, export
 from ckpt.io_backends import posix_shared
 from ckpt.io_backends.fsspec_writer import GatheringWriter
 from ckpt.io_backends.posix_shared import PosixSharedObject
@@ -32,7 +33,7 @@ MEMORY = 9_000
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    gathering.LONG, gathering.WINDOW, exporting.LEAST = 64, 512, 0
+    plan.LONG, plan.WINDOW, export_module.LEAST = 64, 512, 0
     if way == "parts":
         posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
 

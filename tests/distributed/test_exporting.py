@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.spelling import translated
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.export.export import export
+from ckpt.converters.mapping.convention import translated
 from ckpt.errors import GroupError, NotCommittedError
 from tests.distributed import exporting as work
 from tests.distributed.plain import world_size

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog

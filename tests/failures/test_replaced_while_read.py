@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.converters.conversion import Conversion
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.engine import load as loading
 from ckpt.engine import verify as verifying
 from ckpt.errors import ConflictError, CorruptError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, UsageError
 from ckpt.formats.elements import cast_bits
 from ckpt.formats.megatron.catalog import MegatronCatalog

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.view import StoredTensor
 from tests.formats.megatron_files import load

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import translated
+from ckpt.converters.mapping.convention import translated
+from ckpt.converters.virtual.importer import import_checkpoint
 from tests.distributed.ranks import Ranks
 from tests.formats.memory import megatron_memory
 from tests.formats.reading import FIXTURES, same

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.mapping.convention import told_by, translated
+from ckpt.converters.virtual.importer import import_checkpoint
 from tests.matrix.cases import CASES
 from tests.matrix.models import TRANSLATIONS, Arrays, Sizes, elsewhere, in_modules, shapes, sizes
 

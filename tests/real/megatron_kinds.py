@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import torch
 from megatron_writer import options, started
 
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.convert import convert_checkpoint
 
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 LLAMA = {**GATED, "normalization": "RMSNorm", "add_bias_linear": False}

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.semantic import check_semantic
-from ckpt.converters.spelling import told_by, translated
+from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.mapping.convention import told_by, translated
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import Arrays, assert_same, dense_norms, read_all, whole_model
 from tests.formats.memory import megatron_memory

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.parallel import Parallel
-from ckpt.converters.spelling import translated
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.mapping.convention import translated
+from ckpt.converters.pipeline.parallel import Parallel
 from tests.formats.megatron_files import assert_same, read_all, unpacked
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None

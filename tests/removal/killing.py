@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.export.export import export
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import FormatError, NotCommittedError, NotFoundError

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.convert import convert_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError

@@ -1,0 +1,320 @@
+"""Exports: the model of a running job as files that ``transformers.from_pretrained`` loads, written by all ranks at once.
+
+Two phases, as in a save. *begin*: the leader checks that the ranks' states make one model, lays out the files as ``ckpt convert --to hf``
+would, and begins them. *write*: every rank puts its blocks at their final place; the leader counts and publishes.
+
+Invariants: no rank holds more of other ranks' tensors than windows of bounded size. Nothing shows before every byte is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt import settings, tree, units
+from ckpt.adapters.collect import Collected, collect
+from ckpt.converters.mapping.convention import respelled
+from ckpt.converters.mapping.model_numbers import changed
+from ckpt.converters.pipeline.target import Layout, Planned, apart
+from ckpt.converters.select.selection import Choice, Chosen
+from ckpt.converters.targets.hf import INDEX, TARGET
+from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_configuration
+from ckpt.engine.background import settle
+from ckpt.engine.leader import grouped
+from ckpt.errors import ConsistencyError, StorageError, UsageError
+from ckpt.group import Call, Row, current_group
+from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.peers import peers_of
+from ckpt.plan.match import several
+from ckpt.plan.tables import Joined, Table, join_tables
+from ckpt.plan.values import join_values
+from ckpt.plan.views import filled
+from ckpt.rules import Layout as Rules
+
+from .delivery import Delivery
+from .plan import Gathering, Planner, Way
+from .state_catalog import LiveCatalog
+from .transaction import Begun, Destination, Sinks
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+MEMORY = 256 << 20
+"""Bytes of tensors that a rank has in windows, unless the caller says."""
+LEAST = 32 << 20
+SHARES = 3
+"""Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What an export did. ``tensor_bytes`` and ``file_bytes`` are all ranks'; ``rank_bytes`` are those of tensors that this rank wrote, in
+    ``writes`` calls, and ``sent_bytes`` those that it sent to other ranks. ``left_out`` are tensors of which nothing was exported.
+    ``seconds`` of wall time."""
+
+    url: str
+    files: tuple[str, ...]
+    tensors: int
+    tensor_bytes: int
+    file_bytes: int
+    rank_bytes: int
+    sent_bytes: int
+    writes: int
+    left_out: tuple[str, ...]
+    seconds: float
+
+
+def export(
+    url: str,
+    state: Module | Mapping[str, Any],
+    *,
+    names: str | None = None,
+    spelling: str = "huggingface",
+    numbers: Mapping[str, int] | None = None,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    root: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str | None = None,
+    config: str | Mapping[str, Any] | ModelConfig | None = None,
+    layout: Rules | None = None,
+    overwrite: bool = False,
+    memory: int = MEMORY,
+    timeout: float | None = None,
+    threads: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ExportReport:
+    """Write the model of a running job as safetensors files, as ``ckpt convert --to hf`` would write them of a save of ``state``.
+
+    Collective: every rank of the job calls it; without torch.distributed, one process does. Each rank writes its own blocks at their
+    final place, and no rank ever has the whole model. The state must not change before it returns. If it raises, nothing shows at ``url``,
+    and what stood there is untouched; but see ``overwrite``.
+
+    Args:
+        url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
+        state: a model, or a state as ``ckpt.save`` takes it.
+        names: a translation of names and of how tensors are cut, such as ``"llama"``, into ``spelling``. ``numbers`` of the model that it
+            needs and ``config`` does not tell: ``{"heads": 32}``.
+        only, exclude: globs of new names.
+        root: the key of the state that has the model; by default the only one with tensors.
+        dtype: of floating-point tensors: ``"bfloat16"`` or ``torch.bfloat16`` and the like. By default as they are.
+        shard_size: bytes of a file, about: ``"5GB"``. A single file is never cut.
+        config: what becomes ``config.json``: ``model.config`` of transformers, its content, or the path of such a file, or of a directory
+                with it, whose tokenizer comes too.
+            Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
+        layout: places for plain tensors that are parts of larger ones (Megatron-style models).
+        overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
+            go; if the job dies or the storage fails in that moment, nothing can be opened there until it is exported again.
+        memory: bytes of tensors that a rank has in windows at once.
+        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
+        threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
+        process_group: the ranks that take part, if not all.
+
+    Raises:
+        ConflictError: something is at ``url``.
+        NamesError: a glob fits nothing, or the translation does not fit.
+        UsageError: the options do not fit each other or the state.
+        StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
+    """
+    group = current_group(process_group)
+    settle(group)
+    call = group.call("export", url, settings.timeout(timeout))
+    options = {
+        "names": names,
+        "spelling": spelling,
+        "numbers": dict(numbers or {}),
+        "only": several(only),
+        "exclude": several(exclude),
+        "root": root,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "shard_size": shard_size,
+        "overwrite": overwrite,
+        "memory": memory,
+    }
+    return _Export(call, options, config, settings.threads(threads)).run(state, layout)
+
+
+class _Export:
+    """One rank's side of one export."""
+
+    def __init__(self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | ModelConfig | None, threads: int) -> None:
+        self.began = time.perf_counter()
+        self.call = call
+        self.options = options
+        self.config = config
+        self.threads = threads
+        self.sinks: Sinks | None = None
+        self.begun: Begun | None = None
+        self._configuration = Configuration()
+
+    def run(self, state: Module | Mapping[str, Any], layout: Rules | None) -> ExportReport:
+        """Agree, write, publish."""
+        try:
+            said = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
+            self.call.agree("write", lambda: self.write(said), self.leader_publish)
+        except BaseException:
+            if self.sinks is not None:
+                self.sinks.close()
+                if not self.call.undecided:  # a leader that is slow, not dead, may publish later
+                    self.sinks.discard()
+            if self.begun is not None:
+                self.begun.discard()
+            raise
+        if self.sinks is not None:
+            self.sinks.close()
+        if self.call.is_leader:
+            self.call.see_off()
+        return self.report()
+
+    # ---- begin
+
+    def begin(self, state: Module | Mapping[str, Any], layout: Rules | None) -> Row:
+        """Tell the leader what this rank has."""
+        group = self.call.group
+        if self.options["memory"] < LEAST:
+            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
+        if layout is not None:
+            layout.check_ranks(group.ranks)
+        check_url(self.call.url)
+        root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
+        self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options["overwrite"])
+        held = state if isinstance(state, dict) else {"model": state}
+        self.collected: Collected = collect(held, rank=group.rank, ranks=group.ranks, layout=layout)
+        placer = self.collected.placer
+        shared = [t.info for n, t in placer.tensors.items() if n not in placer.own]
+        table = Table(tensors=tuple(shared), aliases={n: to for n, to in placer.aliases.items() if n not in placer.own})
+        return {
+            "table": self.call.share(table.to_bytes()),
+            "state": self.call.share(tree.text(self.collected.state).encode()),
+            "options": json.dumps(self.options, sort_keys=True),
+        }
+
+    def leader_begin(self, rows: dict[int, Row]) -> Row:
+        """Check that it makes one model, lay out the files and begin them; what the others need to do the same."""
+        if len({row["options"] for row in rows.values()}) > 1:
+            raise ConsistencyError("the ranks export with different options", where=self.call.url, hint="give the same ones on every rank")
+        self._configuration = read_configuration(self.config)
+        self.call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
+        tables = [[self.call.leave(self.call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")]
+        state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
+        said: Row = {
+            "tables": tables,
+            "state": self.call.leave(json.dumps(state).encode()),
+            "numbers": changed(self._configuration.numbers, self.options["numbers"]),
+        }
+        self.lay_out(said)
+        self.destination.backend.prepare()
+        self.destination.clear()
+        beside = (
+            [] if self.destination.name is not None else [*self._configuration.files, *([INDEX] if len(self.planned.files) > 1 else [])]
+        )
+        self.begun = Begun.begin(self.destination, self.planned.files, beside)
+        return {**said, "tokens": self.begun.tokens, "parts": self.begun.parts}
+
+    # ---- both
+
+    def lay_out(self, said: Row) -> None:
+        """The catalog of all ranks' tensors, what is taken of it, and the files."""
+        tables = [(ranks, Table.from_bytes(self.call.fetch(digest))) for digest, ranks in said["tables"]]
+        joined: Joined = join_tables(tables)
+        options, destination = self.options, self.destination
+        self.catalog = LiveCatalog.of(
+            joined,
+            json.loads(self.call.fetch(said["state"])),
+            url=self.call.url,
+            backend=destination.backend,
+            world_size=self.call.group.size,
+        )
+        choice = Choice(
+            views=None if options["names"] is None else respelled(options["names"], options["spelling"], said["numbers"]),
+            only=options["only"],
+            exclude=options["exclude"],
+            dtype=options["dtype"],
+            root=options["root"],
+        )
+        self.chosen: Chosen = TARGET.choose(self.catalog, choice)
+        size = options["shard_size"]
+        size = units.parse_size(size) if isinstance(size, str) else size
+        layout = Layout(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
+        self.planned: Planned = TARGET.plan(self.chosen, layout)
+        self.tensors = {name: wanted.without_padding() for name, wanted in self.chosen.tensors.items()}
+
+    # ---- write
+
+    def write(self, said: Row) -> Row:
+        """Bring this rank's blocks to their places; what the leader needs to count and publish."""
+        if self.begun is None:
+            self.lay_out(said)
+        group, files = self.call.group, self.planned.files
+        planner = Planner(self.catalog, self.tensors, files, group.ranks)
+        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // SHARES)
+        mine = self.begun.shared if self.begun is not None else None
+        self.sinks = Sinks(self.destination, files, said["tokens"], mine)
+        placer = self.collected.placer
+        local = {**placer.tensors, **{name: placer.tensors[to] for name, to in placer.aliases.items()}}
+        self.delivery = Delivery(planner, gathering, local, group.rank, self.sinks.write)
+        for number in _opened(planner, gathering, group.rank):
+            self.sinks.open(number)
+        peers = peers_of(group, timeout=self.call.timeout) if group.size > 1 and gathering.rounds else None
+        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.look)
+        receipts = self.call.alive_while(self.sinks.flush, self.call.timeout)
+        return {
+            "receipts": {str(f): receipt for f, receipt in receipts.items()},
+            "counted": {str(f): {str(i): n for i, n in of.items()} for f, of in self.delivery.counted.items()},
+        }
+
+    def leader_publish(self, rows: dict[int, Row]) -> Row:
+        """Every byte of every tensor was written once: make the files exist."""
+        self.check_counts([row["counted"] for row in rows.values()])
+        receipts: dict[int, list[Any]] = {}
+        for row in rows.values():
+            for f, receipt in row["receipts"].items():
+                receipts.setdefault(int(f), []).append(receipt)
+        assert self.begun is not None
+        self.begun.publish(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
+        return {}
+
+    def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
+        """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
+        for f, file in enumerate(self.planned.files):
+            for i, item in enumerate(file.items):
+                written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
+                planned = filled(self.tensors[item.name].view) * item.itemsize
+                if written != planned:
+                    told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
+                    raise StorageError(told, where=self.call.url, hint="please report this")
+
+    def report(self) -> ExportReport:
+        files = self.planned.files
+        taken = self.chosen.taken
+        return ExportReport(
+            url=self.call.url,
+            files=tuple(f.path for f in files),
+            tensors=len(self.tensors),
+            tensor_bytes=sum(i.length for f in files for i in f.items),
+            file_bytes=sum(f.size for f in files),
+            rank_bytes=sum(n for of in self.delivery.counted.values() for n in of.values()),
+            sent_bytes=self.delivery.sent,
+            writes=self.delivery.writes,
+            left_out=tuple(sorted(n for n in self.catalog.tensors if n not in taken)),
+            seconds=time.perf_counter() - self.began,
+        )
+
+
+def _way(parts: Sequence[int] | None) -> Way:
+    if parts is None:
+        return "files"
+    return "parts" if any(parts) else "ranges"
+
+
+def _opened(planner: Planner, gathering: Gathering, rank: int) -> list[int]:
+    """The files that a rank writes to."""
+    found = {w.file for w in gathering.windows if w.keeper == rank}
+    found |= {f for f, head in enumerate(gathering.heads) if head == rank}
+    found |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
+    return sorted(found)
