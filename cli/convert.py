@@ -20,7 +20,7 @@ from .translating import left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
-    from ckpt.converters.pipeline.parallel import Argument, Parallel
+    from ckpt.converters.pipeline.parallel import Argument, MegatronParallel
     from ckpt.converters.pipeline.repair import Mending
 
 _RANKS = click.IntRange(min=1)
@@ -109,12 +109,12 @@ def command(
       ckpt convert --to megatron --tp 4 --names llama --spelling megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
-    from ckpt.converters.convert import convert_checkpoint
+    from ckpt.converters.convert import convert
 
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, translation, spelling, numbers, config)
     with progress("convert", output) as update:
-        report = convert_checkpoint(
+        report = convert(
             source,
             target,
             to=to,
@@ -192,14 +192,14 @@ def _repair_fields(repair: Mending | None) -> dict[str, Any] | None:
     return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
 
 
-def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> Parallel | None:
+def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> MegatronParallel | None:
     """The ranks that the options say; None if they say nothing."""
     if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
         return None
-    from ckpt.converters.pipeline.parallel import Parallel
+    from ckpt.converters.pipeline.parallel import MegatronParallel
 
     said = dict(map(_argument, arguments))
-    return Parallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
+    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
 
 
 def _argument(text: str) -> tuple[str, Argument]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.conversion import Conversion, Progress
-from ckpt.converters.pipeline.parallel import Parallel
+from ckpt.converters.pipeline.parallel import MegatronParallel
 from ckpt.converters.pipeline.repair import Mending, repaired
 from ckpt.converters.pipeline.target import Target, target
 from ckpt.converters.select.selection import Choice, Chosen, Views
@@ -56,7 +56,7 @@ class ConvertReport:
     """What was repaired of the source on the way; None if that was not asked for."""
 
 
-def convert_checkpoint(
+def convert(
     source: str,
     url: str,
     *,
@@ -69,7 +69,7 @@ def convert_checkpoint(
     root: str | None = None,
     skip: Sequence[str] = (),
     shard_size: int | None = None,
-    parallel: Parallel | None = None,
+    parallel: MegatronParallel | None = None,
     memory: int = MEMORY,
     threads: int | None = None,
     overwrite: bool = False,

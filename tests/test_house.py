@@ -160,13 +160,10 @@ def test_imports_point_down() -> None:
 def test_the_rooms_of_converters_are_stacked() -> None:
     rooms = {m.split(".")[2] for m in sources() if _below(m, ("ckpt.converters",))}
     assert rooms == {"__init__", *CONVERTERS}
-    pairs = (
-        (i, i.module.split(".")[2], i.target.split(".")[2])
-        for i in imports()
-        if all(n.startswith("ckpt.converters.") for n in (i.module, i.target))
-    )
-    order = {room: n for n, room in enumerate(CONVERTERS)}
-    assert [str(i) for i, room, target in pairs if room in order and order[target] > order[room]] == []
+    inner = [i for i in imports() if all(name.startswith("ckpt.converters.") for name in (i.module, i.target))]
+    order = {room: n for n, room in enumerate(("__init__", *CONVERTERS))}
+    upward = [str(i) for i in inner if order[i.target.split(".")[2]] > order[i.module.split(".")[2]]]
+    assert inner and upward == []
 
 
 def test_no_folder_of_converters_is_wide() -> None:

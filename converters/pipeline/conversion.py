@@ -18,7 +18,7 @@ from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
 
 from .journal import Record, begin, check_source, digest_of, ended, find
-from .parallel import Parallel
+from .parallel import MegatronParallel
 from .repair import Mending
 from .target import Layout, OutFile, Planned, Target, apart
 
@@ -36,7 +36,7 @@ class Conversion:
         url: str,
         *,
         shard_size: int | None,
-        parallel: Parallel | None,
+        parallel: MegatronParallel | None,
         overwrite: bool,
         mending: Mending | None = None,
         beside: Mapping[str, bytes] | None = None,

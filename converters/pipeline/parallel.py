@@ -20,7 +20,7 @@ _SAID_BY = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel:
+class MegatronParallel:
     """Ranks of tensor, pipeline and expert parallelism, and how many virtual stages each pipeline rank has.
 
     ``arguments`` of the job, by their names in Megatron-LM's ``args``, go before what the source tells: ``transformer_impl``,
@@ -43,5 +43,5 @@ class Parallel:
             raise UsageError("virtual stages need a pipeline of several ranks", hint="--pp 2 --vpp 2")
         twice = sorted(self.arguments.keys() & _SAID_BY.keys())
         if twice:
-            hint = f"Parallel({_SAID_BY[twice[0]]}=…): --tp, --pp, --vpp, --ep"
+            hint = f"MegatronParallel({_SAID_BY[twice[0]]}=…): --tp, --pp, --vpp, --ep"
             raise UsageError(f"the argument {twice[0]} is an option of its own", hint=hint)

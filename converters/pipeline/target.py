@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from ckpt.converters.select.selection import Choice, Chosen, Wanted
 from ckpt.errors import ConflictError, UsageError
 
-from .parallel import Parallel
+from .parallel import MegatronParallel
 from .windows import Item
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Layout:
     shard_size: int | None
     name: str | None
     previous: bytes | None
-    parallel: Parallel | None = None
+    parallel: MegatronParallel | None = None
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from ckpt.converters.convert import convert_checkpoint
-from ckpt.converters.export.export import export
+from ckpt import convert, export
 from ckpt.converters.export.plan import Planner
 from ckpt.converters.export.transaction import Begun, Destination
 from ckpt.converters.mapping.convention import translated
@@ -268,7 +267,7 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
     llama = transformers.LlamaForCausalLM(config)
     llama.save_pretrained(tmp_path / "hf")
     numbers = {"padded_vocabulary": 64}
-    convert_checkpoint(
+    convert(
         str(tmp_path / "hf"),
         str(tmp_path / "converted.safetensors"),
         to="hf",

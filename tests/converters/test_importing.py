@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
+from ckpt import convert
 from ckpt.catalog import Catalog
 from ckpt.converters.compare.comparison import compare
-from ckpt.converters.convert import convert_checkpoint
 from ckpt.converters.virtual import importer, references
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
@@ -127,7 +127,7 @@ def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypat
         return {name: views.padded(views.padded(view, 0, 9), 2, 4) for name, view in whole.items()}
 
     import_checkpoint(source, url, views=filled, digest=True)  # type: ignore[arg-type]
-    convert_checkpoint(url, copy, to="native")
+    convert(url, copy, to="native")
     for place in (url, copy):
         assert verify(place).ok and verify(place).undigested == 0
         fresh = {f"w{i}": torch.ones(9, 7, 4, dtype=torch.float32).to(d) for i, d in enumerate(DTYPES)}
@@ -198,7 +198,7 @@ def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: s
     if to == "import":
         import_checkpoint(source, made, views=other)
     else:
-        convert_checkpoint(source, made, to="native", views=other)
+        convert(source, made, to="native", views=other)
     assert same(ckpt.open(made)["m.b.weight"][...], model["a"].weight.detach())
     assert same(ckpt.open(made)["m.a.weight"][...], model["c"].weight.detach())
 

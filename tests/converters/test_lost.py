@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters.convert import convert_checkpoint
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.journal import Record
 from ckpt.converters.virtual.importer import import_checkpoint
@@ -69,7 +68,7 @@ class Dead(BaseException):
 
 
 def convert(source: str, url: str, to: str, **options: Any) -> Any:
-    return convert_checkpoint(source, url, to=to, shard_size=None if to == "torch" else 20_000, threads=1, **options)
+    return ckpt.convert(source, url, to=to, shard_size=None if to == "torch" else 20_000, threads=1, **options)
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch"])

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ckpt
+from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.convert import convert_checkpoint
 from ckpt.converters.mapping.convention import told_by, translated
 from ckpt.converters.mapping.translation import load_translation
 from ckpt.converters.virtual.importer import import_checkpoint
@@ -126,13 +126,13 @@ def test_padding_that_is_only_renamed_stays_padding(files, tmp_path, way):
     if way == "import":
         import_checkpoint(url, made, views=views)
     else:
-        convert_checkpoint(url, made, to="native", views=views)
+        convert(url, made, to="native", views=views)
     for name in ("model.emb", f"{STATE}emb.exp_avg", "model.output_layer.weight"):
         assert (open_catalog(made).tensors[name].shape, open_catalog(made).tensors[name].logical) == ((48, 24), (42, 24))
 
 
 def test_a_converted_checkpoint_tells_numbers_too(files, tmp_path):
     url = str(files / "tp2ep2" / "legacy")
-    convert_checkpoint(url, str(tmp_path / "native"), to="native")
+    convert(url, str(tmp_path / "native"), to="native")
     assert told_by(str(tmp_path / "native")) == told_by(url)
     assert told_by(url)["experts"] == 4

@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt
+from ckpt import convert, translated
 from ckpt.cli.main import cli
-from ckpt.converters.convert import convert_checkpoint
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.converters.virtual.translated import translated
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
@@ -447,7 +446,7 @@ def test_what_is_left_out_is_told(tmp_path: Path, rules: str) -> None:
     views = views_of(source, rules, "one", {})
     made = import_checkpoint(source, str(tmp_path / "v"), views=views, skip=["opt.*"])
     assert set(made.left_out) == tensors | values and not made.values
-    made = convert_checkpoint(source, str(tmp_path / "n"), to="native", views=views, skip=["opt.*"])
+    made = convert(source, str(tmp_path / "n"), to="native", views=views, skip=["opt.*"])
     assert set(made.left_out) == tensors | values
     made = import_checkpoint(source, str(tmp_path / "w"), views=views, only=["net.*", "epoch"])
     assert set(made.left_out) == tensors | values and ckpt.open(made.url).state()["epoch"] == 5

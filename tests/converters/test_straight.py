@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters.convert import convert_checkpoint
+from ckpt import convert
 from ckpt.converters.pipeline import passthrough
 from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
 from ckpt.converters.pipeline.windows import Item
@@ -47,7 +47,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ckpt.save(str(root / "whole"), state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.converters.targets.native.CHUNK", 24)
-        convert_checkpoint(str(root / "whole"), str(root / "cut"), to="native")
+        convert(str(root / "whole"), str(root / "cut"), to="native")
     torch.save(state, root / "plain.pt")
     return root
 
@@ -138,9 +138,9 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
 def test_without_torch(places: Path, tmp_path: Path) -> None:
     code = """
 import sys
-from ckpt.converters.convert import convert_checkpoint
+from ckpt import convert
 
-convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 assert "torch" not in sys.modules
 """
     for to in ("hf", "native"):

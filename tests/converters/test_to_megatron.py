@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.converters.convert import ConvertReport, convert_checkpoint
+from ckpt import ConvertReport, MegatronParallel
 from ckpt.converters.mapping.convention import translated
 from ckpt.converters.pipeline.journal import Record
-from ckpt.converters.pipeline.parallel import Parallel
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
@@ -41,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def convert(source: Path | str, url: Path | str, names: str | None = None, **more: Any) -> ConvertReport:
     views = None if names is None else translated(str(source), names, "megatron", {})
     fields = {k: more.pop(k) for k in ("tensor", "pipeline", "virtual", "expert", "arguments") if k in more}
-    return convert_checkpoint(str(source), str(url), to="megatron", views=views, parallel=Parallel(**fields), verify=True, **more)
+    return ckpt.convert(str(source), str(url), to="megatron", views=views, parallel=MegatronParallel(**fields), verify=True, **more)
 
 
 def loaded(path: Path) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def same_buffers(found: Any, expected: Any) -> None:
 
 def test_from_torch_dist_and_from_ours(files: Path, tmp_path: Path) -> None:
     source = files / "tp2pp2vpp2" / "dp_reshardable"
-    convert_checkpoint(str(source), str(tmp_path / "ours"), to="native")
+    ckpt.convert(str(source), str(tmp_path / "ours"), to="native")
     for number, url in enumerate((source, tmp_path / "ours")):
         convert(url, tmp_path / str(number), tensor=2, pipeline=2, virtual=2, arguments={"padded_vocab_size": 48})
         expected = by_rank(files / "tp2pp2vpp2" / "legacy" / "iter_0000003")
@@ -241,7 +240,7 @@ def test_mixtral_cut_by_numpy(tmp_path: Path, form: str, tps: int, owners: int) 
 def test_to_megatron_and_back(tmp_path: Path, name: str, parallel: dict[str, Any]) -> None:
     convert(HF / name, tmp_path / "m", name, **parallel)
     views = translated(str(tmp_path / "m"), name, "huggingface", {})
-    convert_checkpoint(str(tmp_path / "m"), str(tmp_path / "back"), to="hf", views=views)
+    ckpt.convert(str(tmp_path / "m"), str(tmp_path / "back"), to="hf", views=views)
     same(load_file(tmp_path / "back" / "model.safetensors"), stored(name))
 
 
@@ -283,12 +282,12 @@ def test_all_files_are_of_one_configuration(tmp_path: Path) -> None:
     """Each has arguments, so a conversion does not go on with others."""
     shutil.copytree(HF / "llama", tmp_path / "source")
     url, views = str(tmp_path / "source"), translated(str(tmp_path / "source"), "llama", "megatron", {})
-    options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": Parallel(tensor=2)}
-    assert not convert_checkpoint(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
+    options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": MegatronParallel(tensor=2)}
+    assert not ckpt.convert(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
     config = tmp_path / "source" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 1234.0}))
     with pytest.raises(ConflictError, match="another conversion was begun here"):
-        convert_checkpoint(url, str(tmp_path / "m"), **options, part=(1, 2))
+        ckpt.convert(url, str(tmp_path / "m"), **options, part=(1, 2))
 
 
 # --------------------------------------------------------------------------------------------------- how it is cut
@@ -482,8 +481,8 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
     with pytest.raises(CkptError, match="experts"):
         convert(files / "tp2ep2" / "legacy", tmp_path / "m", expert=3)
     with pytest.raises(UsageError, match="does not depend on ranks"):
-        convert_checkpoint(str(tmp_path / "plain"), str(tmp_path / "m"), to="dcp", parallel=Parallel(tensor=2))
+        ckpt.convert(str(tmp_path / "plain"), str(tmp_path / "m"), to="dcp", parallel=MegatronParallel(tensor=2))
     for wrong in ({"virtual": 2}, {"tensor": 0}, {"arguments": {"tensor_model_parallel_size": 2}}):
         with pytest.raises(UsageError):
-            Parallel(**wrong)  # type: ignore[arg-type]
+            MegatronParallel(**wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "m").exists()

@@ -101,10 +101,10 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
 
 def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("ckpt.converters.targets.native.CHUNK", 24)
-    from ckpt.converters.convert import convert_checkpoint
+    from ckpt import convert
 
     ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "n"), to="native")
+    convert(str(tmp_path / "s"), str(tmp_path / "n"), to="native")
     catalog = open_catalog(str(tmp_path / "n"))
     a = views.whole("a", (7, 3))
     assert seams_of(catalog, a) == [0, 2, 4, 6]

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.converters.convert import convert_checkpoint
+from ckpt import ExportReport, convert, export
 from ckpt.converters.export import export as export_module
 from ckpt.converters.export import plan
-from ckpt.converters.export.export import ExportReport, export
 from ckpt.io_backends import posix_shared
 from ckpt.io_backends.fsspec_writer import GatheringWriter
 from ckpt.io_backends.posix_shared import PosixSharedObject
@@ -54,7 +53,7 @@ def everywhere(layout: str, folder: str) -> list[str]:
     ckpt.save(f"{folder}/saved", state, layout=trained.layout)
     if dist.get_rank():
         return []
-    convert_checkpoint(f"{folder}/saved", f"{folder}/converted", to="hf", shard_size=SHARD)
+    convert(f"{folder}/saved", f"{folder}/converted", to="hf", shard_size=SHARD)
     expected = contents(f"{folder}/converted")
     problems = []
     for way, report in reports.items():

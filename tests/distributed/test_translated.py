@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
-from ckpt.converters.virtual.translated import translated
+from ckpt import translated
 from tests.distributed.ranks import Ranks
 from tests.formats.reading import FIXTURES, same
 from tests.formats.test_deepspeed import PREFIX, by_hand

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt import convert
 from ckpt.converters.compare.comparison import compare
-from ckpt.converters.convert import convert_checkpoint
 from ckpt.converters.mapping.convention import told_by, translated
 from ckpt.converters.virtual.importer import import_checkpoint
 from tests.matrix.cases import CASES
@@ -77,13 +77,13 @@ def test_there_and_back(tmp_path: Path, s: Sizes, seed: int, width: int) -> None
         shutil.rmtree(path, ignore_errors=True)
     views = translated(url, names, spelling, numbers)
     if s.padding:
-        convert_checkpoint(url, str(made), to="native", views=views)
+        convert(url, str(made), to="native", views=views)
     else:
         import_checkpoint(url, str(made), views=views)
     assert_held(str(made), elsewhere(replace(s, padding=0), held), np.random.default_rng(seed))  # padding is noted as such
     assert compare(url, str(made), views=views, values=False).same
     shutil.copy(tmp_path / "files/config.json", made)
-    convert_checkpoint(str(made), str(back), to="hf", views=translated(str(made), names, "huggingface", numbers))
+    convert(str(made), str(back), to="hf", views=translated(str(made), names, "huggingface", numbers))
     found = {n: t for file in back.glob("*.safetensors") for n, t in load_file(file).items()}
     assert found.keys() == held.keys()
     assert all(np.array_equal(bits(found[n]), a) for n, a in held.items())
@@ -101,7 +101,7 @@ def test_experts_of_modules(tmp_path: Path, s: Sizes, seed: int) -> None:
     again = tmp_path / "again"
     shutil.rmtree(again, ignore_errors=True)
     shutil.copy(tmp_path / "files/config.json", made)
-    convert_checkpoint(str(made), str(again), to="native", views=translated(str(made), "transformers-moe", "huggingface", {}))
+    convert(str(made), str(again), to="native", views=translated(str(made), "transformers-moe", "huggingface", {}))
     assert_held(str(again), held, np.random.default_rng(seed))
 
 
@@ -119,7 +119,7 @@ def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -
     ckpt.save(str(url), state)
     (url / "config.json").write_text(json.dumps(s.config))
     numbers = {"padded_vocabulary": s.vocabulary + s.padding}
-    convert_checkpoint(str(url), str(made), to="native", views=translated(str(url), names, spelling, numbers))
+    convert(str(url), str(made), to="native", views=translated(str(url), names, spelling, numbers))
     expected = {f"model.{n}": a for n, a in elsewhere(replace(s, padding=0), weights).items()}
     expected |= {f"{STATE}{n}.exp_avg": a for n, a in elsewhere(replace(s, padding=0), moments).items()}
     view = ckpt.open(str(made))
@@ -128,7 +128,7 @@ def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -
     assert all(t == seed for t in steps.values())
     assert {n: bits(view[n].read()).tobytes() for n in view if n not in steps} == {n: a.tobytes() for n, a in expected.items()}
     (made / "config.json").write_text(json.dumps(s.config))
-    convert_checkpoint(str(made), str(back), to="native", views=translated(str(made), names, "huggingface", numbers))
+    convert(str(made), str(back), to="native", views=translated(str(made), names, "huggingface", numbers))
     assert compare(str(url), str(back), values=False).same
 
 
@@ -146,7 +146,7 @@ def test_files_of_megatron_to_transformers_and_back(form: str, megatron_files: P
     kind, names, hidden, dense = JOBS[form]
     case = next(case for case in CASES if case.path == f"megatron/{form}")
     url, there, back = case.url(megatron_files), str(tmp_path / "there"), str(tmp_path / "back")
-    convert_checkpoint(str(url), there, to="native", views=translated(str(url), names, "huggingface", {}))
+    convert(str(url), there, to="native", views=translated(str(url), names, "huggingface", {}))
     s = Sizes(
         kind=kind,
         layers=4,
@@ -168,5 +168,5 @@ def test_files_of_megatron_to_transformers_and_back(form: str, megatron_files: P
             assert np.array_equal(array, bits(holds[f"{head}{name}{tail}"])), (name, tail)
         assert len(elsewhere(s, held)) == sum(n.startswith(head) and n.endswith(tail) for n in holds)
     numbers = {**told_by(str(url)), "padded_vocabulary": 42}
-    convert_checkpoint(there, back, to="native", views=translated(there, names, "megatron", numbers))
+    convert(there, back, to="native", views=translated(there, names, "megatron", numbers))
     assert compare(str(url), back, values=False).same

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.converters.convert import convert_checkpoint
-from ckpt.converters.export.export import export
+from ckpt import convert, export
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
@@ -166,11 +165,11 @@ def _cp(root: str) -> None:
 
 
 def _convert(root: str) -> None:
-    convert_checkpoint(f"{root}/source", f"{root}/run/step-1", to="native", shard_size=2000)
+    convert(f"{root}/source", f"{root}/run/step-1", to="native", shard_size=2000)
 
 
 def _convert_hf(root: str) -> None:
-    convert_checkpoint(f"{root}/source", f"{root}/run/step-1", to="hf", root="model", shard_size=1000)
+    convert(f"{root}/source", f"{root}/run/step-1", to="hf", root="model", shard_size=1000)
 
 
 def _import(root: str) -> None:

@@ -14,7 +14,7 @@ from ckpt import tree
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
 from ckpt.converters.mapping.model_numbers import of_config, padded_vocabulary
-from ckpt.converters.pipeline.parallel import Parallel
+from ckpt.converters.pipeline.parallel import MegatronParallel
 from ckpt.converters.select.selection import Wanted
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, is_expert
@@ -39,7 +39,7 @@ _OF_ONE_PIPELINE = (
 """What does not fit a pipeline of another length."""
 
 
-def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, Wanted], parallel: Parallel) -> Arguments:
+def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, Wanted], parallel: MegatronParallel) -> Arguments:
     """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
 
     Raises:
@@ -100,7 +100,7 @@ def _vocabulary(found: Arguments, model: Mapping[str, Wanted], where: str, *, gi
     return {**known, "padded_vocab_size": rows, "make_vocab_size_divisible_by": divisor}
 
 
-def _told(catalog: Catalog, parallel: Parallel) -> Arguments:
+def _told(catalog: Catalog, parallel: MegatronParallel) -> Arguments:
     """Those of the source, if it is Megatron's or was made of one, but for what is true of its ranks alone."""
     node = catalog.state.get("args") if isinstance(catalog.state, dict) else None
     pairs = [] if node is None or tree.tag_of(node) is not None else tree.pairs_of(node) or []
@@ -112,7 +112,7 @@ def _told(catalog: Catalog, parallel: Parallel) -> Arguments:
     return {k: v for k, v in told.items() if k not in dropped}
 
 
-def _of_parallel(parallel: Parallel) -> Arguments:
+def _of_parallel(parallel: MegatronParallel) -> Arguments:
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
-from ckpt.converters.pipeline.parallel import Parallel
+from ckpt.converters.pipeline.parallel import MegatronParallel
 from ckpt.converters.select.selection import Wanted
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
@@ -66,7 +66,7 @@ class Ranks:
         UsageError: layers or experts are missing, or something cannot be divided so.
     """
 
-    def __init__(self, model: Mapping[str, Wanted], parallel: Parallel, arguments: Mapping[str, Any], where: str) -> None:
+    def __init__(self, model: Mapping[str, Wanted], parallel: MegatronParallel, arguments: Mapping[str, Any], where: str) -> None:
         self.model = model
         self.parallel = parallel
         self.arguments = arguments

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.parallel import Parallel
+from ckpt.converters.pipeline.parallel import MegatronParallel
 from ckpt.converters.pipeline.target import Layout, OutFile, Planned, Target, publish_once
 from ckpt.converters.pipeline.windows import Item
 from ckpt.converters.select.pruned_state import pruned
@@ -87,7 +87,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     """
     if layout.shard_size is not None:
         raise UsageError("the format megatron has a file for each rank", hint="leave out --shard-size: more ranks make smaller files")
-    parallel = layout.parallel or Parallel()
+    parallel = layout.parallel or MegatronParallel()
     model = {name: w for name, w in chosen.tensors.items() if not name.startswith(STATE)}
     optimizer = _optimizer(chosen, model) if len(model) < len(chosen.tensors) else None
     arguments = arguments_of(chosen.catalog, chosen.beside, model, parallel)
@@ -116,7 +116,7 @@ def _iteration(values: Mapping[str, Any]) -> str:
     return f"iter_{values['iteration']:07d}" if "iteration" in values else RELEASE
 
 
-def directory(at: Coordinates, parallel: Parallel) -> str:
+def directory(at: Coordinates, parallel: MegatronParallel) -> str:
     """Where the files of a rank are."""
     stage = f"_{at.pipeline:03d}" if parallel.pipeline > 1 else ""
     return f"mp_rank_{at.tensor:02d}{stage}" + (f"_{at.expert:03d}" if parallel.expert > 1 else "")
