@@ -23,7 +23,8 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import find_format
 from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.io_backends.shared import SharedObject, left_behind, remove_left
+from ckpt.io_backends.shared import left_behind, remove_left
+from ckpt.io_backends.shared_object import SharedObject
 
 _STEM = "model"
 _WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")

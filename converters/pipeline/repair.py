@@ -13,7 +13,7 @@ from ckpt._version import __version__
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.select.selection import Chosen
 from ckpt.errors import FormatError, UsageError
-from ckpt.formats.megatron.catalog import MegatronCatalog
+from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.mended import MendedTensor, mended_catalog
 from ckpt.formats.megatron.names import EMBEDDING

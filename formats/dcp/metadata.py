@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import Values, counts, shape_of
+from ckpt.formats.pickles.stored import counts, shape_of
+from ckpt.formats.pickles.values import Values
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

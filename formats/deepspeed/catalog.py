@@ -13,7 +13,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
 from ckpt.formats.fsdp.catalog import RankValues
 from ckpt.formats.hf_index import sizes_of
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.table import TensorTable
 

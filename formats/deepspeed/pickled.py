@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import Size, StoredView, counts
+from ckpt.formats.pickles.stored import Size, StoredView, counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.errors import FormatError
 from ckpt.formats.foreign import grid_of
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import Block, TensorTable
 from ckpt.geometry import flat_to_boxes
 from ckpt.tree import Node

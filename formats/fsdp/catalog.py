@@ -15,7 +15,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
 from ckpt.formats.hf_index import shown
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.single import SingleFile
 from ckpt.formats.torchzip.archive import open_archive

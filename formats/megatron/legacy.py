@@ -18,18 +18,17 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.hf_index import sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
+from .base import RANK_DIRECTORY, MegatronCatalog, logical_shape
 from .besides import besides
-from .catalog import RANK_DIRECTORY, MegatronCatalog
 from .flat import FlatStates
 from .legacy_names import ChunkNames, Local, local_params
 from .legacy_optimizer import add_distributed
 from .names import EXTRA_STATE, LAYER
 from .pieces import InArchive, Piece, PieceTable
 from .plain_optimizer import PlainStates, Value
-from .torch_dist import logical_shape
 from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, no_tensor, optimizer_node, state_node
 
 if TYPE_CHECKING:

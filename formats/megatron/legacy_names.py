@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 
 from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_name, expert_of, fused_norms
 from .params import LocalParam, cut_of, gated_layers, is_latent_cut, transposed_experts

@@ -14,7 +14,7 @@ from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.in_memory import WithFile
 from ckpt.geometry import Box, box_to_flat
 
-from .catalog import MegatronCatalog
+from .base import MegatronCatalog
 from .pieces import InFile, Piece, PieceTable
 from .repair import Repaired
 from .training import MODEL, STATE

@@ -16,7 +16,7 @@ from ckpt.formats.dcp.alike import Places
 from ckpt.formats.dcp.metadata import Item, StoredBox
 from ckpt.formats.elements import read_extent
 from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.ranges import Range, read_ranges
 from ckpt.formats.strided import reach, strided
 from ckpt.formats.torchzip.archive import Archive

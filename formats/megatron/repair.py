@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from ckpt.errors import FormatError, UsageError
 from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 
+from .base import MegatronCatalog
 from .buffers import BUCKET_DIVISOR, BufferLayout, Segment, buffer_layout, pieces_of, shifts
-from .catalog import MegatronCatalog
 from .flat import members_of
 from .job import count
 from .names import EMBEDDING, ORDERS, OUTPUT, is_expert

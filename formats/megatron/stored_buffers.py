@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckpt.errors import FormatError
 from ckpt.formats.dcp.metadata import StoredTensor
 from ckpt.formats.pickles.stand_ins import Global
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 
 from .buffers import Bucket, Segment
 from .pieces import InArchive, InItem, PieceTable

@@ -18,14 +18,14 @@ from ckpt.formats.dcp.items import open_items
 from ckpt.formats.dcp.metadata import METADATA, Metadata, StoredTensor, read_metadata
 from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.hf_index import sizes_of
-from ckpt.formats.pickles.values import counts
+from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
+from .base import MegatronCatalog, logical_shape
 from .besides import besides
 from .bucket_space import add_bucket_space
-from .catalog import MegatronCatalog
-from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
+from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
 from .pieces import InItem, Piece, PieceTable
 from .stored_buffers import BUCKET_SPACE, HINT
 from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
@@ -201,12 +201,6 @@ class _TorchDist:
                 shape = "the model has not" if weight is None else f"has the shape {list(weight.shape)}"
                 what = f"an optimizer tensor {name[len(STATE) :]} {list(entry.shape)} of a parameter that {shape}"
                 raise FormatError(f"{what}, which is not read", where=self.backend.url, hint=HINT)
-
-
-def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape without the rows that pad the vocabulary; None if there are none, or the arguments do not tell."""
-    rows = arguments.get("vocab_size")
-    return (rows, *shape[1:]) if name in VOCABULARY and isinstance(rows, int) and 0 < rows < shape[0] else None
 
 
 class _Stored(NamedTuple):

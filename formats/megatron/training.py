@@ -13,7 +13,7 @@ from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
 from ckpt.formats.pickles.nodes import NodeMaker, Place
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
 
 from .names import is_decayed, is_expert

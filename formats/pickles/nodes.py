@@ -14,7 +14,8 @@ from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.tree import MAX_DEPTH, Node, child_path, mapping_node
 
 from .stand_ins import Global, Made, Persistent
-from .values import Array, Device, Size, StoredPart, StoredStorage, StoredView, Values
+from .stored import Array, Device, Size, StoredPart, StoredStorage, StoredView
+from .values import Values
 
 SLACK = 16
 """Nodes may be this many times what a pickle has bytes: objects are shared, and nodes are not."""

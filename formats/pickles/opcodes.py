@@ -5,14 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .machine import Machine
 from .opcodes_plain import PLAIN, Handler, decimal, push
 from .stand_ins import Global, Made, Persistent
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
 
 # -------------------------------------------------------------------------------------------------------- containers
 

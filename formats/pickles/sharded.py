@@ -6,21 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.splits import Interval, joined, slice_of
 
 from .stand_ins import Made
-from .values import StoredPart, StoredView, counts, shape_of
-
-if TYPE_CHECKING:
-    from .values import Values
+from .stored import Meanings, StoredPart, StoredView, counts, shape_of
 
 _MAX_GROUPS = 1 << 16
 """Intervals that one dimension of a part may consist of, and boxes of a part: more than there are tensor-parallel ranks."""
 
 
-def sharded_tensor(v: Values, made: Made) -> StoredPart:
+def sharded_tensor(v: Meanings, made: Made) -> StoredPart:
     """A ``ShardedTensor``: its state is (local shards, metadata of all, process group, sharding spec, whether it checks on init)."""
     shards, metadata, *_ = made.state
     said = metadata.attributes()
@@ -33,7 +30,7 @@ def sharded_tensor(v: Values, made: Made) -> StoredPart:
     return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape_of(said["size"], 16), boxes=tuple(boxes))
 
 
-def dtensor(v: Values, made: Made) -> StoredPart:
+def dtensor(v: Meanings, made: Made) -> StoredPart:
     """A ``DTensor``: its local tensor, and a spec with the mesh, this rank's place on it, and a placement for each mesh dimension.
 
     (Source of what placements mean: ``_compute_local_shape_and_global_offset`` of torch/distributed/tensor/_utils.py.)
@@ -61,7 +58,7 @@ def dtensor(v: Values, made: Made) -> StoredPart:
     return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape, boxes=_boxes(v, state["_local_tensor"], held))
 
 
-def _check_order(v: Values, said: Any) -> None:
+def _check_order(v: Meanings, said: Any) -> None:
     """Mesh dimensions that cut the same dimension have to do so one after another, as ``_part`` is applied."""
     for entry in said or ():
         _, dims = entry.args if isinstance(entry, Made) else entry
@@ -83,7 +80,7 @@ def _part(held: tuple[Interval, ...], groups: int, parts: int, at: int) -> tuple
     return joined(found)
 
 
-def _boxes(v: Values, local: Any, held: Sequence[tuple[Interval, ...]]) -> tuple[tuple[tuple[int, ...], StoredView], ...]:
+def _boxes(v: Meanings, local: Any, held: Sequence[tuple[Interval, ...]]) -> tuple[tuple[tuple[int, ...], StoredView], ...]:
     """The boxes of the whole tensor that the local one is, and the part of it that each is."""
     view = _view(v, local, tuple(sum(stop - start for start, stop in own) for own in held))
     if math.prod(len(own) for own in held) > _MAX_GROUPS:
@@ -104,21 +101,21 @@ def _placed(held: Sequence[Interval]) -> list[tuple[int, Interval]]:
     return list(zip(starts, held, strict=False))
 
 
-def _view(v: Values, value: Any, shape: tuple[int, ...]) -> StoredView:
+def _view(v: Meanings, value: Any, shape: tuple[int, ...]) -> StoredView:
     found = v.meaning(value)
     if type(found) is not StoredView or found.shape != shape:
         v.damaged(f"a part of a tensor that should have the shape {list(shape)} and has not")
     return found
 
 
-def _coordinate(v: Values, mesh: Made) -> tuple[int, ...]:
+def _coordinate(v: Meanings, mesh: Made) -> tuple[int, ...]:
     found = mesh.attributes().get("_coordinate_on_dim")
     if found is None:
         v.refuse("a DTensor that does not say where on the mesh its rank was")
     return counts(found)
 
 
-def _mesh_shape(v: Values, mesh: Made) -> tuple[int, ...]:
+def _mesh_shape(v: Meanings, mesh: Made) -> tuple[int, ...]:
     """How many ranks each dimension of a DeviceMesh has: torch 2.9 and later keep a layout, earlier ones a tensor of ranks."""
     said = mesh.attributes()
     if type(said.get("_layout")) is Made:

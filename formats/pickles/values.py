@@ -7,74 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 
+from .sharded import dtensor, sharded_tensor
 from .stand_ins import Global, Keys, Made, Persistent
-
-_MAX_BYTES = 1 << 62
-"""Bytes of a tensor: no more than what the arithmetic of 64 bits can say."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredStorage:
-    """A storage of a ``torch.save`` archive: ``key`` names its record, ``nbytes`` is its size; ``dtype`` is None if it is untyped."""
-
-    key: str
-    dtype: str | None
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredView:
-    """A tensor as ``torch.save`` writes it: a view of a storage. ``offset`` and ``strides`` in elements.
-
-    ``lazy`` names what has still to be done to its elements (``conj``, ``neg``); None if nothing has.
-    """
-
-    storage: StoredStorage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    lazy: str | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPart:
-    """One rank's part of a tensor of ``shape``: boxes (offset and view of each) of a ShardedTensor or DTensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], StoredView], ...]
-
-
-class Size(tuple[int, ...]):
-    """A ``torch.Size``."""
-
-
-class Device(NamedTuple):
-    """A ``torch.device``, as text."""
-
-    text: str
-
-
-class Array(NamedTuple):
-    """A numpy array, or a scalar of numpy if ``shape`` is None: the name of its dtype and its bytes, row-major and little-endian."""
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    data: bytes
+from .stored import Array, Device, Size, StoredStorage, StoredView, count_of, counts, shape_of
 
 
 class Values:
@@ -123,14 +65,14 @@ class Values:
         if of.name not in _STORAGES:
             self.refuse(f"a storage of the kind {of}")
         name = _STORAGES[of.name]
-        return StoredStorage(key=key, dtype=name, nbytes=_count(count) * (DTYPES[name].itemsize if name else 1))
+        return StoredStorage(key=key, dtype=name, nbytes=count_of(count) * (DTYPES[name].itemsize if name else 1))
 
     def view(self, storage: Any, offset: Any, shape: Any, strides: Any, name: str | None, extra: Any) -> StoredView:
         """A checked view: all of its elements lie in its storage."""
         held = self.storage(storage)
         name = name or held.dtype or "uint8"
         sizes = shape_of(shape, DTYPES[name].itemsize)
-        found = StoredView(storage=held, dtype=name, offset=_count(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
+        found = StoredView(storage=held, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
         if len(found.shape) != len(found.strides):
             self.damaged(f"a tensor of {len(found.shape)} dimensions and {len(found.strides)} strides")
         last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
@@ -146,34 +88,6 @@ class Values:
 
     def is_dtype(self, value: Any) -> bool:
         return type(value) is Global and value.module == "torch" and value.name in DTYPES
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_BYTES:
-        raise ValueError(f"a {type(value).__name__} that is no count")
-    return value
-
-
-def counts(value: Any) -> tuple[int, ...]:
-    """Sizes, strides or offsets: whole numbers that are not negative. A tuple, a list or a ``torch.Size``."""
-    if type(value) is Made and value.name == "torch.Size":
-        (value,) = value.args
-    if type(value) not in (tuple, list, Size):
-        raise ValueError(f"a {type(value).__name__} that is no list of counts")
-    if len(value) > 64:
-        raise ValueError(f"{len(value)} dimensions")
-    for n in value:
-        if type(n) is not int or not 0 <= n < _MAX_BYTES:
-            _count(n)
-    return tuple(value)
-
-
-def shape_of(value: Any, itemsize: int) -> tuple[int, ...]:
-    """A shape whose elements of ``itemsize`` bytes could be stored."""
-    found = counts(value)
-    if math.prod(found) * itemsize >= _MAX_BYTES:
-        raise ValueError("more elements than can be")
-    return found
 
 
 def _lazy(extra: Any) -> str | None:
@@ -220,8 +134,6 @@ def _class(kind: Any) -> str:
 
 
 def _of_subclass(v: Values, kind: Any, made: Made) -> Any:
-    from .sharded import dtensor, sharded_tensor  # these need the table below
-
     name = _class(made.args[0] if type(made.args[0]) is Global else kind)
     reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
     if reader is None:

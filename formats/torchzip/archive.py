@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
-from ckpt.formats.pickles.values import StoredStorage, Values
+from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.stored import StoredStorage
+from ckpt.formats.pickles.values import Values
 from ckpt.formats.ranges import Range, read_ranges
 
 from .directory import Record, data_offset, header_length, names_below, read_directory

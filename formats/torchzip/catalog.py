@@ -9,7 +9,7 @@ from ckpt.errors import FormatError
 from ckpt.formats.foreign import ForeignCatalog, ForeignFile
 from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.single import candidates
 

@@ -16,7 +16,7 @@ from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
-from ckpt.formats.pickles.values import StoredStorage, StoredView
+from ckpt.formats.pickles.stored import StoredStorage, StoredView
 from ckpt.geometry import Box, row_major_strides
 
 from .archive import Archive

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from ckpt import tree
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.pickles.machine import load_pickle
+from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stand_ins import Global, Made, Persistent
-from ckpt.formats.pickles.values import StoredView, Values
+from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.pickles.values import Values
 
 
 def read(data: bytes) -> object:
