@@ -21,7 +21,7 @@ from .translating import left_out, numbers_in, skipping, translating, views_of
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
     from ckpt.converters.pipeline.parallel import Argument, MegatronParallel
-    from ckpt.converters.pipeline.repair import Mending
+    from ckpt.converters.pipeline.repair import RepairReport
 
 _RANKS = click.IntRange(min=1)
 _CONFIG = "config.json"
@@ -170,7 +170,7 @@ def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) ->
         output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
 
 
-def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:
+def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
     if not repair.needed:
         output.line(f"nothing was to be repaired: {repair.reason}")
         return
@@ -185,7 +185,7 @@ def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:
         output.line(f"  and {len(repair.tensors) - _SHOWN} more: --json lists all")
 
 
-def _repair_fields(repair: Mending | None) -> dict[str, Any] | None:
+def _repair_fields(repair: RepairReport | None) -> dict[str, Any] | None:
     if repair is None:
         return None
     tensors = [tensor._asdict() for tensor in repair.tensors]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.conversion import Conversion, Progress
 from ckpt.converters.pipeline.parallel import MegatronParallel
-from ckpt.converters.pipeline.repair import Mending, repaired
+from ckpt.converters.pipeline.repair import RepairReport, repaired
 from ckpt.converters.pipeline.target import Target, target
-from ckpt.converters.select.selection import Choice, Chosen, Views
+from ckpt.converters.select.selection import OutputSet, SelectOptions, Views
 from ckpt.converters.targets.hf_config import read_configuration
 from ckpt.errors import UsageError
 from ckpt.formats.native.replaced import replacement_noticed
@@ -52,7 +52,7 @@ class ConvertReport:
     finished: bool
     """Whether the checkpoint exists at the destination; False if other processes are not ready, and with ``dry_run``."""
     seconds: float
-    repair: Mending | None = None
+    repair: RepairReport | None = None
     """What was repaired of the source on the way; None if that was not asked for."""
 
 
@@ -120,7 +120,7 @@ def convert(
     if config is not None and (to != "hf" or format.one_file(url)):
         raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
     beside = read_configuration(config).files
-    choice = Choice(
+    choice = SelectOptions(
         views=views, only=several(only), exclude=several(exclude), optimizer=optimizer, dtype=dtype, root=root, skip=several(skip)
     )
     chosen, mending = _chosen(format, catalog, choice, repair=repair, job=job or {}, threads=threads)
@@ -154,8 +154,8 @@ def convert(
 
 
 def _chosen(
-    format: Target, catalog: Catalog, choice: Choice, *, repair: bool, job: Mapping[str, int], threads: int | None
-) -> tuple[Chosen, Mending | None]:
+    format: Target, catalog: Catalog, choice: SelectOptions, *, repair: bool, job: Mapping[str, int], threads: int | None
+) -> tuple[OutputSet, RepairReport | None]:
     """What is converted, and what was repaired of it if that is asked for."""
     chosen = format.choose(catalog, choice)
     if repair:

@@ -27,7 +27,7 @@ MARK_PATH = re.compile(rf"{_PLACE}convert-(?P<id>[0-9a-z]{{16}})/(?P<mark>[^/]+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class ConversionRecord:
     """A record: ``digest`` is of everything that the result depends on, ``files`` are those that are written, with their sizes in bytes, or
     None for what is not known before."""
 
@@ -40,7 +40,7 @@ class Begun:
         return json.dumps(said).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Begun | None:
+    def from_bytes(cls, data: bytes) -> ConversionRecord | None:
         """None if it is no record, or one of a version that did not say all of this."""
         try:
             said = json.loads(data)
@@ -53,7 +53,7 @@ class Begun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exporting:
+class ExportRecord:
     """The record of an export: ``files`` are those that it makes, all of them at the destination itself. ``replaces`` says that they may be
     those of the export before; ``id`` is no other export's."""
 
@@ -66,7 +66,7 @@ class Exporting:
         return json.dumps(said).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Exporting | None:
+    def from_bytes(cls, data: bytes) -> ExportRecord | None:
         """None if it is no record of an export."""
         try:
             said = json.loads(data)

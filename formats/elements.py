@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class Stored(Protocol):
+class ExtentSource(Protocol):
     """What has tensors and says where their bytes are: a catalog."""
 
     @property
@@ -33,7 +33,7 @@ class Stored(Protocol):
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]: ...
 
 
-def read_box(stored: Stored, entry: TensorEntry, box: Box) -> npt.NDArray[Any]:
+def read_box(stored: ExtentSource, entry: TensorEntry, box: Box) -> npt.NDArray[Any]:
     """The elements of a box as unsigned integers of their size: equal bits are equal numbers.
 
     Of a chunk whose part of the box is contiguous only that part is read; others are read whole.

@@ -133,7 +133,7 @@ def compare(
         Side(catalogs[0], views, Renaming(rename or {}, left), root, about),
         Side(catalogs[1], None, Renaming({}, right), about_storage=about),
     )
-    chosen = _Chosen(several(only))
+    chosen = _NameFilter(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)
@@ -159,7 +159,7 @@ def compare(
     )
 
 
-class _Chosen:
+class _NameFilter:
     """Globs, and which of them fitted anything."""
 
     def __init__(self, globs: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ def _alone(name: str, kind: str) -> TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Differences:
     """What the windows of one tensor gave so far."""
 
     elements: int = 0
@@ -189,9 +189,9 @@ class _Found:
     max_rel: float = 0.0
     first: tuple[int, ...] | None = None
 
-    def joined(self, other: _Found) -> _Found:
+    def joined(self, other: _Differences) -> _Differences:
         firsts = [f for f in (self.first, other.first) if f is not None]
-        return _Found(
+        return _Differences(
             self.elements + other.elements,
             max(self.max_abs, other.max_abs),
             max(self.max_rel, other.max_rel),
@@ -199,7 +199,7 @@ class _Found:
         )
 
 
-def _of_values(name: str, r: _Found) -> TensorDifference:
+def _of_values(name: str, r: _Differences) -> TensorDifference:
     return TensorDifference(name=name, kind="values", elements=r.elements, max_abs=r.max_abs, max_rel=r.max_rel, first=r.first)
 
 
@@ -252,13 +252,13 @@ class _Comparing:
     def _values(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
         left = self.sides[0]
         total = sum(_numel(left.views[n].shape) * left.kind(n).itemsize for n in names)
-        results: dict[str, _Found] = {}
+        results: dict[str, _Differences] = {}
         jobs = self._jobs(names)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-diff") as pool:
             try:
                 while batch := list(islice(jobs, 4 * self.threads)):  # few at a time, so that an interrupt ends soon
                     for name, result in pool.map(self._job, batch):
-                        results[name] = results.get(name, _Found()).joined(result)
+                        results[name] = results.get(name, _Differences()).joined(result)
                         if progress is not None:
                             progress(self.done, total)
             except BaseException:
@@ -274,9 +274,9 @@ class _Comparing:
             while boxes := list(islice(windows, _AT_ONCE)):
                 yield name, boxes
 
-    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Found]:
+    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Differences]:
         name, boxes = job
-        found = _Found()
+        found = _Differences()
         tolerance = self._tolerance(name)
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)
         for box in boxes:
@@ -290,7 +290,7 @@ class _Comparing:
         return name, found
 
 
-def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Found:
+def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Differences:
     """What differs between the elements of ``box`` on both sides."""
     if kinds[0] == kinds[1] and kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
         return _bits(left, right, box)
@@ -299,17 +299,17 @@ def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tole
         same = _same(a, b)
         where = np.nonzero(np.atleast_1d(~same))
         if not len(where[0]):
-            return _Found()
+            return _Differences()
         a, b = np.atleast_1d(a)[where], np.atleast_1d(b)[where]
         apart = _apart(a, b)
         larger = np.maximum(_size(a), _size(b))
         relative = np.where(np.isfinite(apart), apart / larger, np.inf)
         outside = ~(np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(larger), larger, 0.0)))
     if not outside.any():
-        return _Found()
+        return _Differences()
     index = int(np.argmax(outside))
     first = tuple(o + int(w[index]) for o, w in zip(box.offset, where, strict=False)) if box.shape else ()
-    return _Found(int(outside.sum()), float(apart.max()), float(relative.max()), first)
+    return _Differences(int(outside.sum()), float(apart.max()), float(relative.max()), first)
 
 
 def _same(a: Any, b: Any) -> Any:
@@ -337,10 +337,10 @@ def _same_bits(left: Raw, right: Raw) -> bool:
     return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
 
 
-def _bits(left: Raw, right: Raw, box: Box) -> _Found:
+def _bits(left: Raw, right: Raw, box: Box) -> _Differences:
     where = np.nonzero(np.atleast_1d(left != right))
     first = tuple(o + int(w[0]) for o, w in zip(box.offset, where, strict=False))
-    return _Found(len(where[0]), float("inf"), float("inf"), first)
+    return _Differences(len(where[0]), float("inf"), float("inf"), first)
 
 
 def _numel(shape: Sequence[int]) -> int:

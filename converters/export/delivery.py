@@ -12,17 +12,17 @@ import torch
 
 from ckpt.adapters.memory import as_bytes, raw_view, reads_otherwise, writable_bytes
 from ckpt.adapters.tensors import LocalTensor, torch_dtype
-from ckpt.converters.pipeline.target import OutFile
+from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.view_reader import in_stored_order
-from ckpt.converters.pipeline.windows import Segment, slabs
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.pipeline.windows import FileSegment, slabs
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.geometry import strided_blocks
 from ckpt.peers import Peers
 from ckpt.plan.views import Piece, View
 from ckpt.workers import Pending, run_tasks
 
-from .plan import Gathering, Planner, Window
+from .plan import WritePlan, WritePlanner, WriteWindow
 
 BLOCK = 4 << 20
 """Bytes of a tensor that are put in order, cast and written at a time."""
@@ -35,11 +35,11 @@ Write = Callable[[int, int, memoryview], None]
 class _Image:
     """A window that this rank puts together, and the bytes of each item that ranks have put there."""
 
-    window: Window
+    window: WriteWindow
     memory: torch.Tensor
     counted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def part(self, segment: Segment, piece: Piece, dtype: DType) -> torch.Tensor:
+    def part(self, segment: FileSegment, piece: Piece, dtype: DType) -> torch.Tensor:
         """The memory that a piece belongs into."""
         start = segment.start - self.window.start
         whole = self.memory[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
@@ -53,11 +53,11 @@ class Delivery:
     ``sent`` the bytes that went to other ranks.
     """
 
-    def __init__(self, planner: Planner, gathering: Gathering, local: Mapping[str, LocalTensor], rank: int, write: Write) -> None:
+    def __init__(self, planner: WritePlanner, gathering: WritePlan, local: Mapping[str, LocalTensor], rank: int, write: Write) -> None:
         self.planner = planner
         self.gathering = gathering
-        self.files: Sequence[OutFile] = planner.files
-        self.tensors: Mapping[str, Wanted] = planner.tensors
+        self.files: Sequence[OutputFile] = planner.files
+        self.tensors: Mapping[str, OutputTensor] = planner.tensors
         self.local = local
         self.rank = rank
         self.writes = 0
@@ -84,7 +84,7 @@ class Delivery:
     # ---- windows
 
     def _run_windows(self, peers: Peers | None, threads: int, alive: Callable[[], None]) -> None:
-        rounds: dict[int, list[Window]] = defaultdict(list)
+        rounds: dict[int, list[WriteWindow]] = defaultdict(list)
         for window in self.gathering.windows:
             if window.keeper == self.rank or self.rank in window.sizes:
                 rounds[window.round].append(window)
@@ -102,7 +102,7 @@ class Delivery:
         if writing is not None:
             writing.result()
 
-    def _round(self, windows: Sequence[Window], peers: Peers | None, alive: Callable[[], None]) -> list[_Image]:
+    def _round(self, windows: Sequence[WriteWindow], peers: Peers | None, alive: Callable[[], None]) -> list[_Image]:
         """Exchange what belongs into these windows; those that this rank keeps, put together."""
         outgoing: dict[int, list[memoryview]] = defaultdict(list)
         incoming: dict[int, list[memoryview]] = defaultdict(list)
@@ -139,16 +139,16 @@ class Delivery:
             assert room is not None
             incoming[rank].append(room)
 
-    def _dtype(self, window: Window, segment: Segment) -> DType:
+    def _dtype(self, window: WriteWindow, segment: FileSegment) -> DType:
         return self.tensors[self.files[window.file].items[segment.item].name].dtype
 
-    def _moves(self, window: Window) -> Iterator[tuple[int, Segment, Piece]]:
+    def _moves(self, window: WriteWindow) -> Iterator[tuple[int, FileSegment, Piece]]:
         """Who has what of a window, and for which of its segments."""
         for segment in window.segments:
             for move in self.planner.moves(window.file, segment):
                 yield move.rank, segment, move.piece
 
-    def _image(self, window: Window) -> _Image:
+    def _image(self, window: WriteWindow) -> _Image:
         """Memory for a window: zeros where no rank has anything, and the header of the file."""
         head = self._head(window.file) if self.gathering.heads[window.file] is None else b""
         full = sum(window.sizes.values()) == window.stop - window.start
@@ -165,7 +165,7 @@ class Delivery:
             self._count(window.file, item, nbytes)
         alive()
 
-    def _runs(self, window: Window) -> list[tuple[int, int]]:
+    def _runs(self, window: WriteWindow) -> list[tuple[int, int]]:
         """What of a window is written: all of it, or, if other ranks write between its segments, these."""
         if self.gathering.heads[window.file] is None:
             return [(window.start, window.stop)]

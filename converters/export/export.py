@@ -18,8 +18,8 @@ from ckpt import settings, tree, units
 from ckpt.adapters.collect import Collected, collect
 from ckpt.converters.mapping.convention import respelled
 from ckpt.converters.mapping.model_numbers import changed
-from ckpt.converters.pipeline.target import Layout, Planned, apart
-from ckpt.converters.select.selection import Choice, Chosen
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, apart
+from ckpt.converters.select.selection import OutputSet, SelectOptions
 from ckpt.converters.targets.hf import INDEX, TARGET
 from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_configuration
 from ckpt.engine.background import settle
@@ -32,12 +32,12 @@ from ckpt.plan.match import several
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
-from ckpt.rules import Layout as Rules
+from ckpt.rules import Layout
 
 from .delivery import Delivery
-from .plan import Gathering, Planner, Way
-from .state_catalog import LiveCatalog
-from .transaction import Begun, Destination, Sinks
+from .plan import Way, WritePlan, WritePlanner
+from .state_catalog import StateCatalog
+from .transaction import Destination, ExportTransaction, RankFiles
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     shard_size: int | str | None = None,
     config: str | Mapping[str, Any] | ModelConfig | None = None,
-    layout: Rules | None = None,
+    layout: Layout | None = None,
     overwrite: bool = False,
     memory: int = MEMORY,
     timeout: float | None = None,
@@ -148,11 +148,11 @@ class _Export:
         self.options = options
         self.config = config
         self.threads = threads
-        self.sinks: Sinks | None = None
-        self.begun: Begun | None = None
+        self.sinks: RankFiles | None = None
+        self.begun: ExportTransaction | None = None
         self._configuration = Configuration()
 
-    def run(self, state: Module | Mapping[str, Any], layout: Rules | None) -> ExportReport:
+    def run(self, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportReport:
         """Agree, write, publish."""
         try:
             said = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
@@ -173,7 +173,7 @@ class _Export:
 
     # ---- begin
 
-    def begin(self, state: Module | Mapping[str, Any], layout: Rules | None) -> Row:
+    def begin(self, state: Module | Mapping[str, Any], layout: Layout | None) -> Row:
         """Tell the leader what this rank has."""
         group = self.call.group
         if self.options["memory"] < LEAST:
@@ -213,7 +213,7 @@ class _Export:
         beside = (
             [] if self.destination.name is not None else [*self._configuration.files, *([INDEX] if len(self.planned.files) > 1 else [])]
         )
-        self.begun = Begun.begin(self.destination, self.planned.files, beside)
+        self.begun = ExportTransaction.begin(self.destination, self.planned.files, beside)
         return {**said, "tokens": self.begun.tokens, "parts": self.begun.parts}
 
     # ---- both
@@ -223,25 +223,25 @@ class _Export:
         tables = [(ranks, Table.from_bytes(self.call.fetch(digest))) for digest, ranks in said["tables"]]
         joined: Joined = join_tables(tables)
         options, destination = self.options, self.destination
-        self.catalog = LiveCatalog.of(
+        self.catalog = StateCatalog.of(
             joined,
             json.loads(self.call.fetch(said["state"])),
             url=self.call.url,
             backend=destination.backend,
             world_size=self.call.group.size,
         )
-        choice = Choice(
+        choice = SelectOptions(
             views=None if options["names"] is None else respelled(options["names"], options["spelling"], said["numbers"]),
             only=options["only"],
             exclude=options["exclude"],
             dtype=options["dtype"],
             root=options["root"],
         )
-        self.chosen: Chosen = TARGET.choose(self.catalog, choice)
+        self.chosen: OutputSet = TARGET.choose(self.catalog, choice)
         size = options["shard_size"]
         size = units.parse_size(size) if isinstance(size, str) else size
-        layout = Layout(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
-        self.planned: Planned = TARGET.plan(self.chosen, layout)
+        layout = OutputOptions(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
+        self.planned: OutputPlan = TARGET.plan(self.chosen, layout)
         self.tensors = {name: wanted.without_padding() for name, wanted in self.chosen.tensors.items()}
 
     # ---- write
@@ -251,10 +251,10 @@ class _Export:
         if self.begun is None:
             self.lay_out(said)
         group, files = self.call.group, self.planned.files
-        planner = Planner(self.catalog, self.tensors, files, group.ranks)
+        planner = WritePlanner(self.catalog, self.tensors, files, group.ranks)
         gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // SHARES)
         mine = self.begun.shared if self.begun is not None else None
-        self.sinks = Sinks(self.destination, files, said["tokens"], mine)
+        self.sinks = RankFiles(self.destination, files, said["tokens"], mine)
         placer = self.collected.placer
         local = {**placer.tensors, **{name: placer.tensors[to] for name, to in placer.aliases.items()}}
         self.delivery = Delivery(planner, gathering, local, group.rank, self.sinks.write)
@@ -312,7 +312,7 @@ def _way(parts: Sequence[int] | None) -> Way:
     return "parts" if any(parts) else "ranges"
 
 
-def _opened(planner: Planner, gathering: Gathering, rank: int) -> list[int]:
+def _opened(planner: WritePlanner, gathering: WritePlan, rank: int) -> list[int]:
     """The files that a rank writes to."""
     found = {w.file for w in gathering.windows if w.keeper == rank}
     found |= {f for f, head in enumerate(gathering.heads) if head == rank}

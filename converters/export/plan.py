@@ -18,14 +18,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ckpt.converters.pipeline.target import OutFile
-from ckpt.converters.pipeline.windows import Segment
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.pipeline.target import OutputFile
+from ckpt.converters.pipeline.windows import FileSegment
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, filled, within
 
-from .state_catalog import LiveCatalog
+from .state_catalog import StateCatalog
 
 LONG = 64 << 10
 """Bytes of a run that are worth a write of their own."""
@@ -43,25 +43,25 @@ class Move(NamedTuple):
     piece: Piece
 
 
-class Window(NamedTuple):
+class WriteWindow(NamedTuple):
     """The bytes ``[start, stop)`` of a file: ``segments`` of its items, and how many bytes of them each rank has. Who takes part asks
-    ``Planner.moves``: all moves of a large job would fill the memory."""
+    ``WritePlanner.moves``: all moves of a large job would fill the memory."""
 
     file: int
     start: int
     stop: int
-    segments: tuple[Segment, ...]
+    segments: tuple[FileSegment, ...]
     sizes: Mapping[int, int]
     keeper: int
     round: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Gathering:
+class WritePlan:
     """``windows`` in the order of the files; ``direct`` are the numbers of file and item that need none; ``heads`` the rank that writes
     the header of each file, where it is in no window."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[WriteWindow, ...]
     direct: tuple[tuple[int, int], ...]
     heads: tuple[int | None, ...]
 
@@ -70,17 +70,19 @@ class Gathering:
         return max((w.round for w in self.windows), default=-1) + 1
 
 
-class Planner:
+class WritePlanner:
     """``tensors`` are those that are written, by name; ``ranks`` all that take part."""
 
-    def __init__(self, catalog: LiveCatalog, tensors: Mapping[str, Wanted], files: Sequence[OutFile], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, catalog: StateCatalog, tensors: Mapping[str, OutputTensor], files: Sequence[OutputFile], ranks: Sequence[int]
+    ) -> None:
         self.catalog = catalog
         self.tensors = tensors
         self.files = files
         self.ranks = ranks
         self._long: dict[object, bool] = {}
 
-    def plan(self, way: Way, parts: Sequence[int], budget: int) -> Gathering:
+    def plan(self, way: Way, parts: Sequence[int], budget: int) -> WritePlan:
         """``parts`` has the size of a part for each file, where the storage wants whole parts."""
         direct = [(f, i) for f, file in enumerate(self.files) for i in range(len(file.items)) if way == "ranges" and self.is_long(f, i)]
         skipped = set(direct)
@@ -91,15 +93,15 @@ class Planner:
             for start, stop, segments in self._cut(f, part or WINDOW, skipped, head=way != "ranges"):
                 sizes = self._sizes(f, segments)
                 keeper, round = pacer.place(stop - start, sizes, alone)
-                windows.append(Window(f, start, stop, tuple(segments), sizes, keeper, round))
+                windows.append(WriteWindow(f, start, stop, tuple(segments), sizes, keeper, round))
         heads = tuple(self.ranks[f % len(self.ranks)] if way == "ranges" else None for f in range(len(self.files)))
-        return Gathering(windows=tuple(windows), direct=tuple(direct), heads=heads)
+        return WritePlan(windows=tuple(windows), direct=tuple(direct), heads=heads)
 
-    def moves(self, f: int, segment: Segment) -> Iterator[Move]:
+    def moves(self, f: int, segment: FileSegment) -> Iterator[Move]:
         """Who has what of a segment of a file, in an order that is the same everywhere."""
         return (Move(rank, within(piece, box)) for rank, piece, box in self._held(f, segment))
 
-    def _sizes(self, f: int, segments: Sequence[Segment]) -> dict[int, int]:
+    def _sizes(self, f: int, segments: Sequence[FileSegment]) -> dict[int, int]:
         """Bytes of segments that each rank has."""
         found: dict[int, int] = {}
         for segment in segments:
@@ -108,14 +110,14 @@ class Planner:
                 found[rank] = found.get(rank, 0) + box.numel * itemsize
         return found
 
-    def _held(self, f: int, segment: Segment) -> Iterator[tuple[int, Piece, Box]]:
+    def _held(self, f: int, segment: FileSegment) -> Iterator[tuple[int, Piece, Box]]:
         """Rank, piece, and the box of its stored tensor that the rank has."""
         for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
             owners = self.catalog.owners[piece.source]
             for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
                 yield int(owners[copy.chunk]), piece, copy.box
 
-    def direct_pieces(self, gathering: Gathering, rank: int) -> Iterator[tuple[int, int, Piece]]:
+    def direct_pieces(self, gathering: WritePlan, rank: int) -> Iterator[tuple[int, int, Piece]]:
         """File, item and piece of all that ``rank`` writes by itself."""
         for f, i in gathering.direct:
             for piece in self.tensors[self.files[f].items[i].name].view.pieces:
@@ -125,10 +127,10 @@ class Planner:
                     if common is not None:
                         yield f, i, within(piece, common)
 
-    def _cut(self, number: int, part: int, skipped: set[tuple[int, int]], *, head: bool) -> Iterator[tuple[int, int, list[Segment]]]:
+    def _cut(self, number: int, part: int, skipped: set[tuple[int, int]], *, head: bool) -> Iterator[tuple[int, int, list[FileSegment]]]:
         """The ranges ``[n·part, (n+1)·part)`` of a file with what of items is in each; with ``head`` all of the file, header too."""
         file = self.files[number]
-        by_range: dict[int, list[Segment]] = defaultdict(list)
+        by_range: dict[int, list[FileSegment]] = defaultdict(list)
         for i, item in enumerate(file.items):
             if (number, i) in skipped or not item.length:
                 continue
@@ -156,17 +158,17 @@ class Planner:
             elif cuts is not None:
                 self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= LONG
             else:
-                whole = Segment(i, item.box, item.offset, item.length)
+                whole = FileSegment(i, item.box, item.offset, item.length)
                 self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, whole))
         return self._long[key]
 
 
-def _segments(number: int, shape: Sequence[int], offset: int, itemsize: int, first: int, last: int) -> list[Segment]:
+def _segments(number: int, shape: Sequence[int], offset: int, itemsize: int, first: int, last: int) -> list[FileSegment]:
     """The bytes ``[first, last)`` of a file, which are an item's, as boxes that are contiguous in it."""
     at = first
     found = []
     for box in flat_to_boxes(shape, (first - offset) // itemsize, (last - offset) // itemsize):
-        found.append(Segment(number, box, at, box.numel * itemsize))
+        found.append(FileSegment(number, box, at, box.numel * itemsize))
         at += found[-1].length
     return found
 

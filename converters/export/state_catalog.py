@@ -16,7 +16,7 @@ from ckpt.plan.tables import Joined
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LiveCatalog:
+class StateCatalog:
     """See ``ckpt.catalog.Catalog``; ``owners`` has for each tensor the rank that gives each chunk, ``url`` is where it goes."""
 
     url: str
@@ -29,7 +29,7 @@ class LiveCatalog:
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, joined: Joined, state: Any, *, url: str, backend: Backend, world_size: int) -> LiveCatalog:
+    def of(cls, joined: Joined, state: Any, *, url: str, backend: Backend, world_size: int) -> StateCatalog:
         """From the tables and values of all ranks, joined."""
         somewhere = np.zeros(1, dtype=np.int32)
         grids = {id(o): Grid(cuts=o.cuts, boxes=o.boxes, files=somewhere) for o in joined.owned.values()}

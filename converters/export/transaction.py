@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.converters.pipeline.target import OutFile, publish_once
+from ckpt.converters.pipeline.target import OutputFile, publish_once
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.formats.conversion import Exporting, record_path
+from ckpt.formats.conversion import ExportRecord, record_path
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import find_format
@@ -87,7 +87,7 @@ class Destination:
     def _begun(self) -> tuple[Sequence[str], bool]:
         """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
         try:
-            begun = Exporting.from_bytes(self.backend.read_whole(self.record, RECORD_LIMIT))
+            begun = ExportRecord.from_bytes(self.backend.read_whole(self.record, RECORD_LIMIT))
         except NotFoundError:
             return (), False
         if begun is None:
@@ -100,7 +100,7 @@ class Destination:
 
     def mark(self, files: Sequence[str]) -> bytes:
         """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
-        data = Exporting(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
+        data = ExportRecord(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
         self.backend.publish(self.record, data, replaces=None)
         return data
 
@@ -129,11 +129,11 @@ class Destination:
 
 
 @dataclass(eq=False)
-class Begun:
+class ExportTransaction:
     """The files of one export on the leader, who has begun them. ``shared`` is None where files cannot be shared."""
 
     destination: Destination
-    files: Sequence[OutFile]
+    files: Sequence[OutputFile]
     beside: Sequence[str]
     shared: list[SharedObject] | None = None
     _mark: bytes | None = None
@@ -141,7 +141,7 @@ class Begun:
     """Names that were given, or may have been: what somebody else has made meanwhile is not among them."""
 
     @classmethod
-    def begin(cls, destination: Destination, files: Sequence[OutFile], beside: Sequence[str]) -> Begun:
+    def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
         """Begin all files; ``beside`` are the names of small ones that come with them.
 
         Raises:
@@ -262,12 +262,12 @@ class Begun:
             backend.delete(self.destination.record)
 
 
-class Sinks:
+class RankFiles:
     """One rank's side of the files: opened when the first byte is written. ``tokens`` are the leader's, or None where files cannot be
     shared; ``mine`` are the objects that this process began itself."""
 
     def __init__(
-        self, destination: Destination, files: Sequence[OutFile], tokens: Sequence[str] | None, mine: Sequence[SharedObject] | None
+        self, destination: Destination, files: Sequence[OutputFile], tokens: Sequence[str] | None, mine: Sequence[SharedObject] | None
     ) -> None:
         self.destination = destination
         self.files = files

@@ -40,7 +40,7 @@ class Dimensions(dict[str, int]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TermStep:
     """One step from left to right.
 
     ``concat``, ``interleave``: the patterns' tensors along ``axis``; ``sizes`` are theirs along it (equal if absent), needed on the way
@@ -77,7 +77,7 @@ class Step:
         return {number for number in asked if isinstance(number, str)}
 
 
-class Found(NamedTuple):
+class MatchedTensor(NamedTuple):
     """A name that fits a pattern: the pattern's place on its side, and the numbers in the name."""
 
     place: int
@@ -95,7 +95,7 @@ class Term:
 
     left: tuple[str, ...]
     right: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TermStep, ...] = ()
     optional: bool = False
     beside: str | None = None
 
@@ -114,7 +114,7 @@ class Term:
     def __str__(self) -> str:
         return f"{' + '.join(self.left)} → {self.right}"
 
-    def takes(self, found: Found, names: Container[str]) -> bool:
+    def takes(self, found: MatchedTensor, names: Container[str]) -> bool:
         """Whether a name of the left that fits one of the patterns is meant."""
         return self.beside is None or spelled(self.beside, dict(found.numbers)) in names
 
@@ -122,7 +122,9 @@ class Term:
     def over(self) -> str | None:
         return next((s.over for s in self.steps if s.over is not None), None)
 
-    def rightwards(self, found: Mapping[str, Found], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions) -> dict[str, View]:
+    def rightwards(
+        self, found: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
+    ) -> dict[str, View]:
         """The right side's tensors as views of the left side's.
 
         Raises:
@@ -135,7 +137,9 @@ class Term:
             made[target] = self._joined([[views.whole(name, shape_of(name)) for name in row] for row in rows], numbers, target)
         return made
 
-    def leftwards(self, found: Mapping[str, Found], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions) -> dict[str, View]:
+    def leftwards(
+        self, found: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
+    ) -> dict[str, View]:
         """The left side's tensors as views of the right side's. Errors as for :meth:`rightwards`."""
         made = {}
         for name, (_, at) in found.items():
@@ -177,7 +181,7 @@ class Term:
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
-def _forward(step: Step, rows: Rows, numbers: Dimensions) -> Rows:
+def _forward(step: TermStep, rows: Rows, numbers: Dimensions) -> Rows:
     if step.kind == "transpose":
         return [[views.transpose(v, step.order) for v in row] for row in rows]
     if step.kind == "pad":
@@ -192,7 +196,7 @@ def _forward(step: Step, rows: Rows, numbers: Dimensions) -> Rows:
     return [[put(column, step.axis) for column in zip(*rows, strict=True)]]
 
 
-def _padded(view: View, step: Step, numbers: Dimensions) -> View:
+def _padded(view: View, step: TermStep, numbers: Dimensions) -> View:
     assert step.real is not None and step.to is not None
     real = step.real if isinstance(step.real, int) else numbers.get(step.real)
     own = view.shape[step.axis : step.axis + 1]
@@ -201,7 +205,7 @@ def _padded(view: View, step: Step, numbers: Dimensions) -> View:
     return views.padded(view, step.axis, numbers.of(step.to))
 
 
-def _backward(step: Step, rows: Rows, patterns: int, numbers: Dimensions) -> Rows:
+def _backward(step: TermStep, rows: Rows, patterns: int, numbers: Dimensions) -> Rows:
     if step.kind == "transpose":
         order = sorted(range(len(step.order)), key=step.order.__getitem__)
         return [[views.transpose(v, order) for v in row] for row in rows]
@@ -232,14 +236,14 @@ def _halved(view: View, axis: int, heads: int) -> View:
     return views.concat([h for p, s in zip(parts, halves, strict=True) for h in views.deinterleave(p, axis, s[0], s)], axis)
 
 
-def _numbered(step: Step, view: View, numbers: Dimensions) -> list[View]:
+def _numbered(step: TermStep, view: View, numbers: Dimensions) -> list[View]:
     if step.kind == "stack":
         return views.unstack(view, step.axis)
     assert step.count is not None
     return views.split(view, step.axis, _equal_parts(view, step.axis, numbers.of(step.count)))
 
 
-def _sizes(step: Step, view: View, parts: int, numbers: Dimensions) -> list[int]:
+def _sizes(step: TermStep, view: View, parts: int, numbers: Dimensions) -> list[int]:
     return _equal_parts(view, step.axis, parts) if step.sizes is None else [numbers.of(s) for s in step.sizes]
 
 
@@ -280,14 +284,14 @@ class Patterns:
             parts = [f"{{{m[1]}}}" if m[1] else m[2] for m in _NUMBER.finditer(pattern)]
             self._by_key.setdefault(_NUMBER.sub("#", pattern), []).append((parts, term, place))
 
-    def find(self, name: str) -> list[tuple[int, Found]]:
+    def find(self, name: str) -> list[tuple[int, MatchedTensor]]:
         """Number of the term and what was found in the name, for each pattern that it fits."""
         said = re.findall(r"\d+", name)
         found = []
         for parts, term, place in self._by_key.get(re.sub(r"\d+", "#", name), []):
             at = _read(parts, said)
             if at is not None:
-                found.append((term, Found(place, at)))
+                found.append((term, MatchedTensor(place, at)))
         return found
 
 
@@ -303,7 +307,7 @@ def _read(parts: Sequence[str], said: Sequence[str]) -> tuple[tuple[str, int], .
     return tuple(sorted(at.items()))
 
 
-def _grouped(found: Mapping[str, Found], over: str | None) -> dict[tuple[tuple[str, int], ...], dict[tuple[int, int], str]]:
+def _grouped(found: Mapping[str, MatchedTensor], over: str | None) -> dict[tuple[tuple[str, int], ...], dict[tuple[int, int], str]]:
     """Names by their numbers without ``over``, then by that number and the pattern's place."""
     rows = []
     for name, (place, at) in found.items():

@@ -28,7 +28,7 @@ from ckpt.plan.match import report_names
 from ckpt.plan.views import View, whole
 
 from .model_numbers import NUMBERS, PARTS
-from .terms import Dimensions, Found, Kind, Patterns, Step, Term, spelled
+from .terms import Dimensions, Kind, MatchedTensor, Patterns, Term, TermStep, spelled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,12 +89,12 @@ class Translation:
 
     def _found(
         self, shapes: Mapping[str, Sequence[int]], direction: Direction, *, partial: bool
-    ) -> tuple[list[dict[str, Found]], list[str]]:
+    ) -> tuple[list[dict[str, MatchedTensor]], list[str]]:
         """For each term the names that fit it; and the names that stay as they are."""
         rightwards = direction == "rightwards"
         ignored = self.left_ignores if rightwards else self.right_ignores
         patterns = self._left_patterns if rightwards else self._right_patterns
-        found: list[dict[str, Found]] = [{} for _ in self.terms]
+        found: list[dict[str, MatchedTensor]] = [{} for _ in self.terms]
         strange = []
         for name in shapes:
             hits = [(i, f) for i, f in patterns.find(name) if not rightwards or self.terms[i].takes(f, shapes)]
@@ -112,7 +112,7 @@ class Translation:
         return found, strange
 
     def _lost(
-        self, found: Sequence[Mapping[str, Found]], shapes: Mapping[str, Sequence[int]], direction: Direction, known: Dimensions
+        self, found: Sequence[Mapping[str, MatchedTensor]], shapes: Mapping[str, Sequence[int]], direction: Direction, known: Dimensions
     ) -> Iterator[str]:
         """What lacks layers that the model has, or experts."""
         rows = [(t, [dict(f.numbers) for f in names.values()]) for t, names in zip(self.terms, found, strict=True) if not t.optional]
@@ -240,16 +240,16 @@ def _filled(pattern: str, words: Mapping[str, str]) -> str:
     return pattern
 
 
-def _step(row: dict[str, Any]) -> Step:
+def _step(row: dict[str, Any]) -> TermStep:
     """``{concat = 0}``, ``{stack = 0, over = "expert"}``, ``{transpose = [1, 0]}``, ``{pad = 0, real = "vocabulary", to = "padded"}``."""
     kinds = [k for k in get_args(Kind) if k in row]
-    strange = set(row) - set(get_args(Kind)) - {f.name for f in fields(Step)}
+    strange = set(row) - set(get_args(Kind)) - {f.name for f in fields(TermStep)}
     if len(kinds) != 1 or strange:
         raise UsageError(f"a step is one of {', '.join(get_args(Kind))} with its options, not {row}")
     kind: Kind = kinds[0]
     at = row.pop(kind)
     if kind == "transpose":
-        return Step(kind=kind, order=tuple(at))
+        return TermStep(kind=kind, order=tuple(at))
     if "sizes" in row:
         row["sizes"] = tuple(row["sizes"])
-    return Step(kind=kind, axis=at, **row)
+    return TermStep(kind=kind, axis=at, **row)

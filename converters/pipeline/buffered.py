@@ -14,14 +14,14 @@ import torch
 
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.catalog import Catalog
-from ckpt.converters.select.selection import Chosen, seams_of
+from ckpt.converters.select.selection import OutputSet, seams_of
 from ckpt.engine.reader import Reader
 from ckpt.io_backends.protocol import Backend
 from ckpt.workers import Pending
 
 from .passthrough import PAGE
-from .view_reader import Part, read_views
-from .windows import Item, Segment, Window, windows
+from .view_reader import ViewBox, read_views
+from .windows import FileItem, FileSegment, FileWindow, windows
 
 CODED = 2 * (64 << 20)
 """Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
@@ -30,14 +30,14 @@ LEAST = 8 << 20
 USEFUL = 128 << 20
 """Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
 
-Put = Callable[[Sequence[Segment], memoryview], None]
+Put = Callable[[Sequence[FileSegment], memoryview], None]
 """Gets segments that follow one another in a file, and their bytes."""
 
 
-class Windowed:
+class WindowFiller:
     """Fills windows of files at ``backend`` with what was ``chosen``, in at most ``memory`` bytes. ``reader.bytes_read`` counts bytes."""
 
-    def __init__(self, chosen: Chosen, backend: Backend, *, memory: int, threads: int) -> None:
+    def __init__(self, chosen: OutputSet, backend: Backend, *, memory: int, threads: int) -> None:
         coded = _is_coded(chosen.catalog)
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
@@ -46,7 +46,7 @@ class Windowed:
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
 
-    def fill(self, items: Mapping[int, Item], size: int, put: Put, told: Callable[[], None]) -> None:
+    def fill(self, items: Mapping[int, FileItem], size: int, put: Put, told: Callable[[], None]) -> None:
         """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``told`` is called when some are
         written.
 
@@ -82,26 +82,26 @@ class Windowed:
             self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
         return self._seams[name]
 
-    def _read(self, items: Sequence[Item], window: Window, buffer: torch.Tensor) -> None:
+    def _read(self, items: Sequence[FileItem], window: FileWindow, buffer: torch.Tensor) -> None:
         base = window.start // PAGE * PAGE
         parts = []
         for segment in window.segments:
             wanted = self.chosen.tensors[items[segment.item].name]
             raw = buffer[segment.start - base : segment.start - base + segment.length]
-            parts.append(Part(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
+            parts.append(ViewBox(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
         read_views(self.reader, parts)
 
 
-def _give(put: Put, segments: Sequence[Segment], start: int, buffer: torch.Tensor) -> None:
+def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.Tensor) -> None:
     base = start // PAGE * PAGE
     data = buffer.numpy().data
     for run in _runs(segments):
         put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _runs(segments: Sequence[FileSegment]) -> Iterator[list[FileSegment]]:
     """Segments between which there is nothing."""
-    held: list[Segment] = []
+    held: list[FileSegment] = []
     for segment in segments:
         if held and held[-1].start + held[-1].length != segment.start:
             yield held

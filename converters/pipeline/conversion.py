@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckpt.converters.select.selection import Chosen
+from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
-from ckpt.formats.conversion import CONVERTING, MARKS, Begun
+from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
@@ -17,10 +17,10 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
 
-from .journal import Record, begin, check_source, digest_of, ended, find
+from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
 from .parallel import MegatronParallel
-from .repair import Mending
-from .target import Layout, OutFile, Planned, Target, apart
+from .repair import RepairReport
+from .target import OutputFile, OutputOptions, OutputPlan, Target, apart
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this process has written so far, and all that it has to."""
@@ -32,13 +32,13 @@ class Conversion:
     def __init__(
         self,
         format: Target,
-        chosen: Chosen,
+        chosen: OutputSet,
         url: str,
         *,
         shard_size: int | None,
         parallel: MegatronParallel | None,
         overwrite: bool,
-        mending: Mending | None = None,
+        mending: RepairReport | None = None,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if parallel is not None and not format.parallel:
@@ -66,7 +66,7 @@ class Conversion:
             *([self.beside] if self.beside else []),
         )
         self.digest = digest_of(chosen, *self._said)
-        self.record: Record | None = None
+        self.record: ConversionJournal | None = None
         self.part = (0, 1)
         self._new = False
         self._ended = False
@@ -76,7 +76,7 @@ class Conversion:
     def id(self) -> str:
         return "" if self.record is None else self.record.id
 
-    def look(self) -> Planned:
+    def look(self) -> OutputPlan:
         """The plan of this conversion, or of the one that was begun; nothing is written."""
         self.record = find(self.backend, self.name, self.digest)
         over = self._end()
@@ -86,7 +86,7 @@ class Conversion:
             self._check_empty()
         return self._plan("0" * 16 if self.record is None else self.record.id)
 
-    def begin(self, part: tuple[int, int]) -> Planned:
+    def begin(self, part: tuple[int, int]) -> OutputPlan:
         """The plan, said at the destination."""
         self.part = part
         self.record = find(self.backend, self.name, self.digest)
@@ -101,13 +101,13 @@ class Conversion:
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
-            self.record, self._new = self._begun(Begun(id=id, digest=self.digest, files=files)), True
+            self.record, self._new = self._begun(ConversionRecord(id=id, digest=self.digest, files=files)), True
         elif self.name is None:
             resume(self.backend, id)
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
 
-    def _end(self) -> Planned | None:
+    def _end(self) -> OutputPlan | None:
         """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
         if self.record is not None or self.overwrite:
             return None
@@ -120,10 +120,10 @@ class Conversion:
         planned = self._plan(id)
         if any(_size(self.backend, f.path) != f.size for f in planned.files):
             return None
-        self.record, self._ended = Record(self.backend, self.name, id, self.digest), True
+        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), True
         return planned
 
-    def _begun(self, begun: Begun) -> Record:
+    def _begun(self, begun: ConversionRecord) -> ConversionJournal:
         try:
             self._check_empty()
         except ConflictError:
@@ -134,15 +134,15 @@ class Conversion:
         self.backend.prepare()
         return begin(self.backend, self.name, begun)
 
-    def _check_previous(self, record: Record) -> None:
+    def _check_previous(self, record: ConversionJournal) -> None:
         """Raise ConflictError if somebody else has saved here since the conversion was begun."""
         if self._previous is None or self.overwrite:
             return
         if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
-    def _plan(self, id: str) -> Planned:
-        layout = Layout(
+    def _plan(self, id: str) -> OutputPlan:
+        layout = OutputOptions(
             id=id,
             url=self.url,
             shard_size=self.shard_size,
@@ -172,7 +172,7 @@ class Conversion:
                 hint="convert to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
 
-    def missing(self, planned: Planned) -> list[int]:
+    def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""
         if self._ended:
             return []
@@ -182,7 +182,7 @@ class Conversion:
         there = self._there(planned, self.record)
         return [i for i in mine if i not in there]
 
-    def _there(self, planned: Planned, record: Record) -> set[int]:
+    def _there(self, planned: OutputPlan, record: ConversionJournal) -> set[int]:
         """Files that are durable. A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file."""
         marks = record.marks()
         marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
@@ -193,14 +193,14 @@ class Conversion:
         return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
 
     def write(
-        self, planned: Planned, missing: Sequence[int], *, memory: int, threads: int | None, verify: bool, progress: Progress | None
+        self, planned: OutputPlan, missing: Sequence[int], *, memory: int, threads: int | None, verify: bool, progress: Progress | None
     ) -> int:
         """Write them; gives the bytes that were read."""
         if not missing or self.record is None:
             return 0
-        from .file_stream import Stream
+        from .file_stream import FileStream
 
-        stream = Stream(
+        stream = FileStream(
             self.chosen,
             planned,
             self.backend,
@@ -213,7 +213,7 @@ class Conversion:
         stream.write(missing, progress)
         return stream.bytes_read
 
-    def _clear(self, file: OutFile, number: int) -> None:
+    def _clear(self, file: OutputFile, number: int) -> None:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
         record = self.record
         assert record is not None
@@ -233,7 +233,7 @@ class Conversion:
             hint = "let that one go on, or start this one again when it has ended"
             raise ConflictError("another run of this conversion writes here", where=self.url, hint=hint)
 
-    def finish(self, planned: Planned, *, again: bool) -> bool:
+    def finish(self, planned: OutputPlan, *, again: bool) -> bool:
         """Make the checkpoint exist, if all files of all processes are there, and no other process does.
 
         Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
@@ -249,7 +249,7 @@ class Conversion:
         self.record.remove()
         return self._is_over(planned, self.record)
 
-    def _is_over(self, planned: Planned, record: Record, *, alone: bool = False) -> bool:
+    def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:
         """Whether this process or another has finished it. ``alone``: there is no other.
 
         Raises:
@@ -266,7 +266,7 @@ class Conversion:
             raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return True
 
-    def _whole(self, planned: Planned, record: Record) -> bool:
+    def _whole(self, planned: OutputPlan, record: ConversionJournal) -> bool:
         """Whether all files are durable, those of other processes too."""
         if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
             return False
@@ -276,7 +276,7 @@ class Conversion:
             raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return not lost
 
-    def _check_source(self, planned: Planned, record: Record) -> None:
+    def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:
         """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
         try:
             check_source(self.chosen, self.digest, *self._said)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
-from ckpt.converters.select.selection import Chosen
+from ckpt.converters.select.selection import OutputSet
 from ckpt.engine.fetch import PROBE, Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
@@ -23,11 +23,11 @@ from ckpt.spread import spread
 from ckpt.workers import Pending
 
 from .passthrough import jobs_of, pour, runs_of
-from .target import OutFile, Planned
-from .windows import Item, Segment
+from .target import OutputFile, OutputPlan
+from .windows import FileItem, FileSegment
 
 if TYPE_CHECKING:
-    from .buffered import Windowed
+    from .buffered import WindowFiller
 
 BLOCK = 1 << 20
 """Bytes that are hashed and then written while they are still in the cache."""
@@ -61,7 +61,7 @@ class _Crc:
 _DIGESTS: dict[str, Callable[[], _Digest]] = {"xxh3": xxhash.xxh3_64, "crc32": _Crc}
 
 
-class Stream:
+class FileStream:
     """Writes files of one plan. ``written`` and ``bytes_read`` count bytes; ``begin(number)`` is called before a file is made,
     ``done(number)`` when it is durable.
 
@@ -70,8 +70,8 @@ class Stream:
 
     def __init__(
         self,
-        chosen: Chosen,
-        planned: Planned,
+        chosen: OutputSet,
+        planned: OutputPlan,
         backend: Backend,
         *,
         memory: int,
@@ -92,7 +92,7 @@ class Stream:
         self._memory = memory
         self._threads = threads
         self._fetch = Fetch(chosen.catalog, "full", lambda: None, None)
-        self._windowed: Windowed | None = None
+        self._windowed: WindowFiller | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -151,13 +151,13 @@ class Stream:
         few = max(1, (os.cpu_count() or 1) // 2)
         yield from spread(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
 
-    def _fill_windows(self, opened: _Open, items: Mapping[int, Item], told: Callable[[], None]) -> None:
+    def _fill_windows(self, opened: _Open, items: Mapping[int, FileItem], told: Callable[[], None]) -> None:
         if self._windowed is None:
-            from .buffered import Windowed  # imports torch
+            from .buffered import WindowFiller  # imports torch
 
-            self._windowed = Windowed(self.chosen, self.backend, memory=self._memory, threads=self._threads)
+            self._windowed = WindowFiller(self.chosen, self.backend, memory=self._memory, threads=self._threads)
 
-        def put(segments: Sequence[Segment], data: memoryview) -> None:
+        def put(segments: Sequence[FileSegment], data: memoryview) -> None:
             opened.put(segments, data)
             self.written += len(data)
 
@@ -179,7 +179,7 @@ class Stream:
             self.backend.delete(path)
             raise
 
-    def _compare_item(self, opened: _Open, item: Item, digest: int) -> None:
+    def _compare_item(self, opened: _Open, item: FileItem, digest: int) -> None:
         path, again = opened.file.path, _DIGESTS[opened.kind or "xxh3"]()
         for at in range(item.offset, item.offset + item.length, BLOCK):
             again.update(memoryview(self.backend.read(path, at, min(BLOCK, item.offset + item.length - at))))
@@ -194,7 +194,7 @@ class Stream:
 class _Open:
     """A file while it is written."""
 
-    def __init__(self, file: OutFile, writer: Writer, kind: str | None) -> None:
+    def __init__(self, file: OutputFile, writer: Writer, kind: str | None) -> None:
         self.file = file
         self.writer = writer
         self.kind = kind
@@ -218,13 +218,13 @@ class _Open:
         else:
             self._state[item] = cast(_Digest, mark).copy()
 
-    def put(self, run: Sequence[Segment], data: memoryview) -> None:
+    def put(self, run: Sequence[FileSegment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
         first = run[0].start
         step = max(BLOCK, self.writer.block)
         at, end = 0, step - first % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         segments = iter(run)
-        segment: Segment | None = next(segments)
+        segment: FileSegment | None = next(segments)
         hashed = 0
         while at < len(data):
             end = min(end, len(data))

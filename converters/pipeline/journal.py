@@ -13,9 +13,9 @@ import xxhash
 
 from ckpt._version import __version__
 from ckpt.catalog import Catalog
-from ckpt.converters.select.selection import Chosen
+from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
-from ckpt.formats.conversion import CLAIM, Begun, mark_name, marks_prefix, record_path
+from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import RECORD_LIMIT
@@ -24,7 +24,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
 
 
-def digest_of(chosen: Chosen, *said: object) -> str:
+def digest_of(chosen: OutputSet, *said: object) -> str:
     """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``said``."""
     digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), said)).encode())
     for name in sorted(chosen.tensors):
@@ -35,7 +35,7 @@ def digest_of(chosen: Chosen, *said: object) -> str:
     return digest.hexdigest()
 
 
-def check_source(chosen: Chosen, digest: str, *said: object) -> None:
+def check_source(chosen: OutputSet, digest: str, *said: object) -> None:
     """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself.
 
     Raises:
@@ -65,7 +65,7 @@ def _identity(catalog: Catalog) -> object:
 
 
 @dataclass(frozen=True)
-class Record:
+class ConversionJournal:
     """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files."""
 
     backend: Backend
@@ -130,7 +130,7 @@ def ended(backend: Backend, name: str | None, digest: str) -> str | None:
     return None
 
 
-def find(backend: Backend, name: str | None, digest: str) -> Record | None:
+def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal | None:
     """The conversion that was begun here; None if there is none.
 
     Raises:
@@ -140,7 +140,7 @@ def find(backend: Backend, name: str | None, digest: str) -> Record | None:
         data = backend.read_whole(record_path(name), RECORD_LIMIT)
     except NotFoundError:
         return None
-    begun = Begun.from_bytes(data)
+    begun = ConversionRecord.from_bytes(data)
     if begun is None or begun.digest != digest:
         raise ConflictError(
             f"another conversion was begun here and did not finish ({record_path(name)}): of another source, with other options, "
@@ -148,16 +148,16 @@ def find(backend: Backend, name: str | None, digest: str) -> Record | None:
             where=backend.url,
             hint="convert to another URL, or remove what is there",
         )
-    return Record(backend, name, begun.id, digest)
+    return ConversionJournal(backend, name, begun.id, digest)
 
 
-def begin(backend: Backend, name: str | None, begun: Begun) -> Record:
+def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> ConversionJournal:
     """Begin a conversion, or join the same one that another process has begun meanwhile.
 
     Raises:
         ConflictError: another one was begun.
     """
-    record = Record(backend, name, begun.id, begun.digest)
+    record = ConversionJournal(backend, name, begun.id, begun.digest)
     try:
         backend.publish(record.path, begun.to_bytes(), replaces=None)
     except ConflictError:

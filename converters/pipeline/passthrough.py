@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.catalog import Extent, TensorEntry
-from ckpt.converters.select.selection import Chosen
+from ckpt.converters.select.selection import OutputSet
 from ckpt.engine.fetch import Check, Chunk, Fetch
 from ckpt.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, in_order, within
 
-from .windows import Item
+from .windows import FileItem
 
 SMALL = 64 << 10
 """Bytes of a run that is read together with others, if they are near each other."""
@@ -34,7 +34,7 @@ PAGE = 4096
 _AT_ONCE = 256
 
 
-class Put(Protocol):
+class ByteSink(Protocol):
     """Where the bytes of a file go."""
 
     def take(self, item: int, start: int, data: memoryview) -> None:
@@ -47,7 +47,7 @@ class Put(Protocol):
         """Forget what came of the item after the mark: it comes again."""
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes of ``chunk`` that are a part of item number ``item``: from byte ``offset`` of a file of the source to byte ``start``."""
 
     item: int
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     offset: int
 
 
-class _Place(NamedTuple):
+class _TakenPart(NamedTuple):
     """What ``copy`` takes of a chunk of ``entry``, and the bytes of the file, from ``start`` to ``stop``, that it is."""
 
     item: int
@@ -69,7 +69,7 @@ class _Place(NamedTuple):
     """Bytes of the chunk before the first one that is taken."""
 
 
-def runs_of(chosen: Chosen, items: Sequence[Item]) -> dict[int, list[Run]]:
+def runs_of(chosen: OutputSet, items: Sequence[FileItem]) -> dict[int, list[ByteRun]]:
     """The runs of each item that is made of nothing else, by its number. Looks up where the source has its chunks.
 
     Raises:
@@ -89,7 +89,7 @@ def runs_of(chosen: Chosen, items: Sequence[Item]) -> dict[int, list[Run]]:
     return found
 
 
-def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
+def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] | None:
     """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
     if not item.length:
         return []
@@ -100,8 +100,8 @@ def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
             wanted.view.is_all_of(entry.shape) and entry.grid.single and entry.grid.cuts is not None and entry.dtype == wanted.dtype
         ):  # by far the most common case
             copy = Copy(chunk=0, chunk_box=item.box, box=item.box)
-            return [_Place(number, item.offset, item.offset + item.length, entry, copy, 0)]
-    found: list[_Place] = []
+            return [_TakenPart(number, item.offset, item.offset + item.length, entry, copy, 0)]
+    found: list[_TakenPart] = []
     for piece in wanted.view.overlapping(item.box):
         entry = chosen.catalog.tensors[piece.source]
         places = [_place(number, item, piece, entry, copy) for copy in join(entry.grid, piece.part)]
@@ -114,26 +114,26 @@ def _places(chosen: Chosen, number: int, item: Item) -> list[_Place] | None:
     return found if whole else None
 
 
-def _place(number: int, item: Item, piece: Piece, entry: TensorEntry, copy: Copy) -> _Place | None:
+def _place(number: int, item: FileItem, piece: Piece, entry: TensorEntry, copy: Copy) -> _TakenPart | None:
     there = box_to_flat(copy.chunk_box.shape, copy.box.relative_to(copy.chunk_box.offset))
     here = box_to_flat(item.box.shape, within(piece, copy.box).box.relative_to(item.box.offset))
     if there is None or here is None:
         return None
     start, stop = (item.offset + n * item.itemsize for n in here)
-    return _Place(number, start, stop, entry, copy, there[0] * item.itemsize)
+    return _TakenPart(number, start, stop, entry, copy, there[0] * item.itemsize)
 
 
-def _run(place: _Place, extent: Extent) -> Run | None:
+def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
     """None if the chunk is coded, or compared with a digest although only a part of it is wanted."""
     length, box = place.stop - place.start, place.copy.chunk_box
     if extent.codec is not None or (length != extent.length if extent.digest is not None else place.skipped + length > extent.length):
         return None
-    return Run(place.item, place.start, length, Chunk(place.entry.name, box, extent), extent.offset + place.skipped)
+    return ByteRun(place.item, place.start, length, Chunk(place.entry.name, box, extent), extent.offset + place.skipped)
 
 
-def jobs_of(runs: Sequence[Sequence[Run]], *, apart: bool) -> Iterator[list[Run]]:
+def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
     """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
-    held: list[Run] = []
+    held: list[ByteRun] = []
     size = 0
     for item in ([run] for runs_of_item in runs for run in _parts(runs_of_item)) if apart else runs:
         held += item
@@ -145,7 +145,7 @@ def jobs_of(runs: Sequence[Sequence[Run]], *, apart: bool) -> Iterator[list[Run]
         yield held
 
 
-def _parts(runs: Sequence[Run]) -> Iterator[Run]:
+def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
     """Runs in parts of at most ``JOB`` bytes, where no digest asks for one after another."""
     for run in runs:
         step = run.length if run.chunk.extent.digest is not None else JOB
@@ -153,7 +153,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[Run]:
             yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
 
 
-def pour(fetch: Fetch, runs: Sequence[Run], put: Put) -> int:
+def pour(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink) -> int:
     """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
 
     Raises:
@@ -171,7 +171,7 @@ def pour(fetch: Fetch, runs: Sequence[Run], put: Put) -> int:
     return sum(run.length for run in runs)
 
 
-def _pour_one(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
+def _pour_one(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
     mark = put.mark(run.item)
 
     def read() -> None:
@@ -181,7 +181,7 @@ def _pour_one(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
     fetch.checked(run.chunk.extent, read)
 
 
-def _pour_once(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
+def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
     check = Check(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
@@ -194,9 +194,9 @@ def _pour_once(fetch: Fetch, run: Run, put: Put, memory: memoryview) -> None:
     check.end()
 
 
-def _near(runs: Iterable[Run]) -> Iterator[list[Run]]:
+def _near(runs: Iterable[ByteRun]) -> Iterator[list[ByteRun]]:
     """Runs that are near each other in a file of the source, in groups of at most ``PIECE`` bytes."""
-    held: list[Run] = []
+    held: list[ByteRun] = []
     first, reach = 0, 0
     for run in sorted(runs, key=lambda r: (r.chunk.extent.path, r.offset)):
         path, stop = run.chunk.extent.path, run.offset + run.length
@@ -211,7 +211,7 @@ def _near(runs: Iterable[Run]) -> Iterator[list[Run]]:
         yield held
 
 
-def _pour_together(fetch: Fetch, runs: Sequence[Run], put: Put, memory: memoryview) -> None:
+def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink, memory: memoryview) -> None:
     path, first, length = runs[0].chunk.extent.path, runs[0].offset, max(run.offset + run.length for run in runs) - runs[0].offset
     pieces = [memory[run.offset - first : run.offset - first + run.length] for run in runs]
 

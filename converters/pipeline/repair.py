@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ckpt import tree
 from ckpt._version import __version__
 from ckpt.converters.compare.semantic import misfit_masters
-from ckpt.converters.select.selection import Chosen
+from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
@@ -24,7 +24,7 @@ HINT = "say how the job put parameters into buckets: --job ddp_bucket_size=N, --
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mending:
+class RepairReport:
     """What a repair did. Without need nothing is changed, and ``reason`` says why not.
 
     ``bucket_size`` (None: one bucket), ``data_parallel`` and ``divisor`` are the buckets that it found the elements with; ``masters`` were
@@ -49,7 +49,7 @@ class Mending:
         return sum(t.filled for t in self.tensors)
 
 
-def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = None) -> tuple[Chosen, Mending]:
+def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None = None) -> tuple[OutputSet, RepairReport]:
     """The same choice of a repaired checkpoint. All masters are read and compared with the weights, before and after.
 
     Args:
@@ -64,7 +64,7 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
         raise UsageError(f"--job {unknown[0]}: no argument that a repair needs", hint=f"one of {', '.join(NAMES)}")
     catalog = chosen.catalog
     if not isinstance(catalog, MegatronCatalog) or catalog.suspect is None:
-        return chosen, Mending(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
+        return chosen, RepairReport(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
     taken = chosen.taken
     if not any(name.startswith(STATE) for name in taken):
         raise UsageError(
@@ -74,14 +74,14 @@ def repaired(chosen: Chosen, job: Mapping[str, int], *, threads: int | None = No
     if not masters:
         raise FormatError("no master can be compared with its weight, so nobody knows whether states are displaced", where=catalog.url)
     if not problems:
-        return chosen, Mending(needed=False, reason="every master is its weight", masters=masters)
+        return chosen, RepairReport(needed=False, reason="every master is its weight", masters=masters)
     arguments = {**catalog.arguments, **job}
     tried = likely_buckets(arguments)
     for buckets in tried:
         found = _mended(catalog, buckets, arguments, threads)
         if found is not None:
             mended, tensors = found
-            mending = Mending(
+            mending = RepairReport(
                 needed=True,
                 reason="states were displaced by the padding of buckets (Megatron-LM pull request 5077)",
                 masters=masters,

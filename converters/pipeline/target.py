@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from ckpt.converters.select.selection import Choice, Chosen, Wanted
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.errors import ConflictError, UsageError
 
 from .parallel import MegatronParallel
-from .windows import Item
+from .windows import FileItem
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -30,30 +30,30 @@ ENTRY_POINTS = "ckpt.converters"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutFile:
+class OutputFile:
     """A file to be written: ``path`` below the root of the destination, ``size`` in bytes, ``items`` in the order of the file."""
 
     path: str
     size: int
-    items: tuple[Item, ...]
+    items: tuple[FileItem, ...]
     ends: Ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """``digest`` is of the items, for ``OutFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process at a
-    time, and again if one died while it did. ``last`` are paths of files that it adds, and nobody else would. ``tensors`` are those that
-    the items of the files name; None: the chosen ones."""
+class OutputPlan:
+    """``digest`` is of the items, for ``OutputFile.ends``. ``finish`` makes the checkpoint exist when all files are there: by one process
+    at a time, and again if one died while it did. ``last`` are paths of files that it adds, and nobody else would. ``tensors`` are those
+    that the items of the files name; None: the chosen ones."""
 
-    files: tuple[OutFile, ...]
+    files: tuple[OutputFile, ...]
     digest: Digest | None
     finish: Callable[[Backend], None]
     last: tuple[str, ...] = ()
-    tensors: Mapping[str, Wanted] | None = None
+    tensors: Mapping[str, OutputTensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class OutputOptions:
     """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
     destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
     ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any; ``beside`` are
@@ -73,13 +73,13 @@ class Target:
     """A format to convert to. ``one_file`` says of a destination whether it is one file rather than a directory."""
 
     name: str
-    choose: Callable[[Catalog, Choice], Chosen]
-    plan: Callable[[Chosen, Layout], Planned]
+    choose: Callable[[Catalog, SelectOptions], OutputSet]
+    plan: Callable[[OutputSet, OutputOptions], OutputPlan]
     one_file: Callable[[str], bool] = lambda url: False
     replaces: bool = False
     """Whether a checkpoint at the destination can be replaced atomically."""
     parallel: bool = False
-    """Whether the files depend on ``Layout.parallel``."""
+    """Whether the files depend on ``OutputOptions.parallel``."""
 
 
 _BUILTIN = {

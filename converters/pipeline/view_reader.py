@@ -18,7 +18,7 @@ from ckpt.plan.ownership import Global
 from ckpt.plan.views import Piece, View
 
 
-class Part(NamedTuple):
+class ViewBox(NamedTuple):
     """``box`` of ``view`` belongs into ``memory``, of the shape of the box. Another dtype than the stored one is converted to."""
 
     view: View
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     memory: torch.Tensor
 
 
-def read_views(reader: Reader, parts: Iterable[Part]) -> None:
+def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
     """Fill the memory of all parts, in one go: near ranges together, in parallel, compared with the digests that there are.
 
     Filling of views becomes zeros.
@@ -38,7 +38,7 @@ def read_views(reader: Reader, parts: Iterable[Part]) -> None:
     reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
 
 
-def _jobs(catalog: Catalog, part: Part) -> Iterator[Job]:
+def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
     pieces = list(part.view.overlapping(part.box)) if part.box.numel else []
     if sum(p.box.numel for p in pieces) < part.box.numel:
         raw_view(part.memory).zero_()

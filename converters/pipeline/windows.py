@@ -17,7 +17,7 @@ UNIT = 64 << 20
 """Bytes of the longest part that one job reads; chunks of ours are not longer."""
 
 
-class Item(NamedTuple):
+class FileItem(NamedTuple):
     """A box of a tensor in a file, row by row from byte ``offset`` on."""
 
     name: str
@@ -30,7 +30,7 @@ class Item(NamedTuple):
         return self.box.numel * self.itemsize
 
 
-class Segment(NamedTuple):
+class FileSegment(NamedTuple):
     """A contiguous part of item number ``item``: ``box`` in the coordinates of the tensor, ``start`` in bytes of the file."""
 
     item: int
@@ -39,24 +39,24 @@ class Segment(NamedTuple):
     length: int
 
 
-class Window(NamedTuple):
+class FileWindow(NamedTuple):
     """Segments in the order of the file, between the bytes ``start`` and ``stop``."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[FileSegment, ...]
     start: int
     stop: int
 
 
-def windows(items: Sequence[Item], seams: Sequence[Sequence[int]], most: int) -> Iterator[Window]:
+def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int) -> Iterator[FileWindow]:
     """Windows of at most ``most`` bytes of a file with these items, in order of their offsets.
 
     ``seams`` has for each item the places along its first axis, increasing, where it is best cut, because stored chunks end there.
     """
-    held: list[Segment] = []
+    held: list[FileSegment] = []
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
         for box in slabs(item.box, item.itemsize, places, min(most, UNIT)):
-            segment = Segment(number, box, at, box.numel * item.itemsize)
+            segment = FileSegment(number, box, at, box.numel * item.itemsize)
             at += segment.length
             if held and at - held[0].start > most:
                 yield _closed(held)
@@ -66,8 +66,8 @@ def windows(items: Sequence[Item], seams: Sequence[Sequence[int]], most: int) ->
         yield _closed(held)
 
 
-def _closed(held: list[Segment]) -> Window:
-    return Window(tuple(held), held[0].start, held[-1].start + held[-1].length)
+def _closed(held: list[FileSegment]) -> FileWindow:
+    return FileWindow(tuple(held), held[0].start, held[-1].start + held[-1].length)
 
 
 def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[Box]:

@@ -30,7 +30,7 @@ _INLINE = 64
 """Elements of a tensor that is kept among the values (docs/format.md §8)."""
 
 
-class Renamed(NamedTuple):
+class RenamedState(NamedTuple):
     """The node of a state; the paths of stored values that it has not; and stored tensors whose numbers are all the same there: among the
     values, or as another one that is taken, because their parameters became one."""
 
@@ -46,7 +46,9 @@ def option_tensors(catalog: Catalog) -> set[str]:
     return {name for name in named if catalog.tensors[name].numel <= _INLINE}
 
 
-def renamed_state(catalog: Catalog, entries: Collection[str], views: Mapping[str, View], rest: Node, *, optimizers: bool = True) -> Renamed:
+def renamed_state(
+    catalog: Catalog, entries: Collection[str], views: Mapping[str, View], rest: Node, *, optimizers: bool = True
+) -> RenamedState:
     """The state of the tensors that ``views`` make of stored ones, by their new names.
 
     Args:
@@ -74,7 +76,7 @@ def renamed_state(catalog: Catalog, entries: Collection[str], views: Mapping[str
     whole = tree.mapping_node([*_unnamed(rest), *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
     gone = [path for path in lost(catalog.state, whole) if path.partition(".")[0] not in done]
     gone += [path for one in found for path in one.left_out]
-    return Renamed(whole, tuple(gone), frozenset(name for one in found for name in one.united))
+    return RenamedState(whole, tuple(gone), frozenset(name for one in found for name in one.united))
 
 
 def _by_first(names: Iterable[str]) -> dict[str, set[str]]:

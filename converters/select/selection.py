@@ -23,7 +23,7 @@ Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class OutputTensor:
     """One tensor that is to be written: ``view`` says of what it is made, ``dtype`` as what it is written.
 
     ``logical``, ``alias`` and ``rank`` are as in ``catalog.TensorEntry``; the alias is of another wanted tensor.
@@ -49,7 +49,7 @@ class Wanted:
         logical = self.logical or self.view.unpadded
         return TensorEntry(name=self.name, dtype=self.dtype, shape=self.shape, grid=grid, logical=logical, alias=self.alias, rank=self.rank)
 
-    def without_padding(self) -> Wanted:
+    def without_padding(self) -> OutputTensor:
         """The part of it that is not padding."""
         if self.logical is None:
             return self
@@ -57,11 +57,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class OutputSet:
     """What a conversion takes of ``catalog``: tensors by name, the node of the state, and the values of ranks."""
 
     catalog: Catalog
-    tensors: Mapping[str, Wanted]
+    tensors: Mapping[str, OutputTensor]
     state: Any
     ranks: Mapping[int, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Chosen:
     """What else files depend on: a configuration that lies beside the tensors, as JSON has it."""
 
     @property
-    def stored(self) -> list[Wanted]:
+    def stored(self) -> list[OutputTensor]:
         """The tensors that have bytes of their own, by name."""
         return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
 
@@ -83,7 +83,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class SelectOptions:
     """``only`` and ``exclude`` are globs of the new names, ``skip`` of the stored ones; without ``optimizer`` its tensors and options are
     left out; ``dtype`` is that of floating-point tensors that are no optimizer's, or None: as they are. ``root``: see
     ``choose_weights``."""
@@ -97,7 +97,7 @@ class Choice:
     skip: Sequence[str] = ()
 
 
-def choose(catalog: Catalog, choice: Choice) -> Chosen:
+def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     """All that a conversion into a training checkpoint takes.
 
     Raises:
@@ -109,7 +109,7 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     return _chosen(catalog, entries, choice, of_optimizers, "")
 
 
-def choose_weights(catalog: Catalog, choice: Choice) -> Chosen:
+def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     """The tensors of one model alone, under the names that they have in the model: without the key that it has in the state.
 
     ``choice.root`` is that key; by default the only one with tensors, optimizers and values of single ranks left out.
@@ -166,7 +166,9 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice, of_optimizers: frozenset[str], head: str) -> Chosen:
+def _chosen(
+    catalog: Catalog, entries: Mapping[str, TensorEntry], choice: SelectOptions, of_optimizers: frozenset[str], head: str
+) -> OutputSet:
     """``head`` is what the names of all entries begin with, and the new names do not."""
     here = {n[len(head) :]: e for n, e in entries.items()}
     found = wanted_views(catalog, here, choice.views, choice.only)
@@ -177,12 +179,12 @@ def _chosen(catalog: Catalog, entries: Mapping[str, TensorEntry], choice: Choice
     tensors = {name: _settled(catalog, w, tensors) for name, w in tensors.items()}
     kept = sorted(tensors)
     if head:
-        return Chosen(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
+        return OutputSet(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
     ranks = {r: pruned_values(values, kept) for r, values in catalog.ranks.items()}
     if choice.views is None:
-        return Chosen(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
+        return OutputSet(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
     told = renamed_state(catalog, here, found, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
-    return Chosen(catalog=catalog, tensors=tensors, state=told.state, ranks=ranks, left_out=told.left_out, united=told.united)
+    return OutputSet(catalog=catalog, tensors=tensors, state=told.state, ranks=ranks, left_out=told.left_out, united=told.united)
 
 
 def seams_of(catalog: Catalog, view: View) -> list[int]:
@@ -206,7 +208,7 @@ def _back(view: View, head: str) -> View:
     return View(shape=view.shape, pieces=tuple(Piece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
 
 
-def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> Wanted:
+def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> OutputTensor:
     sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
     kinds = {e.dtype.name: e.dtype for e in sources}
     castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
@@ -220,15 +222,15 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
         told = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
         raise UsageError(told, where=catalog.url, hint="give one: --dtype")
     if len(sources) != 1 or not view.is_all_of(sources[0].shape):
-        return Wanted(name=name, view=view, dtype=dtype)
+        return OutputTensor(name=name, view=view, dtype=dtype)
     entry = sources[0]
     if entry.name != head + name:
-        return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical)
+        return OutputTensor(name=name, view=view, dtype=dtype, logical=entry.logical)
     alias = None if entry.alias is None else entry.alias[len(head) :]
-    return Wanted(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
+    return OutputTensor(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
 
 
-def _settled(catalog: Catalog, wanted: Wanted, tensors: Mapping[str, Wanted]) -> Wanted:
+def _settled(catalog: Catalog, wanted: OutputTensor, tensors: Mapping[str, OutputTensor]) -> OutputTensor:
     """An alias of a tensor that is not converted, or not under its name, stands for itself."""
     if wanted.alias is None:
         return wanted

@@ -11,12 +11,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from ckpt.adapters.tensors import torch_dtype
-from ckpt.converters.pipeline.target import Layout, Planned, Target, publish_once
-from ckpt.converters.select.selection import Chosen, Wanted, choose
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
 from ckpt.errors import UsageError
 from ckpt.geometry import Box
 
-from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, metadata, saved
+from .dcp_files import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, metadata, saved
 from .nested_state import nested_state
 
 
@@ -25,18 +25,18 @@ class _Marked:
     """Stands for a tensor while the state is flattened."""
 
     tensor: torch.Tensor
-    wanted: Wanted = field(repr=False)
+    wanted: OutputTensor = field(repr=False)
 
     @property
     def boxes(self) -> list[Box]:
         return boxes_of(Box.whole(self.wanted.shape), self.wanted.dtype.itemsize)
 
 
-def plan(chosen: Chosen, layout: Layout) -> Planned:
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """Data files, one item after another, and the metadata."""
     known: dict[int, _Marked] = {}
 
-    def leaf(wanted: Wanted) -> torch.Tensor:
+    def leaf(wanted: OutputTensor) -> torch.Tensor:
         marked = _Marked(torch.empty(0, device="meta"), wanted.without_padding())
         known[id(marked.tensor)] = marked
         return marked.tensor
@@ -46,7 +46,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     stored = [item for fqn, value in flat.items() for item in _items(fqn, value, known)]
     files, places = data_files(stored, layout.shard_size)
     data = metadata({fqn: _described(value, known) for fqn, value in flat.items()}, places, paths)
-    return Planned(files=files, digest="crc32", finish=lambda backend: publish_once(backend, METADATA, data), last=(METADATA,))
+    return OutputPlan(files=files, digest="crc32", finish=lambda backend: publish_once(backend, METADATA, data), last=(METADATA,))
 
 
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
@@ -56,11 +56,11 @@ def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
         if inside is not None:
             told = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
             raise UsageError(told, hint="leave it out: --exclude; or save it in a list or mapping")
-        return [Pickled(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
-    return [InTensor(fqn, box, marked.wanted, box) for box in marked.boxes]
+        return [PickledItem(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
+    return [TensorItem(fqn, box, marked.wanted, box) for box in marked.boxes]
 
 
-def _inside(value: Any, known: dict[int, _Marked]) -> Wanted | None:
+def _inside(value: Any, known: dict[int, _Marked]) -> OutputTensor | None:
     """A tensor of the checkpoint somewhere in a value: its elements are not there yet, and would be lost."""
     if id(value) in known:
         return known[id(value)].wanted

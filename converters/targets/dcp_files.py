@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt.converters.pipeline.target import OutFile, in_groups
-from ckpt.converters.pipeline.windows import Item, slabs
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.pipeline.target import OutputFile, in_groups
+from ckpt.converters.pipeline.windows import FileItem, slabs
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.geometry import Box
 
-from .torch_archive import Archive, Stand
+from .torch_archive import ArchivePlan, StorageStub
 
 METADATA = ".metadata"
 BOX = 256 << 20
@@ -39,12 +39,12 @@ Places = dict[MetadataIndex, _StorageInfo]
 Described = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
-class InTensor(NamedTuple):
+class TensorItem(NamedTuple):
     """An item that is a box of the tensor ``fqn``: the elements of ``part`` of what is converted, in the shape of ``box``."""
 
     fqn: str
     box: Box
-    wanted: Wanted
+    wanted: OutputTensor
     part: Box
 
     @property
@@ -52,7 +52,7 @@ class InTensor(NamedTuple):
         return self.part.numel * self.wanted.dtype.itemsize
 
 
-class Pickled(NamedTuple):
+class PickledItem(NamedTuple):
     """An item that is known already, as ``torch.save`` writes it: a value, or a small tensor, whose only box is ``box``."""
 
     fqn: str
@@ -64,7 +64,7 @@ class Pickled(NamedTuple):
         return len(self.data)
 
 
-Stored = InTensor | Pickled
+Stored = TensorItem | PickledItem
 
 
 def saved(value: Any) -> bytes:
@@ -90,7 +90,7 @@ def index_of(fqn: str, box: Box | None) -> MetadataIndex:
     return MetadataIndex(fqn, None if box is None else torch.Size(box.offset))
 
 
-def data_files(stored: Sequence[Stored], size: int | None, *, folder: str = "") -> tuple[tuple[OutFile, ...], Places]:
+def data_files(stored: Sequence[Stored], size: int | None, *, folder: str = "") -> tuple[tuple[OutputFile, ...], Places]:
     """Files of about ``size`` bytes below ``folder``, one item after another, and where each item is."""
     places: Places = {}
     groups = in_groups([s.nbytes for s in stored], size or FILE)
@@ -103,19 +103,19 @@ def metadata(tensors: Described, places: Places, paths: Any = None) -> bytes:
     return pickle.dumps(Metadata(state_dict_metadata=dict(tensors), planner_data=paths, storage_data=places, version="1.0.0"))
 
 
-def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> OutFile:
-    items: list[Item] = []
-    archives: list[Archive] = []
+def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> OutputFile:
+    items: list[FileItem] = []
+    archives: list[ArchivePlan] = []
     values: list[tuple[int, bytes]] = []
     at = 0
     for member in members:
-        if isinstance(member, Pickled):
+        if isinstance(member, PickledItem):
             values.append((at, member.data))
             size = len(member.data)
         else:
-            stand = Stand(0, member.wanted.dtype, member.box.shape)
-            archives.append(Archive(stand, [stand], at))
-            items.append(Item(member.wanted.name, member.part, archives[-1].starts[0], stand.dtype.itemsize))
+            stand = StorageStub(0, member.wanted.dtype, member.box.shape)
+            archives.append(ArchivePlan(stand, [stand], at))
+            items.append(FileItem(member.wanted.name, member.part, archives[-1].starts[0], stand.dtype.itemsize))
             size = archives[-1].size
         places[index_of(member.fqn, member.box)] = _StorageInfo(name, at, size)
         after = -(-(at + size) // 64) * 64  # items begin where tensors may
@@ -126,4 +126,4 @@ def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> 
         found = [end for archive, digest in zip(archives, digests, strict=True) for end in archive.ends([digest])]
         return sorted([*found, *(v for v in values if v[1])])
 
-    return OutFile(path=f"{folder}{name}", size=at, items=tuple(items), ends=ends)
+    return OutputFile(path=f"{folder}{name}", size=at, items=tuple(items), ends=ends)

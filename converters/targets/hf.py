@@ -9,9 +9,9 @@ import json
 from collections.abc import Sequence
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.target import Layout, OutFile, Planned, Target, in_groups, publish_once
-from ckpt.converters.pipeline.windows import Item
-from ckpt.converters.select.selection import Chosen, Wanted, choose_weights
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, in_groups, publish_once
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import UsageError
 from ckpt.formats.foreign import ForeignCatalog
@@ -36,7 +36,7 @@ SMALL = 64 << 20
 """Bytes of the largest file that is copied beside the shards."""
 
 
-def plan(chosen: Chosen, layout: Layout) -> Planned:
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """Shards in the order of names."""
     members = [chosen.tensors[name].without_padding() for name in sorted(chosen.tensors)]
     odd = [w.name for w in members if FROM_SAFETENSORS.get(w.dtype.safetensors) != w.dtype]
@@ -61,10 +61,10 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         if len(files) > 1:
             publish_once(backend, INDEX, _index(names, shards))
 
-    return Planned(files=files, digest=None, finish=finish, last=() if alone else (INDEX,))
+    return OutputPlan(files=files, digest=None, finish=finish, last=() if alone else (INDEX,))
 
 
-def _file(path: str, members: Sequence[Wanted]) -> OutFile:
+def _file(path: str, members: Sequence[OutputTensor]) -> OutputFile:
     """Tensors by item size, largest first, so that each begins at a multiple of its own; a header as transformers writes it."""
     ordered = sorted(members, key=lambda w: (-w.dtype.itemsize, w.name))
     header: dict[str, object] = {METADATA: {"format": "pt"}}
@@ -77,11 +77,13 @@ def _file(path: str, members: Sequence[Wanted]) -> OutFile:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // ALIGNED) * ALIGNED - 8
     head = length.to_bytes(8, "little") + text.ljust(length)
-    items = tuple(Item(w.name, Box.whole(w.shape), len(head) + start, w.dtype.itemsize) for w, start in zip(ordered, starts, strict=True))
-    return OutFile(path=path, size=len(head) + at, items=items, ends=lambda digests: [(0, head)])
+    items = tuple(
+        FileItem(w.name, Box.whole(w.shape), len(head) + start, w.dtype.itemsize) for w, start in zip(ordered, starts, strict=True)
+    )
+    return OutputFile(path=path, size=len(head) + at, items=items, ends=lambda digests: [(0, head)])
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[Wanted]]) -> bytes:
+def _index(names: Sequence[str], shards: Sequence[Sequence[OutputTensor]]) -> bytes:
     where = {w.name: name for name, held in zip(names, shards, strict=True) for w in held}
     held = [w for shard in shards for w in shard]
     metadata = {"total_parameters": sum(Box.whole(w.shape).numel for w in held), "total_size": sum(w.nbytes for w in held)}

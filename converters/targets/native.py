@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.converters.pipeline.target import Layout, OutFile, Planned, Target, in_groups
-from ckpt.converters.pipeline.windows import Item, cuts_at
-from ckpt.converters.select.selection import Chosen, Wanted, choose, seams_of
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, in_groups
+from ckpt.converters.pipeline.windows import FileItem, cuts_at
+from ckpt.converters.select.selection import OutputSet, OutputTensor, choose, seams_of
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
@@ -26,7 +26,7 @@ FILE = 4 << 30
 """Bytes of a data file, about, unless the caller says."""
 
 
-def plan(chosen: Chosen, layout: Layout) -> Planned:
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """Data files and index."""
     grids = {wanted.name: _grid(wanted, chosen.catalog) for wanted in chosen.stored}
     specs = [
@@ -36,7 +36,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     ]
     plans: list[DataFilePlan] = []
     places: dict[str, list[int]] = {}
-    files: list[OutFile] = []
+    files: list[OutputFile] = []
     for group in in_groups([s.nbytes for s in specs], layout.shard_size or FILE):
         members = [specs[i] for i in group]
         for made in plan_data_files(members, id=layout.id, rank=0, limit=HEADER_LIMIT):
@@ -50,16 +50,16 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     def finish(backend: Backend) -> None:
         _commit(backend, chosen, plans, _placed(grids, places), layout)
 
-    return Planned(files=tuple(files), digest="xxh3", finish=finish)
+    return OutputPlan(files=tuple(files), digest="xxh3", finish=finish)
 
 
-def _grid(wanted: Wanted, catalog: Catalog) -> Grid:
+def _grid(wanted: OutputTensor, catalog: Catalog) -> Grid:
     """How a tensor is cut into chunks: where it was cut already, as far as that is."""
     cuts = _cuts(wanted, seams_of(catalog, wanted.view)) if wanted.nbytes else tuple((0, n) for n in wanted.shape)
     return Grid(cuts=cuts, files=np.zeros(1, dtype=np.int32))
 
 
-def _cuts(wanted: Wanted, seams: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+def _cuts(wanted: OutputTensor, seams: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
     """Cuts along the first axes: as many as it takes for rows to fit into a chunk; of the first axis, at ``seams`` where there are some."""
     cuts = []
     for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
@@ -68,9 +68,9 @@ def _cuts(wanted: Wanted, seams: Sequence[int] = ()) -> tuple[tuple[int, ...], .
     return tuple(cuts)
 
 
-def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutFile:
+def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutputFile:
     order = np.argsort(made.offsets, kind="stable").tolist()
-    items = tuple(Item(specs[i].name, specs[i].box, int(made.offsets[i]), specs[i].dtype.itemsize) for i in order)
+    items = tuple(FileItem(specs[i].name, specs[i].box, int(made.offsets[i]), specs[i].dtype.itemsize) for i in order)
 
     def ends(digests: Sequence[int]) -> list[tuple[int, bytes]]:
         by_chunk = [0] * len(digests)
@@ -78,14 +78,14 @@ def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutFile:
             by_chunk[i] = digest
         return [(0, made.encode_header(by_chunk))]
 
-    return OutFile(path=made.path, size=made.size, items=items, ends=ends)
+    return OutputFile(path=made.path, size=made.size, items=items, ends=ends)
 
 
 def _placed(grids: Mapping[str, Grid], places: Mapping[str, list[int]]) -> dict[str, Grid]:
     return {name: Grid(cuts=grid.cuts, files=np.array(places[name], dtype=np.int32)) for name, grid in grids.items()}
 
 
-def _commit(backend: Backend, chosen: Chosen, plans: Sequence[DataFilePlan], grids: Mapping[str, Grid], layout: Layout) -> None:
+def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], grids: Mapping[str, Grid], layout: OutputOptions) -> None:
     headers = (read_alike(backend, made.path, partial(backend.read, made.path, 0, made.header)) for made in plans)
     rows: list[DataFile] = [made.row(header) for made, header in zip(plans, headers, strict=True)]
     tensors = tuple(w.entry(grids[w.alias or name]) for name, w in chosen.tensors.items())

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import Grid
-from ckpt.converters.select.selection import Chosen, Wanted
+from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.errors import UsageError
 from ckpt.formats.foreign import ForeignCatalog
 from ckpt.tree import child_path
 from ckpt.view import StoredPerRank, StoredTensor, View
 
-Leaf = Callable[[Wanted], Any]
+Leaf = Callable[[OutputTensor], Any]
 
 
-def nested_state(chosen: Chosen, leaf: Leaf) -> Any:
+def nested_state(chosen: OutputSet, leaf: Leaf) -> Any:
     """The state with ``leaf(tensor)`` in place of tensors. A ``PerRank`` value is a mapping from ranks to their values. Tensors that
     the state does not name are at its top, by name.
 
@@ -27,7 +27,7 @@ def nested_state(chosen: Chosen, leaf: Leaf) -> Any:
 
 
 class _Builder:
-    def __init__(self, chosen: Chosen, leaf: Leaf) -> None:
+    def __init__(self, chosen: OutputSet, leaf: Leaf) -> None:
         self.chosen = chosen
         self.leaf = leaf
         self.reached: set[str] = set()

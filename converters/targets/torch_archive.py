@@ -26,7 +26,7 @@ _LONG = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, eq=False)
-class Stand:
+class StorageStub:
     """Stands in an object for a tensor whose bytes come later: ``key`` says of which storage, in the order of the archive."""
 
     key: int
@@ -49,11 +49,11 @@ class _Record(NamedTuple):
     content: bytes | None
 
 
-class Archive:
+class ArchivePlan:
     """The archive of one object. ``starts`` says where the bytes of the stands go, in the order of their keys, from byte ``base`` of the
     file on; ``size`` is the archive's."""
 
-    def __init__(self, value: Any, stands: Sequence[Stand], base: int = 0) -> None:
+    def __init__(self, value: Any, stands: Sequence[StorageStub], base: int = 0) -> None:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
@@ -137,11 +137,11 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)  # the protocol of torch.save
         self.contents: list[bytes] = []
         self._first = key
-        self._storages: dict[int, tuple[Any, Stand]] = {}
+        self._storages: dict[int, tuple[Any, StorageStub]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """A stand is pickled as torch pickles a tensor of its dtype."""
-        if not isinstance(obj, Stand):
+        if not isinstance(obj, StorageStub):
             return NotImplemented
         rebuild, arguments = torch.empty(0, dtype=torch_dtype(obj.dtype)).__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments

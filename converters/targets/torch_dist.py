@@ -19,8 +19,8 @@ from ckpt import tree
 from ckpt._version import __version__
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.target import Layout, Planned, Target, publish_once
-from ckpt.converters.select.selection import Choice, Chosen, Wanted, choose
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose
 from ckpt.converters.targets.megatron.states import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
@@ -32,27 +32,27 @@ from ckpt.formats.megatron.training import CONTENT, KEPT, MARK
 from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
 
-from .dcp_files import METADATA, InTensor, Pickled, Stored, boxes_of, data_files, described, index_of, metadata, saved
+from .dcp_files import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved
 
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _ITERATION = re.compile(rf"iter_\d{{7,}}|{RELEASE}")
 
 
-class Member(NamedTuple):
+class StackedTensor(NamedTuple):
     """A parameter, or an optimizer's tensor of one, which is stored at a place along the leading axes of a tensor. ``gated``: its rows are
     those of a gate and then as many of an up projection."""
 
     at: tuple[int, ...]
-    wanted: Wanted
+    wanted: OutputTensor
     gated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenParameters(Chosen):
+class ChosenParameters(OutputSet):
     """``members`` are of the tensors that are stored, by their keys, and ``objects`` the names of what has to be there besides tensors.
     ``iteration`` is None if the source has none."""
 
-    members: Mapping[str, Sequence[Member]]
+    members: Mapping[str, Sequence[StackedTensor]]
     objects: tuple[str, ...]
     iteration: int | None
 
@@ -60,7 +60,7 @@ class ChosenParameters(Chosen):
 # -------------------------------------------------------------------------------------------------------------- choose
 
 
-def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
+def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParameters:
     """The parameters of a model with Megatron's names, in the form in which Megatron-Core would have saved them, and the state of its
     optimizer, if the checkpoint has all that Megatron needs of it.
 
@@ -87,7 +87,7 @@ def choose_parameters(catalog: Catalog, choice: Choice) -> ChosenParameters:
     )
 
 
-def _weights(chosen: Chosen, head: str) -> dict[str, Wanted]:
+def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
     """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
     own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
     found = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
@@ -102,14 +102,16 @@ def _weights(chosen: Chosen, head: str) -> dict[str, Wanted]:
     return found
 
 
-def _members(weights: Mapping[str, Wanted], optimizer: Optimizer | None, *, stacked: bool, local: bool) -> dict[str, list[Member]]:
+def _members(
+    weights: Mapping[str, OutputTensor], optimizer: Optimizer | None, *, stacked: bool, local: bool
+) -> dict[str, list[StackedTensor]]:
     """Of each tensor that is stored what it is made of."""
     called, gated = spelled(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
-    found: dict[str, list[Member]] = {}
+    found: dict[str, list[StackedTensor]] = {}
 
-    def add(prefix: str, name: str, wanted: Wanted) -> None:
+    def add(prefix: str, name: str, wanted: OutputTensor) -> None:
         place = place_of(called[name], stacked=stacked)
-        found.setdefault(prefix + place.key, []).append(Member(place.at, wanted, name in gated))
+        found.setdefault(prefix + place.key, []).append(StackedTensor(place.at, wanted, name in gated))
 
     for name, wanted in weights.items():
         add("", name, wanted)
@@ -119,7 +121,7 @@ def _members(weights: Mapping[str, Wanted], optimizer: Optimizer | None, *, stac
     return found
 
 
-def _check(members: Mapping[str, Sequence[Member]], url: str) -> None:
+def _check(members: Mapping[str, Sequence[StackedTensor]], url: str) -> None:
     """Raise UsageError if parts of a tensor are missing, or do not fit each other."""
     for key, own in members.items():
         alike = len({(m.wanted.dtype.name, m.wanted.shape) for m in own}) == 1
@@ -128,7 +130,7 @@ def _check(members: Mapping[str, Sequence[Member]], url: str) -> None:
             raise UsageError(f"the parts of {key} cannot be one tensor: {what}", where=url, hint="take all layers and all experts, or none")
 
 
-def _leading(members: Sequence[Member]) -> tuple[int, ...]:
+def _leading(members: Sequence[StackedTensor]) -> tuple[int, ...]:
     """The leading axes of the tensor that these make up."""
     return tuple(max(numbers) + 1 for numbers in zip(*(m.at for m in members), strict=True))
 
@@ -136,7 +138,7 @@ def _leading(members: Sequence[Member]) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def plan(chosen: Chosen, layout: Layout) -> Planned:
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """Data files, and what makes them a checkpoint: at last ``metadata.json``, and for a run the file that says which is the latest."""
     assert isinstance(chosen, ChosenParameters)
     folder = _folder(chosen, layout.url)
@@ -147,7 +149,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
         wanted = members[0].wanted
         rows[key] = described((*_leading(members), *wanted.shape), torch_dtype(wanted.dtype), [item.box for item in boxes])
         stored += boxes
-    stored += [Pickled(name, saved([None])) for name in chosen.objects[:1]]
+    stored += [PickledItem(name, saved([None])) for name in chosen.objects[:1]]
     files, places = data_files(stored, layout.shard_size, folder=folder)
     for name in chosen.objects[1:]:
         places[index_of(name, None)] = places[index_of(chosen.objects[0], None)]  # all are None, so the bytes are the same
@@ -161,7 +163,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
             publish_once(backend, TRACKER, (RELEASE if chosen.iteration is None else str(chosen.iteration)).encode())
 
     last = (*(folder + name for name in small), *([TRACKER] if folder else []))
-    return Planned(files=files, digest="crc32", finish=finish, last=last)
+    return OutputPlan(files=files, digest="crc32", finish=finish, last=last)
 
 
 def _folder(chosen: ChosenParameters, url: str) -> str:
@@ -171,12 +173,12 @@ def _folder(chosen: ChosenParameters, url: str) -> str:
     return f"{RELEASE}/" if chosen.iteration is None else f"iter_{chosen.iteration:07d}/"
 
 
-def _items(key: str, member: Member) -> list[InTensor]:
+def _items(key: str, member: StackedTensor) -> list[TensorItem]:
     """The items of a parameter: gate and up apart, as loads ask for them."""
     at, wanted, gated = member
     parts = _halves(wanted.shape) if gated else [Box.whole(wanted.shape)]
     boxes = [box for part in parts for box in boxes_of(part, wanted.dtype.itemsize)]
-    return [InTensor(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
+    return [TensorItem(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
 
 
 def _halves(shape: Sequence[int]) -> list[Box]:
@@ -210,7 +212,7 @@ def is_told_apart(group: Group) -> bool:
     return bool({"wd_mult", "pre_wd_mult"} & group.keys()) and not tree.refers(dict(group))
 
 
-def common_node(chosen: Chosen, optimizer: Optimizer | None, *, stacked: bool) -> dict[str, Any]:
+def common_node(chosen: OutputSet, optimizer: Optimizer | None, *, stacked: bool) -> dict[str, Any]:
     """The node of ``common.pt``: what of the state Megatron kept, and what tells it in which form the tensors are.
 
     The arguments say that there are no random number generators, and whether there is an optimizer: Megatron then does not ask for them.
@@ -232,7 +234,7 @@ def common_node(chosen: Chosen, optimizer: Optimizer | None, *, stacked: bool) -
     return {**node, CONTENT: content}
 
 
-def _is_suspect(chosen: Chosen, state: Mapping[str, Any]) -> bool:
+def _is_suspect(chosen: OutputSet, state: Mapping[str, Any]) -> bool:
     """Whether Megatron-Core may have written the optimizer's state wrongly, be this a copy of what it wrote."""
     content = state.get(CONTENT)
     said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None

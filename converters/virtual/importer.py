@@ -21,8 +21,8 @@ import xxhash
 from ckpt import tree
 from ckpt.catalog import Catalog, Contents, Extent, Source, TensorEntry
 from ckpt.converters.select.pruned_state import pruned
-from ckpt.converters.select.renamed_state import Renamed, lost, renamed_state, selected, value_paths
-from ckpt.converters.select.selection import Choice, Views, not_skipped, wanted_views
+from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_state, selected, value_paths
+from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.native.clearing import check_no_link
@@ -37,7 +37,7 @@ from ckpt.plan.match import several
 from ckpt.plan.views import View
 from ckpt.reread import read_checked
 
-from .references import Pointed
+from .references import References
 
 log = logging.getLogger("ckpt")
 
@@ -102,9 +102,9 @@ def import_checkpoint(
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
-    watch = Watch(source)
+    watch = SourceStamps(source)
     catalog = _opened(source)
-    choice = Choice(views=views, only=several(only), skip=several(skip))
+    choice = SelectOptions(views=views, only=several(only), skip=several(skip))
     pointed = _point(catalog, choice)
     contents = pointed.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
@@ -156,7 +156,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
     """
     catalog = _opened(source)
-    contents = _point(catalog, Choice(views=views, only=several(only), skip=several(skip))).contents()
+    contents = _point(catalog, SelectOptions(views=views, only=several(only), skip=several(skip))).contents()
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:
@@ -178,17 +178,17 @@ def _id_of(contents: Contents) -> str:
     return xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
 
 
-def _point(catalog: Catalog, choice: Choice) -> Pointed:
+def _point(catalog: Catalog, choice: SelectOptions) -> References:
     entries = not_skipped(catalog, choice.skip)
     wanted = wanted_views(catalog, entries, choice.views, choice.only, also=value_paths(catalog.state))
-    pointed = Pointed(catalog, _state(catalog, entries, wanted, choice))
+    pointed = References(catalog, _state(catalog, entries, wanted, choice))
     pointed.add(wanted)
     return pointed
 
 
-def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: Choice) -> Renamed:
+def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: SelectOptions) -> RenamedState:
     """The state for these tensors."""
-    found = Renamed(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
+    found = RenamedState(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:
         found = renamed_state(catalog, entries, wanted, found.state)
     if not choice.only:
@@ -258,13 +258,13 @@ MOST = 4096
 """Files beyond which looking at each of them is not cheap any more."""
 
 
-class _Seen(NamedTuple):
+class _FileStamp(NamedTuple):
     size: int
     stamp: str
     modified: float
 
 
-class Watch:
+class SourceStamps:
     """The files right below ``url``, or the one there, as they were when this was made. Of storages where a look costs a request, none."""
 
     def __init__(self, url: str) -> None:
@@ -286,10 +286,10 @@ class Watch:
         )
 
 
-def _look(backend: Backend, name: str) -> _Seen | None:
+def _look(backend: Backend, name: str) -> _FileStamp | None:
     """None if the storage does not say enough of a file, or it has gone."""
     try:
         size, stamp, modified = backend.size(name), stamp_of(backend, name), backend.modified(name)
     except NotFoundError:
         return None
-    return None if stamp is None or modified is None else _Seen(size, stamp, modified)
+    return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
 from ckpt.converters.select.pruned_state import pruned_values
-from ckpt.converters.select.renamed_state import Renamed
+from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.strided import reach, strided, strides_of
@@ -37,10 +37,10 @@ class _Take(NamedTuple):
     copy: Copy
 
 
-class Pointed:
+class References:
     """Gathers tensors and where their chunks lie."""
 
-    def __init__(self, catalog: Catalog, state: Renamed) -> None:
+    def __init__(self, catalog: Catalog, state: RenamedState) -> None:
         self.catalog = catalog
         self.state = state
         self.tensors: list[TensorEntry] = []

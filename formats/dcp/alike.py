@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
     from .items import Held
-    from .metadata import Item, StoredBox
+    from .metadata import DcpBox, DcpItem
 
 _SIZES, _SUM = struct.Struct("<3H"), struct.Struct("<I")
 _ENTRY, _ENTRY_SIZES, _ENTRY_SUM = 46, 28, 16
@@ -32,12 +32,12 @@ _LOCAL_SUM = 14
 _MOST = 8
 """Kinds of items of one length that are kept in mind."""
 
-Described = tuple[str, str, "StoredBox"]
+Described = tuple[str, str, "DcpBox"]
 """Name and dtype of a tensor, and one of its boxes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class _ItemTemplate:
     """Items of one kind: ``head`` are the bytes before the elements, ``tail`` those from the directory on, without checksums; ``head_sums``
     and ``tail_sums`` say where these are, ``crc`` where in the tail that of the elements is, if they are a whole record. Other positions
     count from the start of the item."""
@@ -72,7 +72,7 @@ class Places:
     def __init__(self, backend: Backend, sizes: Mapping[str, int]) -> None:
         self._backend = backend
         self._sizes = sizes
-        self._kinds: dict[int, list[_Kind]] = {}
+        self._kinds: dict[int, list[_ItemTemplate]] = {}
 
     def find(self, wanted: Sequence[Described]) -> list[tuple[int, int | None]]:
         """Where in their files the bytes of boxes begin, and their CRC-32 if the items say it.
@@ -108,7 +108,7 @@ class Places:
         return start, crc
 
 
-def _kind(archive: Archive, held: Held, item: Item, dtype: str, shape: tuple[int, ...], start: int) -> _Kind | None:
+def _kind(archive: Archive, held: Held, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
     """What items like this one have in common; None if its beginning or its directory were not read whole."""
     first, last = held
     records = archive.records
@@ -119,7 +119,7 @@ def _kind(archive: Archive, held: Held, item: Item, dtype: str, shape: tuple[int
     head_sums = tuple(r.header + _LOCAL_SUM for r in records if r.header < start)
     sums = _sums(tail, len(records))
     whole = [r for r in records if r.header <= start < r.limit and r.size == math.prod(shape) * dtypes.dtype(dtype).itemsize]
-    return _Kind(
+    return _ItemTemplate(
         dtype=dtype,
         shape=shape,
         start=start,

@@ -22,7 +22,7 @@ from ckpt.formats.torchzip.table import TensorTable
 
 from .alike import Places
 from .items import open_items
-from .metadata import METADATA, Metadata, StoredBox, StoredTensor, read_metadata
+from .metadata import METADATA, DcpBox, DcpTensor, Metadata, read_metadata
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -60,7 +60,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
     files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
-    tensors = _Tensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
+    tensors = _ItemTensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
     inner = TensorTable(archives, files, [rows[item.path] for item in metadata.values.values()])
     nodes: dict[str, Any] = {name: {"$tensor": name} for name in metadata.tensors}
@@ -98,7 +98,7 @@ def _rank(path: str) -> int | None:
     return int(found[1]) if found and len(found[1]) < 9 else None
 
 
-def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[StoredBox]]:
+def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
     boxes = stored.boxes
     if not boxes and 0 in stored.shape:
         return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=whole(stored.shape, 0)), []
@@ -106,12 +106,10 @@ def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) 
     return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order]
 
 
-class _Tensors:
+class _ItemTensors:
     """Tensors whose boxes are items of their own."""
 
-    def __init__(
-        self, backend: Backend, files: Sequence[ForeignFile], described: Mapping[str, tuple[TensorEntry, list[StoredBox]]]
-    ) -> None:
+    def __init__(self, backend: Backend, files: Sequence[ForeignFile], described: Mapping[str, tuple[TensorEntry, list[DcpBox]]]) -> None:
         self.entries = {name: entry for name, (entry, _) in described.items()}
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
@@ -130,11 +128,11 @@ class _Tensors:
             for (entry, _), box in zip(wanted, boxes, strict=True)
         ]
 
-    def _extent(self, entry: TensorEntry, box: StoredBox) -> Extent:
+    def _extent(self, entry: TensorEntry, box: DcpBox) -> Extent:
         start, crc = self._places[box.item[:2]]
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
 
-    def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
+    def _look(self, wanted: Sequence[tuple[TensorEntry, DcpBox]]) -> None:
         new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in wanted if box.item[:2] not in self._places}
         self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
 

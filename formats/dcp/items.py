@@ -15,12 +15,12 @@ from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.ranges import Range, read_ranges
 from ckpt.formats.torchzip.archive import MAGIC, Archive
 from ckpt.formats.torchzip.table import rows_of
-from ckpt.formats.torchzip.window import Window
+from ckpt.formats.torchzip.window import FileRange
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-    from .metadata import Item, StoredBox
+    from .metadata import DcpBox, DcpItem
 
 HEAD = 1536
 """Bytes at the beginning of an item: in them are the pickle of a tensor and the header of its bytes."""
@@ -35,7 +35,7 @@ Held = tuple[tuple[int, bytes], tuple[int, bytes]]
 """Where in an item its first bytes begin, and its last ones, and these bytes; twice the same of a short item."""
 
 
-def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int]) -> Iterator[Archive]:
+def open_items(backend: Backend, items: Sequence[DcpItem], sizes: Mapping[str, int]) -> Iterator[Archive]:
     """The archives of items, in order; many are read at once, and those of up to ``WHOLE`` bytes completely.
 
     Raises:
@@ -51,9 +51,9 @@ def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int]
             yield archive_of(backend, item, (parts[0], parts[-1]))
 
 
-def archive_of(backend: Backend, item: Item, held: Held) -> Archive:
+def archive_of(backend: Backend, item: DcpItem, held: Held) -> Archive:
     """The archive that an item is, some of whose bytes were read. Errors as for :func:`open_items`."""
-    window = Window(backend, item.path, item.offset, item.length, tail=TAIL)
+    window = FileRange(backend, item.path, item.offset, item.length, tail=TAIL)
     window.hold(held)
     if not held[0][1].startswith(MAGIC):
         raise FormatError(
@@ -62,7 +62,7 @@ def archive_of(backend: Backend, item: Item, held: Held) -> Archive:
     return Archive(backend, window)
 
 
-def ranges_of(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
+def ranges_of(item: DcpItem, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
     """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``whole`` bytes.
 
     Raises:
@@ -79,7 +79,7 @@ def ranges_of(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> lis
     return [Range(item.path, item.offset, HEAD), Range(item.path, item.offset + item.length - TAIL, TAIL)]
 
 
-def box_place(archive: Archive, name: str, dtype: str, box: StoredBox) -> tuple[int, int | None]:
+def box_place(archive: Archive, name: str, dtype: str, box: DcpBox) -> tuple[int, int | None]:
     """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it.
 
     Raises:

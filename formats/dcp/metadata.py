@@ -16,7 +16,7 @@ from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.stored import counts, shape_of
-from ckpt.formats.pickles.values import Values
+from ckpt.formats.pickles.values import PickleValues
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -27,7 +27,7 @@ _PARTS = ("state_dict_metadata", "storage_data")
 _TENSOR_PARTS = frozenset({"properties", "size", "chunks"})
 
 
-class Item(NamedTuple):
+class DcpItem(NamedTuple):
     """Where one item lies: ``offset`` and ``length`` in bytes of a file."""
 
     path: str
@@ -35,20 +35,20 @@ class Item(NamedTuple):
     length: int
 
 
-class StoredBox(NamedTuple):
+class DcpBox(NamedTuple):
     """One stored box of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    item: Item
+    item: DcpItem
 
 
-class StoredTensor(NamedTuple):
+class DcpTensor(NamedTuple):
     """A tensor as the metadata describe it: its dtype by name, its global shape, and its boxes; empty ones are left out."""
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: tuple[DcpBox, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Metadata:
     """All that ``.metadata`` says. ``paths`` gives, by name, the keys that led there in the state that was saved, if it was kept;
     ``attributes`` is everything as it was pickled, with stand-ins."""
 
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Item]
+    tensors: Mapping[str, DcpTensor]
+    values: Mapping[str, DcpItem]
     paths: Mapping[str, tuple[str | int, ...]]
     attributes: Mapping[str, Any]
 
@@ -72,13 +72,13 @@ def read_metadata(backend: Backend) -> Metadata:
     where = f"{backend.url.rstrip('/')}/{METADATA}"
     if backend.size(METADATA) > MAX_PICKLE:
         raise FormatError(f"metadata of more than {MAX_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
-    return _Reader(where).read(backend.read(METADATA))
+    return _MetadataReader(where).read(backend.read(METADATA))
 
 
-class _Reader:
+class _MetadataReader:
     def __init__(self, where: str) -> None:
         self.where = where
-        self.values = Values(where)
+        self.values = PickleValues(where)
         self._paths_found: set[str] = set()
         self._counted: dict[int, tuple[int, ...]] = {}
 
@@ -117,7 +117,7 @@ class _Reader:
             raise FormatError(what, where=self.where, hint=hint)
         return said
 
-    def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+    def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], DcpItem]:
         found = {}
         for index, info in stored.items():
             key, place = _said(index), _said(info)
@@ -133,7 +133,7 @@ class _Reader:
                 self._check_path(path, key["fqn"])
             offset, length = counts((place["offset"], place["length"]))
             at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
-            found[key["fqn"], at] = Item(path, offset, length)
+            found[key["fqn"], at] = DcpItem(path, offset, length)
         return found
 
     def _check_path(self, path: Any, name: str) -> None:
@@ -149,13 +149,13 @@ class _Reader:
             found = self._counted[id(value)] = counts(value)
         return found
 
-    def _item(self, items: Mapping[tuple[str, tuple[int, ...] | None], Item], name: str, offset: tuple[int, ...] | None) -> Item:
+    def _item(self, items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem], name: str, offset: tuple[int, ...] | None) -> DcpItem:
         found = items.get((name, offset))
         if found is None:
             self.damaged(f"{name}{'' if offset is None else f' at {list(offset)}'} lies nowhere")
         return found
 
-    def _tensor(self, name: str, said: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], Item]) -> StoredTensor:
+    def _tensor(self, name: str, said: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
         kind = self._dtype(said["properties"])
         shape = shape_of(said["size"], DTYPES[kind].itemsize)
         boxes = []
@@ -165,8 +165,8 @@ class _Reader:
             if len(offset) != len(shape) or any(o + n > size for o, n, size in zip(offset, sizes, shape, strict=True)):
                 self.damaged(f"a box {list(sizes)} at {list(offset)} does not lie in {name} {list(shape)}")
             if 0 not in sizes:
-                boxes.append(StoredBox(offset, sizes, self._item(items, name, offset)))
-        return StoredTensor(kind, shape, tuple(boxes))
+                boxes.append(DcpBox(offset, sizes, self._item(items, name, offset)))
+        return DcpTensor(kind, shape, tuple(boxes))
 
     def _dtype(self, properties: Made) -> str:
         """The dtype is the first member of the state; a dict is what older versions wrote."""

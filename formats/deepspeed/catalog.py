@@ -20,7 +20,7 @@ from ckpt.formats.torchzip.table import TensorTable
 from .directory import Directory, is_checkpoint, read_directory, resolve
 from .optimizer import group_nodes, optimizer_node
 from .partitions import Partitioned, StateTable, find_parameters
-from .pickled import Pickled, open_files
+from .pickled import PickledFile, open_files
 from .states import MASTER, RankStates, in_one_order, others_of, read_states
 from .universal import OPTIMIZER, Universal, by_parameter, parameter_files
 from .weights import MODEL, STATE, Weights, node_maker
@@ -78,7 +78,7 @@ class _Opened:
     def _rank(self, path: str) -> int | None:
         return next((rank for (_, rank), p in self.directory.states.items() if p == path), None)
 
-    def models(self, stage: int) -> list[Pickled]:
+    def models(self, stage: int) -> list[PickledFile]:
         """The models' files of a stage, by rank."""
         return [self.by_path[path] for (at, _), path in sorted(self.directory.models.items()) if at == stage]
 
@@ -116,7 +116,7 @@ class _Opened:
 
     # ---- weights
 
-    def _check(self, file: Pickled) -> None:
+    def _check(self, file: PickledFile) -> None:
         if any(file.root.get(key) for key in _AUTO_EXPERTS):
             hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
             raise FormatError("layers with automatic expert parallelism (AutoEP) are not known here", where=file.where, hint=hint)
@@ -183,7 +183,7 @@ class _Opened:
         names = [[name for group in groups for name in members.get(group, [])] for groups in states.members]
         self.groups += group_nodes(states.options, names, lambda options: self._node(states.file, options, "optimizer.param_groups"))
 
-    def _values(self, values: Mapping[str, Mapping[str, tuple[Pickled, Any]]]) -> None:
+    def _values(self, values: Mapping[str, Mapping[str, tuple[PickledFile, Any]]]) -> None:
         for name, said in values.items():
             for key, (file, value) in said.items():
                 held = self.values.setdefault(f"{MODEL}.{name}", {})
@@ -199,7 +199,7 @@ class _Opened:
         self._values(universal.values)
         self._universal_optimizer(self.by_path[OPTIMIZER])
 
-    def _universal_optimizer(self, file: Pickled) -> None:
+    def _universal_optimizer(self, file: PickledFile) -> None:
         """What the optimizer has besides the states. That of a pipeline is of the first stage alone, and left out."""
         zero = file.root.get("zero_stage")
         self.zero = None if zero is None else file.number(zero, "'zero_stage'")
@@ -221,7 +221,7 @@ class _Opened:
 
     # ---- values
 
-    def _node(self, file: Pickled, value: Any, path: str, suffix: str = "", rank: int | None = None) -> tree.Node:
+    def _node(self, file: PickledFile, value: Any, path: str, suffix: str = "", rank: int | None = None) -> tree.Node:
         maker = node_maker(self.table, file, suffix, rank)
         found = maker.root(value, path)
         self.opaque |= maker.opaque
@@ -252,7 +252,7 @@ class _Opened:
             hint = "a process did not save, or files were not copied: get those of one step"
             raise CorruptError(f"the files of ranks are of different steps: {', '.join(steps)}", where=self.backend.url, hint=hint)
 
-    def _values_of(self, file: Pickled, rank: int | None) -> dict[str, tree.Node]:
+    def _values_of(self, file: PickledFile, rank: int | None) -> dict[str, tree.Node]:
         """Everything in a model's file that is neither weights nor about them."""
         suffix = "" if rank is None else f"@rank{rank}"
         found = {}

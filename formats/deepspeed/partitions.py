@@ -11,11 +11,11 @@ from ckpt.catalog import Grid
 from ckpt.errors import CorruptError
 from ckpt.formats.foreign import grid_of
 from ckpt.formats.pickles.stored import StoredView
-from ckpt.formats.torchzip.table import Block, TensorTable
+from ckpt.formats.torchzip.table import StorageBlock, TensorTable
 from ckpt.geometry import Box, flat_to_boxes
 
-from .experts import Owned, owned_parameters
-from .flat import Fragment, padded, split_each, split_evenly
+from .experts import SharedGroup, owned_parameters
+from .flat import FlatRun, padded, split_each, split_evenly
 from .states import MASTER, RankStates, same_groups
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,7 +27,7 @@ class Partitioned:
 
     name: str
     shape: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[FlatRun, ...]
 
 
 def find_parameters(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[Partitioned]:
@@ -69,7 +69,7 @@ def _cut_evenly(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[P
     return found
 
 
-def _of_group(owned: Owned, gaps: Sequence[int], group: int, ranks: Sequence[RankStates]) -> Iterator[Partitioned]:
+def _of_group(owned: SharedGroup, gaps: Sequence[int], group: int, ranks: Sequence[RankStates]) -> Iterator[Partitioned]:
     numels = {name: math.prod(shape) for name, shape in owned.shapes.items()}
     partition = max(n for r in owned.ranks for n in _lengths(ranks[r], group))
     total = sum(numels.values()) + sum(gaps)
@@ -100,7 +100,7 @@ def _check_count(rank: RankStates, told: int, found: int) -> None:
         )
 
 
-def _check_slices(fragments: Mapping[str, Sequence[Fragment]], group: int, owned: Owned, ranks: Sequence[RankStates]) -> None:
+def _check_slices(fragments: Mapping[str, Sequence[FlatRun]], group: int, owned: SharedGroup, ranks: Sequence[RankStates]) -> None:
     """What the files say of their fragments must be what was computed."""
     for number in owned.ranks:
         rank = ranks[number]
@@ -147,10 +147,10 @@ class StateTable:
         for key in sorted(next(iter(keys)), key=str):
             self._state(name, str(key), key, found, grid, parts)
 
-    def _master(self, fragment: Fragment) -> StoredView:
+    def _master(self, fragment: FlatRun) -> StoredView:
         return self.ranks[fragment.rank].masters[fragment.group]
 
-    def _state(self, name: str, said: str, key: Any, found: Partitioned, grid: Grid, parts: list[tuple[Fragment, Box, int]]) -> None:
+    def _state(self, name: str, said: str, key: Any, found: Partitioned, grid: Grid, parts: list[tuple[FlatRun, Box, int]]) -> None:
         values = {(f.rank, f.group): self.ranks[f.rank].file.meaning(self.ranks[f.rank].keys[f.group][key]) for f in found.fragments}
         first = found.fragments[0]
         value = values[first.rank, first.group]
@@ -172,7 +172,7 @@ class StateTable:
             elif type(value) in (int, float) and value != other:
                 self.ranks[rank].file.damaged(f"step {other} of {found.name}, and {value} in {self.ranks[first[0]].file.path}")
 
-    def _grid(self, found: Partitioned) -> tuple[Grid, list[tuple[Fragment, Box, int]]]:
+    def _grid(self, found: Partitioned) -> tuple[Grid, list[tuple[FlatRun, Box, int]]]:
         """The chunks of a parameter: for each its fragment, its box, and how far into the fragment it begins."""
         parts = []
         for fragment in found.fragments:
@@ -189,7 +189,7 @@ class StateTable:
         name: str,
         found: Partitioned,
         grid: Grid,
-        parts: Sequence[tuple[Fragment, Box, int]],
+        parts: Sequence[tuple[FlatRun, Box, int]],
         values: Mapping[tuple[int, int], Any],
     ) -> None:
         views = {at: self._checked_view(name, found, at, value) for at, value in values.items()}
@@ -203,7 +203,7 @@ class StateTable:
                 told = f"{name} should reach to element {fragment.at + fragment.length:,} of a flat tensor of {view.shape[0]:,}"
                 self.ranks[fragment.rank].file.damaged(told)
             at = (view.offset + fragment.at + begins) * view.itemsize
-            blocks.append(Block(self.ranks[fragment.rank].file.file, view.storage, at, box.numel * view.itemsize))
+            blocks.append(StorageBlock(self.ranks[fragment.rank].file.file, view.storage, at, box.numel * view.itemsize))
         self.table.add_placed(name, kinds.pop(), found.shape, grid, blocks)
 
     def _checked_view(self, name: str, found: Partitioned, at: tuple[int, int], value: Any) -> StoredView:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _THREADS = 16
 
 
-class Pickled:
+class PickledFile:
     """``whole`` is what was saved, with stand-ins; ``file`` the number of the file."""
 
     def __init__(self, archive: Archive, path: str, file: int) -> None:
@@ -85,7 +85,7 @@ class Pickled:
         return found
 
 
-def open_files(backend: Backend, paths: Iterable[str]) -> list[Pickled]:
+def open_files(backend: Backend, paths: Iterable[str]) -> list[PickledFile]:
     """The objects of many files, several at a time.
 
     Raises:
@@ -93,7 +93,7 @@ def open_files(backend: Backend, paths: Iterable[str]) -> list[Pickled]:
     """
     numbered = list(enumerate(paths))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        return list(pool.map(lambda n: Pickled(open_archive(backend, n[1]), n[1], n[0]), numbered))
+        return list(pool.map(lambda n: PickledFile(open_archive(backend, n[1]), n[1], n[0]), numbered))
 
 
 def _kind(value: Any) -> str:

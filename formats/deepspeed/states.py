@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.stored import StoredView
 
-from .pickled import Pickled
+from .pickled import PickledFile
 
 MASTER = "master"
 """Key of the full-precision parameter in an optimizer's state; DeepSpeed keeps it beside that."""
@@ -27,7 +27,7 @@ _OTHERWISE = {
 class RankStates:
     """What one rank has. ``keys`` has for each flat group the values of each key: flat tensors, scalar tensors, anything else."""
 
-    file: Pickled
+    file: PickledFile
     zero: int
     """3 if every parameter is cut, else 1 or 2: parameters are flattened, and that is cut."""
     counts: tuple[int, ...]
@@ -58,7 +58,7 @@ def others_of(held: Mapping[Any, Any]) -> dict[Any, Any]:
     return {k: v for k, v in held.items() if k not in _TAKEN and k not in _LAYOUT}
 
 
-def read_states(file: Pickled) -> RankStates:
+def read_states(file: PickledFile) -> RankStates:
     """Take a file apart.
 
     Raises:
@@ -91,7 +91,7 @@ def read_states(file: Pickled) -> RankStates:
     )
 
 
-def _others_of_base(file: Pickled, base: Any) -> dict[str, Any]:
+def _others_of_base(file: PickledFile, base: Any) -> dict[str, Any]:
     """What the optimizer itself has besides groups and states."""
     if isinstance(base, list):
         return {}
@@ -99,7 +99,7 @@ def _others_of_base(file: Pickled, base: Any) -> dict[str, Any]:
     return {"base_optimizer_state": more} if more else {}
 
 
-def _check_partitions(file: Pickled, held: Mapping[Any, Any]) -> None:
+def _check_partitions(file: PickledFile, held: Mapping[Any, Any]) -> None:
     if held.get("ds_zero_partition_groups"):
         file.unknown("there are partitions over groups of ranks (AutoEP)")
     config = file.meaning(file.root.get("ds_config"))
@@ -119,7 +119,7 @@ def _check_partitions(file: Pickled, held: Mapping[Any, Any]) -> None:
 
 
 def _of_optimizer(
-    file: Pickled, base: Any, held: Mapping[Any, Any], flat: int
+    file: PickledFile, base: Any, held: Mapping[Any, Any], flat: int
 ) -> tuple[tuple[Mapping[Any, Any], ...], tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]:
     """Options, flat groups of each parameter group, and states of each flat group."""
     if isinstance(base, list):  # elastic checkpoints have the states alone
@@ -146,14 +146,14 @@ def _of_optimizer(
     return tuple({k: v for k, v in g.items() if k != "params"} for g in groups), members, tuple(keys)
 
 
-def _gaps(file: Pickled, value: Any) -> tuple[tuple[int, ...], ...] | None:
+def _gaps(file: PickledFile, value: Any) -> tuple[tuple[int, ...], ...] | None:
     if value is None:
         return None
     what = "'param_alignment_paddings'"
     return tuple(tuple(file.number(n, what) for n in file.sequence(group, what)) for group in file.sequence(value, what))
 
 
-def _round_robin(file: Pickled) -> bool:
+def _round_robin(file: PickledFile) -> bool:
     """Whether parameters were flattened in another order than their own: DeepSpeed 0.19 writes its slice mappings as if they were not,
     while ``param_shapes`` has the order in which the elements lie."""
     config = file.meaning(file.root.get("ds_config"))
@@ -161,7 +161,7 @@ def _round_robin(file: Pickled) -> bool:
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
-def _slices(file: Pickled, value: Any) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
+def _slices(file: PickledFile, value: Any) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
     if value is None:
         return None
     what = "'param_slice_mappings'"

@@ -14,7 +14,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.geometry import row_major_strides
 
-from .pickled import Pickled
+from .pickled import PickledFile
 from .weights import MODEL, STATE, Weights
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Universal:
         self.shapes = shapes
         self.values: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, states: Mapping[str, Pickled]) -> None:
+    def add(self, name: str, states: Mapping[str, PickledFile]) -> None:
         """A parameter that is trained, or anything else that was put among them.
 
         Raises:
@@ -67,7 +67,7 @@ class Universal:
                 if further is not None:
                     self.table.add_alias(further, said)
 
-    def _tensor(self, name: str, file: Pickled) -> StoredView:
+    def _tensor(self, name: str, file: PickledFile) -> StoredView:
         value = file.whole
         if type(value) is not StoredView:
             value = file.meaning(file.mapping(value, "its contents").get("param"))
@@ -85,9 +85,9 @@ class Universal:
         return StoredView(storage=flat.storage, dtype=flat.dtype, offset=flat.offset, shape=shape, strides=row_major_strides(shape))
 
 
-def by_parameter(files: Mapping[tuple[str, str], Pickled]) -> dict[str, dict[str, Pickled]]:
+def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
     """Files of states, by parameter."""
-    found: dict[str, dict[str, Pickled]] = {}
+    found: dict[str, dict[str, PickledFile]] = {}
     for (name, key), file in files.items():
         found.setdefault(name, {})[key] = file
     return found

@@ -13,12 +13,12 @@ from ckpt.errors import FormatError
 from ckpt.formats.foreign import grid_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredView
-from ckpt.formats.torchzip.table import Block, TensorTable
+from ckpt.formats.torchzip.table import StorageBlock, TensorTable
 from ckpt.geometry import flat_to_boxes
 from ckpt.tree import Node
 
 from .flat import split_each
-from .pickled import Pickled
+from .pickled import PickledFile
 from .states import MASTER
 
 MODEL = "model"
@@ -32,9 +32,9 @@ class Weights:
         self.table = table
         self.extras: dict[str, Node] = {}
         self._tied: dict[str, str] = {}
-        self._empty: list[tuple[Pickled, str, str]] = []
+        self._empty: list[tuple[PickledFile, str, str]] = []
 
-    def module(self, file: Pickled, place: Any, *, partitioned: bool) -> None:
+    def module(self, file: PickledFile, place: Any, *, partitioned: bool) -> None:
         """The module of a file. ``place`` makes nodes of entries that are no tensors; ``partitioned``: its parameters are empty."""
         entries = file.optional(file.root.get("module"), "'module'")
         shared = {alias: of for alias, of in file.optional(file.root.get("shared_params"), "'shared_params'").items() if alias != of}
@@ -51,7 +51,7 @@ class Weights:
             elif name not in shared:
                 self.table.add(f"{MODEL}.{name}", file.file, found)
 
-    def layer(self, file: Pickled, prefix: str) -> None:
+    def layer(self, file: PickledFile, prefix: str) -> None:
         """A file that is the state of one layer, or of one expert."""
         for name, value in file.root.items():
             found = file.meaning(value)
@@ -60,7 +60,7 @@ class Weights:
             elif found is not None:
                 raise FormatError(f"the entry {name!r} of a layer is no tensor", where=file.where, hint="such layers are not read")
 
-    def frozen(self, files: Sequence[Pickled]) -> None:
+    def frozen(self, files: Sequence[PickledFile]) -> None:
         """Parameters of ZeRO-3 that are not trained: every rank has a part of each."""
         first = files[0]
         value = first.root.get("frozen_param_shapes")
@@ -72,7 +72,7 @@ class Weights:
             views = [f.flat(part.get(name), f"the part of {name}") for f, part in zip(files, parts, strict=True)]
             self._frozen(name, shape, files, views)
 
-    def _frozen(self, name: str, shape: tuple[int, ...], files: Sequence[Pickled], views: Sequence[StoredView]) -> None:
+    def _frozen(self, name: str, shape: tuple[int, ...], files: Sequence[PickledFile], views: Sequence[StoredView]) -> None:
         numel, kinds = math.prod(shape), {v.dtype for v in views}
         part = -(-numel // len(files))
         if len(kinds) > 1 or any(v.shape[0] != part for v in views):
@@ -82,7 +82,9 @@ class Weights:
             view, at = views[fragment.rank], fragment.at
             for box in flat_to_boxes(shape, fragment.start, fragment.start + fragment.length):
                 boxes.append((box.offset, box.shape))
-                blocks.append(Block(files[fragment.rank].file, view.storage, (view.offset + at) * view.itemsize, box.numel * view.itemsize))
+                blocks.append(
+                    StorageBlock(files[fragment.rank].file, view.storage, (view.offset + at) * view.itemsize, box.numel * view.itemsize)
+                )
                 at += box.numel
             files[fragment.rank].archive.check(view.storage)
         if not numel:
@@ -143,7 +145,7 @@ class Weights:
             self.table.add_alias(f"{MODEL}.{name}", f"{MODEL}.{owners[0]}")
 
 
-def node_maker(table: TensorTable, file: Pickled, suffix: str = "", rank: int | None = None) -> NodeMaker:
+def node_maker(table: TensorTable, file: PickledFile, suffix: str = "", rank: int | None = None) -> NodeMaker:
     """Makes nodes of what is neither weights nor optimizer; tensors in it go into the table, with ``suffix`` after their names."""
 
     def place(found: Any, path: str) -> Node:

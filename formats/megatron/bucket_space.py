@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.formats.dcp.metadata import StoredTensor
+from ckpt.formats.dcp.metadata import DcpTensor
 
-from .buffers import Member, layout_in
+from .buffers import BufferParam, layout_in
 from .flat import FlatStates, coalesced_layout, members_of
 from .names import ORDERS
 from .params import LocalParam
 from .pieces import PieceTable
 from .spread import Spread
-from .stored_buffers import Buffer, Collected, GroupOf, Values, collect
+from .stored_buffers import BucketState, Buffer, GroupOf, Values, collect
 
 
-def add_bucket_space(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values, arguments: Mapping[str, Any]) -> Collected:
+def add_bucket_space(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values, arguments: Mapping[str, Any]) -> BucketState:
     """Add the optimizer's tensors to a table that has the model's; gives all that was stored of the buffers.
 
     Raises:
@@ -57,7 +57,7 @@ def _chosen(
     return list(zip(*next(iter(found.values())), strict=True))
 
 
-def _starts(members: Sequence[Member], buffer: Buffer, arguments: Mapping[str, Any]) -> list[int] | None:
+def _starts(members: Sequence[BufferParam], buffer: Buffer, arguments: Mapping[str, Any]) -> list[int] | None:
     if buffer.buckets:
         layout = layout_in(members, buffer.buckets)
         return None if layout is None else [slot.start for slot in layout.slots]

@@ -17,24 +17,24 @@ from .names import LAYER, expert_of, tensor_parallel_axis
 _LOCAL_NORM = re.compile(r"(.*\.layers\.\d+\.)pre_mlp_layernorm\.")
 
 
-class Place(NamedTuple):
+class StackedKey(NamedTuple):
     """The key of the tensor that a parameter is part of, and where along the leading axes: layer, expert."""
 
     key: str
     at: tuple[int, ...]
 
 
-def place_of(name: str, *, stacked: bool) -> Place:
+def place_of(name: str, *, stacked: bool) -> StackedKey:
     """Where a parameter is stored."""
     match = LAYER.fullmatch(name)
     if match is None:
-        return Place(name, ())
+        return StackedKey(name, ())
     before, layer, inner = match[1], match[2], match[3]
     expert = expert_of(inner)
     if expert is not None:
         inner = f"mlp.experts.experts.{expert.rest}"
     experts = () if expert is None else (expert.number,)
-    return Place(before + inner, (int(layer), *experts)) if stacked else Place(f"{before}{layer}.{inner}", experts)
+    return StackedKey(before + inner, (int(layer), *experts)) if stacked else StackedKey(f"{before}{layer}.{inner}", experts)
 
 
 def spelled(names: Iterable[str], *, local: bool) -> dict[str, str]:

@@ -27,7 +27,7 @@ from .flat import FlatStates
 from .legacy_names import ChunkNames, Local, local_params
 from .legacy_optimizer import add_distributed
 from .names import EXTRA_STATE, LAYER
-from .pieces import InArchive, Piece, PieceTable
+from .pieces import InArchive, PieceTable, SourcePiece
 from .plain_optimizer import PlainStates, Value
 from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, no_tensor, optimizer_node, state_node
 
@@ -41,7 +41,7 @@ _THREADS = 16
 _CHUNK = re.compile(r"model_?(\d*)")
 
 
-class Coordinates(NamedTuple):
+class FileRank(NamedTuple):
     """The ranks that a file is of: tensor-, pipeline- and expert-parallel."""
 
     tensor: int
@@ -59,7 +59,7 @@ class RankFile:
     root: Mapping[Any, Any]
     optimizer: int | None
     chunks: list[dict[str, StoredView]] = field(default_factory=list)
-    at: Coordinates = field(default_factory=lambda: Coordinates(0, 0, 0))
+    at: FileRank = field(default_factory=lambda: FileRank(0, 0, 0))
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class _Legacy:
         self.ranks = [self._rank(n, d, optimizers.get(d)) for n, d in enumerate(directories)]
         self.arguments = self.ranks[0].arguments
         self._place()
-        self.sizes = Coordinates(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
+        self.sizes = FileRank(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
         self._check_sizes()
 
     def _rank(self, number: int, directory: str, optimizer: int | None) -> RankFile:
@@ -132,7 +132,7 @@ class _Legacy:
             second, third = (None if g is None else int(g) for g in match.group(2, 3))
             if third is None and second is not None and self._second_is_expert():
                 second, third = None, second
-            rank.at = Coordinates(int(match[1]), second or 0, third or 0)
+            rank.at = FileRank(int(match[1]), second or 0, third or 0)
 
     def _second_is_expert(self) -> bool:
         stages, groups = (self.arguments.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
@@ -188,7 +188,7 @@ class _Legacy:
 
     def catalog(self) -> MegatronCatalog:
         local = [(rank, self._local(rank)) for rank in self.ranks]
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[SourcePiece]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rank, chunks in local:
             for one in (one for chunk in chunks for one in chunk):
@@ -240,14 +240,14 @@ class _Legacy:
         alone = self.arguments.get("expert_tensor_parallel_size") == 1
         return (0, 1) if alone else (rank.at.tensor, self.sizes.tensor)
 
-    def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[Piece]], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[SourcePiece]], shapes: dict[str, tuple[int, ...]]) -> None:
         source = InArchive(rank.number, one.view)
         for block in one.param.blocks:
             shape = one.shapes[block.name]
             if shapes.setdefault(block.name, shape) != shape:
                 what = f"{block.name} would be {list(shape)} and {list(shapes[block.name])}"
                 raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
-            pieces.setdefault(block.name, []).append(Piece(block.offset, block.shape, source, block.start, block.strides))
+            pieces.setdefault(block.name, []).append(SourcePiece(block.offset, block.shape, source, block.start, block.strides))
 
     def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> PlainStates:
         states = FlatStates(self.table)

@@ -15,7 +15,7 @@ from ckpt.formats.in_memory import WithFile
 from ckpt.geometry import Box, box_to_flat
 
 from .base import MegatronCatalog
-from .pieces import InFile, Piece, PieceTable
+from .pieces import InFile, PieceTable, SourcePiece
 from .repair import Repaired
 from .training import MODEL, STATE
 
@@ -77,7 +77,7 @@ class _Filling:
     def _boxes(self, name: str) -> Sequence[Box]:
         return self._lost.get(name[len(STATE) :].rpartition(".")[0], ())
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def pieces(self, name: str) -> Iterator[SourcePiece]:
         """The boxes of a state that are lost, in the file. Called once for each state."""
         for box in self._boxes(name):
             start = 0
@@ -85,7 +85,7 @@ class _Filling:
                 start = self._end
                 self._masters.append(self._weights(name[len(STATE) : -len(".master")], box))
                 self._end += box.numel * _SIZE
-            yield Piece(box.offset, box.shape, InFile(FILLED, "float32", start, box.numel))
+            yield SourcePiece(box.offset, box.shape, InFile(FILLED, "float32", start, box.numel))
 
     def _weights(self, name: str, box: Box) -> npt.NDArray[np.float32]:
         entry = self._table.entries[f"{MODEL}{name}"]
@@ -101,12 +101,12 @@ class _Filling:
         return b"".join([bytes(self._zeros), *(m.astype("<f4").tobytes() for m in self._masters)])
 
 
-def _moved(pieces: Sequence[Piece], stored: Sequence[Piece]) -> int:
+def _moved(pieces: Sequence[SourcePiece], stored: Sequence[SourcePiece]) -> int:
     """The elements of pieces that are not read where the tensor itself was stored."""
     return sum(Box(p.offset, p.shape).numel for p in pieces if not any(_is_part(p, s) for s in stored))
 
 
-def _is_part(piece: Piece, stored: Piece) -> bool:
+def _is_part(piece: SourcePiece, stored: SourcePiece) -> bool:
     own, box = Box(stored.offset, stored.shape), Box(piece.offset, piece.shape)
     flat = box_to_flat(own.shape, box.relative_to(own.offset)) if own.contains(box) else None
     return flat is not None and piece.source == stored.source and piece.start == stored.start + flat[0]

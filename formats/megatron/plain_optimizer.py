@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.pickles.stored import StoredView
 
-from .buffers import Segment
+from .buffers import BufferSegment
 from .flat import FlatStates
 from .names import is_decayed
 from .params import LocalParam
@@ -93,7 +93,7 @@ class PlainStates:
                 if source.numel != param.numel:
                     what = f"{key} of {param.blocks[0].name} has {source.numel} elements, not {param.numel}"
                     raise FormatError(what, where=where, hint="states without an element for each of the parameter are not read")
-                segments[key] = [Segment(0, source.numel, source, 0)]
+                segments[key] = [BufferSegment(0, source.numel, source, 0)]
         self.states.add(param, 0, segments)
 
     def _say(self, name: str, key: str, value: Value) -> None:

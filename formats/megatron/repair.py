@@ -13,12 +13,12 @@ from ckpt.errors import FormatError, UsageError
 from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 
 from .base import MegatronCatalog
-from .buffers import BUCKET_DIVISOR, BufferLayout, Segment, buffer_layout, pieces_of, shifts
+from .buffers import BUCKET_DIVISOR, BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
 from .flat import members_of
 from .job import count
 from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
-from .params import Block, LocalParam
-from .pieces import Piece, PieceTable
+from .params import LocalParam, ParamBlock
+from .pieces import PieceTable, SourcePiece
 from .spread import Spread
 from .stored_buffers import Buffer, GroupOf
 from .training import KEYS, MODEL, STATE
@@ -37,7 +37,7 @@ class Repaired:
     """``pieces``: by name of a tensor of the optimizer's state, the boxes of it and the elements that they truly are. ``lost``: the boxes
     that no file has, of a tensor's master and moments alike, by name of the parameter."""
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[SourcePiece, ...]]
     lost: Mapping[str, tuple[Box, ...]]
 
 
@@ -82,8 +82,8 @@ class _Laid(NamedTuple):
     params: list[LocalParam]
     layout: BufferLayout
     starts: list[int]
-    segments: Mapping[str, Sequence[Segment]]
-    beyond: Mapping[str, Sequence[Segment]]
+    segments: Mapping[str, Sequence[BufferSegment]]
+    beyond: Mapping[str, Sequence[BufferSegment]]
 
 
 class _Repair:
@@ -100,7 +100,7 @@ class _Repair:
         self.tensor, self.expert_tensor = self._parts(EMBEDDING, 0), self._parts(routed, 1)
         self.spread = Spread(self.table, arguments, self._groups())
         self.trained = {n for n in names if f"{STATE}{n}.{KEYS['param']}" in self.table.entries} | ({OUTPUT} - set(names))
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[SourcePiece]] = {}
         self.lost: dict[str, list[Box]] = {}
 
     def _parts(self, name: str | None, axis: int) -> int:
@@ -153,9 +153,9 @@ class _Repair:
         beyond = {key: [_behind(s, layout.used) for s in own if s.stop > layout.used] for key, own in written.items()}
         return _Laid(order, params, layout, starts, inside, beyond)
 
-    def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[Segment]]:
+    def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[BufferSegment]]:
         """The buffer without its padding, as it was written, also beyond its end: by Megatron's key."""
-        found: dict[str, list[Segment]] = {key: [] for key in _KEYS}
+        found: dict[str, list[BufferSegment]] = {key: [] for key in _KEYS}
         for param, slot in zip(params, layout.slots, strict=True):
             if param.shared and copies:
                 continue
@@ -166,7 +166,7 @@ class _Repair:
             segments.sort(key=lambda s: s.start)
         return found
 
-    def _written(self, name: str, block: Block, start: int) -> list[Segment]:
+    def _written(self, name: str, block: ParamBlock, start: int) -> list[BufferSegment]:
         """The segments that were written as a block from ``start`` on."""
         found, elements, own = [], 0, Box(block.offset, block.shape)
         for piece in self.table.pieces(name) if name in self.table.entries else ():
@@ -174,7 +174,7 @@ class _Repair:
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
                 elements += box.numel
-                found += [Segment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
+                found += [BufferSegment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
         if elements != block.numel:
             raise FormatError(f"{name} is stored in other parts than ranks have", where=self.catalog.url)
         return found
@@ -224,20 +224,20 @@ class _Repair:
         If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what fits.
         """
         return not any(
-            self.table.read_piece(key, Piece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
+            self.table.read_piece(key, SourcePiece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
             for key, segments in laid.beyond.items()
             for s in segments
             for at in range(s.start, s.stop, _WINDOW)
         )
 
 
-def _behind(segment: Segment, end: int) -> Segment:
+def _behind(segment: BufferSegment, end: int) -> BufferSegment:
     """The part of a segment that begins at ``end`` or later."""
     start = max(segment.start, end)
     return segment._replace(start=start, at=segment.at + start - segment.start)
 
 
-def _samples(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
+def _samples(param: LocalParam, start: int, segments: Sequence[BufferSegment]) -> Iterator[tuple[str, SourcePiece]]:
     """The first elements of each piece of a parameter, which are in one row."""
     for name, piece in pieces_of(param, start, segments):
         if piece.shape:

@@ -15,10 +15,10 @@ from ckpt.errors import FormatError
 from ckpt.formats.elements import cast_bits, read_box
 from ckpt.geometry import Box
 
-from .buffers import Segment, pieces_of
+from .buffers import BufferSegment, pieces_of
 from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_of, is_expert, order_key
 from .params import LocalParam, cut_of, gated_layers, local_shape
-from .pieces import Piece, PieceTable
+from .pieces import PieceTable, SourcePiece
 from .stages import layers_of_chunks
 from .stored_buffers import HINT, Buffer, GroupOf
 from .training import MODEL
@@ -149,14 +149,14 @@ class Spread:
             self.refuse(f"nobody knows how {name} is cut")
         return LocalParam(dtype=entry.dtype.name, numel=math.prod(local), blocks=cut.blocks, shared=shared, expert=expert)
 
-    def are_weights(self, params: Sequence[LocalParam], starts: Sequence[int], segments: Sequence[Segment]) -> bool:
+    def are_weights(self, params: Sequence[LocalParam], starts: Sequence[int], segments: Sequence[BufferSegment]) -> bool:
         """Whether the master parameters that begin at ``starts`` are the weights. Small ones are looked at: they tell most orders apart."""
         pairs = sorted(zip(params, starts, strict=True), key=lambda pair: pair[0].numel)
         small = [pair for pair in pairs[:_COMPARED] if pair[0].numel <= _COMPARED_NUMEL]
         own = [pair for pair in small if not pair[0].shared]  # of shared ones, one copy alone is the weight
         return all(self.is_weight(*found) for param, start in own for found in pieces_of(param, start, segments))
 
-    def is_weight(self, name: str, piece: Piece) -> bool:
+    def is_weight(self, name: str, piece: SourcePiece) -> bool:
         """Whether a piece of the master parameters of ``name`` is that part of the weight."""
         entry, box = self.entries[name], Box(piece.offset, piece.shape)
         weights = read_box(self.table, entry, box)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import open_items
-from ckpt.formats.dcp.metadata import METADATA, Metadata, StoredTensor, read_metadata
+from ckpt.formats.dcp.metadata import METADATA, DcpTensor, Metadata, read_metadata
 from ckpt.formats.foreign import ForeignFile
 from ckpt.formats.hf_index import sizes_of
 from ckpt.formats.pickles.stored import counts
@@ -26,7 +26,7 @@ from .base import MegatronCatalog, logical_shape
 from .besides import besides
 from .bucket_space import add_bucket_space
 from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
-from .pieces import InItem, Piece, PieceTable
+from .pieces import InItem, PieceTable, SourcePiece
 from .stored_buffers import BUCKET_SPACE, HINT
 from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
@@ -50,13 +50,13 @@ _SUSPECT = (
 )
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A piece of one tensor of the model: its name, the shape of the tensor, and where the piece lies. Of tensors that are stored as gate
     and up ``half`` is which one, and offset and shape are those of the half."""
 
     name: str
     shape: tuple[int, ...]
-    piece: Piece
+    piece: SourcePiece
     half: int | None = None
 
 
@@ -115,13 +115,13 @@ class _TorchDist:
         form = self._sharding_type()
         self._refuse_unknown(form)
         spaces = [name for name in (*self.tensors, *self.items) if BUCKET_SPACE.match(name)]
-        by_key: dict[str, list[_Stored]] = {}
+        by_key: dict[str, list[_KeyedTensor]] = {}
         for name, tensor in self.tensors.items():
             match = _STATE_KEY.fullmatch(name)
             if match is not None:
-                by_key.setdefault(match[1], []).append(_Stored(match[2], name, tensor))
+                by_key.setdefault(match[1], []).append(_KeyedTensor(match[2], name, tensor))
             elif not BUCKET_SPACE.match(name):
-                by_key.setdefault("", []).append(_Stored(name, name, tensor))
+                by_key.setdefault("", []).append(_KeyedTensor(name, name, tensor))
         names = self._add(by_key.pop("", []), MODEL, "")
         for key, own in by_key.items():
             self._add_states(own, KEYS.get(key, key), names)
@@ -176,9 +176,9 @@ class _TorchDist:
 
     # ---- tensors in the space of the model
 
-    def _add(self, stored: Sequence[_Stored], head: str, tail: str, names: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    def _add(self, stored: Sequence[_KeyedTensor], head: str, tail: str, names: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """Add tensors; gives what each of their names is called here. ``names`` are those of the model, which know about norms."""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[ModelPart]] = {}
         kinds: dict[str, str] = {}
         for one in stored:
             for part in _parts(one, self.reformulated.get(one.full), self.backend.url):
@@ -191,7 +191,7 @@ class _TorchDist:
             self.table.add(f"{head}{called}{tail}", kinds[name], shape, pieces, logical_shape(called, shape, self.arguments))
         return names
 
-    def _add_states(self, stored: Sequence[_Stored], key: str, names: Mapping[str, str]) -> None:
+    def _add_states(self, stored: Sequence[_KeyedTensor], key: str, names: Mapping[str, str]) -> None:
         """Add the states of a key, which have an element for each of their parameter, whatever the optimizer."""
         before = {*self.table.entries}
         self._add(stored, STATE, f".{key}", names)
@@ -203,12 +203,12 @@ class _TorchDist:
                 raise FormatError(f"{what}, which is not read", where=self.backend.url, hint=HINT)
 
 
-class _Stored(NamedTuple):
+class _KeyedTensor(NamedTuple):
     """A stored tensor: the model's key, its name in the metadata, and what these say."""
 
     key: str
     full: str
-    tensor: StoredTensor
+    tensor: DcpTensor
 
 
 def _reformulated(metadata: Metadata) -> dict[str, tuple[int, ...]]:
@@ -222,7 +222,7 @@ def _reformulated(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     return found
 
 
-class _Place(NamedTuple):
+class _StackedName(NamedTuple):
     """Where a name says that a tensor belongs: the text before the layer's number, the number, what follows, the expert's number, what
     follows that. A number is None where it is a place along an axis instead, and -1 where there is none at all."""
 
@@ -249,7 +249,7 @@ class _Place(NamedTuple):
 _NONE = -1
 
 
-def _place(key: str) -> _Place:
+def _place(key: str) -> _StackedName:
     half = _HALF.fullmatch(key)
     which = None if half is None else "wv".index(half[2])
     key = key if half is None else half[1]
@@ -260,11 +260,11 @@ def _place(key: str) -> _Place:
     experts = _EXPERTS.fullmatch(inner if stacked is None else stacked[2])
     expert = _NONE if experts is None else None if experts[1] is None else int(experts[1])
     if stacked is not None:
-        return _Place(stacked[1], None, stacked[2] if experts is None else experts[2], expert, which)
-    return _Place(before, layer, inner if experts is None else experts[2], expert, which)
+        return _StackedName(stacked[1], None, stacked[2] if experts is None else experts[2], expert, which)
+    return _StackedName(before, layer, inner if experts is None else experts[2], expert, which)
 
 
-def _parts(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Part]:
+def _parts(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str) -> Iterator[ModelPart]:
     """The pieces of the model's tensors that the boxes of a stored tensor are."""
     place, shape = _place(stored.key), true_shape or stored.tensor.shape
     axes = place.axes
@@ -273,16 +273,16 @@ def _parts(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> I
     for box in _boxes(stored, true_shape, where):
         lead, inner = zip(box.offset[:axes], box.shape[:axes], strict=True), box.shape[axes:]
         for number, at in enumerate(product(*(range(o, o + n) for o, n in lead))):
-            piece = Piece(box.offset[axes:], inner, box.source, box.start + number * math.prod(inner))
-            yield Part(place.name(at), shape[axes:], piece, place.half)
+            piece = SourcePiece(box.offset[axes:], inner, box.source, box.start + number * math.prod(inner))
+            yield ModelPart(place.name(at), shape[axes:], piece, place.half)
 
 
-def _boxes(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Piece]:
+def _boxes(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str) -> Iterator[SourcePiece]:
     """The boxes of a stored tensor."""
     for box in stored.tensor.boxes:
         source = InItem(stored.full, stored.tensor.dtype, box)
         if true_shape is None:
-            yield Piece(box.offset, box.shape, source)
+            yield SourcePiece(box.offset, box.shape, source)
             continue
         grid, at = stored.tensor.shape[:-1], box.offset[:-1]
         fits = len(grid) == len(true_shape) and all(g and s % g == 0 for g, s in zip(grid, true_shape, strict=True))
@@ -295,10 +295,10 @@ def _boxes(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> I
         for part in flat_to_boxes(block, first, first + box.shape[-1]):
             flat = sum(o * s for o, s in zip(part.offset, strides, strict=True))
             offset = tuple(a * b + o for a, b, o in zip(at, block, part.offset, strict=True))
-            yield Piece(offset, part.shape, source, flat - first)
+            yield SourcePiece(offset, part.shape, source, flat - first)
 
 
-def _joined(parts: Sequence[Part]) -> tuple[tuple[int, ...], list[Piece]]:
+def _joined(parts: Sequence[ModelPart]) -> tuple[tuple[int, ...], list[SourcePiece]]:
     """The shape and pieces of a tensor. Gate and up that are stored apart follow one another."""
     rows = {part.half: part.shape[0] for part in parts if part.half is not None}
     if not rows:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ckpt.errors import CorruptError, FormatError
 
-from .stand_ins import Global, Keys
+from .stand_ins import GlobalName, Keys
 
 MAX_NAME = 512
 """Characters of a module's or a class's name."""
@@ -28,7 +28,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.done = False
         self.keys = Keys()
-        self._globals: dict[tuple[str, str], Global] = {}
+        self._globals: dict[tuple[str, str], GlobalName] = {}
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise CorruptError(
@@ -69,7 +69,7 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def found_global(self, module: object, name: object) -> Global:
+    def found_global(self, module: object, name: object) -> GlobalName:
         """The stand-in for a name."""
         if type(module) is not str or type(name) is not str or not 0 < len(name) <= MAX_NAME or len(module) > MAX_NAME:
             self.fail("the name of a class or function is no name")
@@ -77,7 +77,7 @@ class Machine:
         if found is None:
             if not (module + name).isprintable():
                 self.fail("the name of a class or function cannot be printed")
-            found = self._globals[module, name] = Global(_MODULES.get(module, module), name)
+            found = self._globals[module, name] = GlobalName(_MODULES.get(module, module), name)
         return found
 
 

@@ -13,9 +13,9 @@ from ckpt import tree
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.tree import MAX_DEPTH, Node, child_path, mapping_node
 
-from .stand_ins import Global, Made, Persistent
+from .stand_ins import GlobalName, Made, Persistent
 from .stored import Array, Device, Size, StoredPart, StoredStorage, StoredView
-from .values import Values
+from .values import PickleValues
 
 SLACK = 16
 """Nodes may be this many times what a pickle has bytes: objects are shared, and nodes are not."""
@@ -30,7 +30,7 @@ Place = Callable[[StoredView | StoredPart, str], Node]
 class NodeMaker:
     """Turns one object graph into nodes. ``place`` is given each tensor; ``opaque`` says, by path, what has no known meaning."""
 
-    def __init__(self, values: Values, place: Place, *, pickle_bytes: int) -> None:
+    def __init__(self, values: PickleValues, place: Place, *, pickle_bytes: int) -> None:
         self.values = values
         self.place = place
         self.opaque: dict[str, str] = {}
@@ -117,7 +117,7 @@ class NodeMaker:
             return self.node(bytes(value), path, depth)
         if type(value) is Array:
             return self._array(value)
-        if type(value) is Global:
+        if type(value) is GlobalName:
             if self.values.is_dtype(value):
                 return {"$dtype": value.name}
             self._tell(path, str(value))
@@ -140,10 +140,10 @@ class NodeMaker:
     def _opaque(self, made: Made, path: str, depth: int) -> Node:
         """An object of a class that is not known: what was pickled of it. Tensors in it are tensors of the checkpoint too."""
         of, args = made.of, made.args
-        if made.name == "copyreg._reconstructor" and args and type(args[0]) is Global:
+        if made.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
             of, args = args[0], ()
-        said: dict[str, Any] = {"__class__": str(of) if type(of) is Global else of}
-        self._tell(path, str(of) if type(of) is Global else "what another object made")
+        said: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
+        self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
         parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
         parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
         said |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from .machine import Machine
 from .opcodes_plain import PLAIN, Handler, decimal, push
-from .stand_ins import Global, Made, Persistent
+from .stand_ins import GlobalName, Made, Persistent
 
 # -------------------------------------------------------------------------------------------------------- containers
 
@@ -227,7 +227,7 @@ def _newobj_ex(m: Machine) -> None:
 
 
 def _made(m: Machine, of: Any, args: Any) -> Made:
-    if type(of) not in (Global, Made):
+    if type(of) not in (GlobalName, Made):
         m.fail(f"a {type(of).__name__} is called")
     if type(args) is not tuple:
         m.fail("the arguments of a call are no tuple")

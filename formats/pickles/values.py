@@ -15,11 +15,11 @@ from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 
 from .sharded import dtensor, sharded_tensor
-from .stand_ins import Global, Keys, Made, Persistent
+from .stand_ins import GlobalName, Keys, Made, Persistent
 from .stored import Array, Device, Size, StoredStorage, StoredView, count_of, counts, shape_of
 
 
-class Values:
+class PickleValues:
     """Gives meaning to the stand-ins of one pickle, which is called ``where`` in errors."""
 
     def __init__(self, where: str) -> None:
@@ -60,7 +60,7 @@ class Values:
         if type(value) is not Persistent:
             self.damaged("a tensor without a storage")
         kind, of, key, _, count, *_ = value.id
-        if kind != "storage" or type(of) is not Global or type(key) is not str:
+        if kind != "storage" or type(of) is not GlobalName or type(key) is not str:
             self.damaged("a reference that is no storage")
         if of.name not in _STORAGES:
             self.refuse(f"a storage of the kind {of}")
@@ -82,12 +82,12 @@ class Values:
 
     def dtype_name(self, value: Any) -> str:
         """The name of a ``torch.dtype``."""
-        if type(value) is not Global or value.module != "torch":
+        if type(value) is not GlobalName or value.module != "torch":
             self.damaged("a dtype that is none")
         return dtype(value.name).name
 
     def is_dtype(self, value: Any) -> bool:
-        return type(value) is Global and value.module == "torch" and value.name in DTYPES
+        return type(value) is GlobalName and value.module == "torch" and value.name in DTYPES
 
 
 def _lazy(extra: Any) -> str | None:
@@ -104,21 +104,21 @@ def _text(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------- known names
 
 
-def _tensor_v2(v: Values, made: Made) -> StoredView:
+def _tensor_v2(v: PickleValues, made: Made) -> StoredView:
     storage, offset, shape, strides, *rest = made.args
     return v.view(storage, offset, shape, strides, None, rest[2] if len(rest) > 2 else None)
 
 
-def _tensor_v3(v: Values, made: Made) -> StoredView:
+def _tensor_v3(v: PickleValues, made: Made) -> StoredView:
     storage, offset, shape, strides, _, _, name, *rest = made.args
     return v.view(storage, offset, shape, strides, v.dtype_name(name), rest[0] if rest else None)
 
 
-def _first(v: Values, made: Made) -> Any:
+def _first(v: PickleValues, made: Made) -> Any:
     return v.meaning(made.args[0])
 
 
-def _from_type(v: Values, made: Made) -> Any:
+def _from_type(v: PickleValues, made: Made) -> Any:
     """A tensor with attributes of its own, or of a subclass: what it was made by says the rest."""
     func, kind, args, state = made.args
     inner = Made(func, args, state=state)
@@ -130,18 +130,18 @@ def _from_type(v: Values, made: Made) -> Any:
 
 
 def _class(kind: Any) -> str:
-    return str(kind) if type(kind) is Global else f"a {type(kind).__name__}"
+    return str(kind) if type(kind) is GlobalName else f"a {type(kind).__name__}"
 
 
-def _of_subclass(v: Values, kind: Any, made: Made) -> Any:
-    name = _class(made.args[0] if type(made.args[0]) is Global else kind)
+def _of_subclass(v: PickleValues, kind: Any, made: Made) -> Any:
+    name = _class(made.args[0] if type(made.args[0]) is GlobalName else kind)
     reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
     if reader is None:
         v.refuse(f"a tensor of the class {name}")
     return reader(v, made)
 
 
-def _mapping(v: Values, made: Made) -> dict[Any, Any]:
+def _mapping(v: PickleValues, made: Made) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for group in (*(arg for arg in made.args if type(arg) in (list, tuple, dict)), made.pairs or []):
         for key, value in group.items() if type(group) is dict else group:
@@ -149,26 +149,26 @@ def _mapping(v: Values, made: Made) -> dict[Any, Any]:
     return found
 
 
-def _key(v: Values, value: Any) -> Any:
+def _key(v: PickleValues, value: Any) -> Any:
     if not v.keys.allow(value):
         raise ValueError(f"a {type(value).__name__} as a key")
     return value
 
 
-def _set(v: Values, made: Made) -> Any:
+def _set(v: PickleValues, made: Made) -> Any:
     return {_key(v, key) for key in made.args[0]} if made.args else set()
 
 
-def _frozenset(v: Values, made: Made) -> Any:
+def _frozenset(v: PickleValues, made: Made) -> Any:
     return frozenset(_key(v, key) for key in made.args[0]) if made.args else frozenset()
 
 
-def _complex(v: Values, made: Made) -> complex:
+def _complex(v: PickleValues, made: Made) -> complex:
     real, imag = made.args
     return complex(real, imag)
 
 
-def _encode(v: Values, made: Made) -> bytes:
+def _encode(v: PickleValues, made: Made) -> bytes:
     """How protocol 2 writes bytes."""
     text, coding = made.args
     if type(text) is not str or type(coding) is not str or coding != "latin1":
@@ -176,14 +176,14 @@ def _encode(v: Values, made: Made) -> bytes:
     return text.encode("latin1")
 
 
-def _bytearray(v: Values, made: Made) -> bytes:
+def _bytearray(v: PickleValues, made: Made) -> bytes:
     found = v.meaning(made.args[0]) if made.args else b""
     if type(found) is not bytes:
         raise ValueError("no bytes")
     return found
 
 
-def _array(v: Values, made: Made) -> Any:
+def _array(v: PickleValues, made: Made) -> Any:
     """``numpy._reconstruct``, whose state has all: version, shape, dtype, whether column-major, bytes."""
     _, shape, kind, fortran, data = made.state
     found, raw = _numpy_dtype(v, kind), v.meaning(data)
@@ -199,7 +199,7 @@ def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, col
     return _little(kind, shape, raw, math.prod(shape))
 
 
-def _array_of_buffer(v: Values, made: Made) -> Any:
+def _array_of_buffer(v: PickleValues, made: Made) -> Any:
     """How protocol 5 writes arrays: bytes, dtype, shape, and whether row-major (``C``) or not (``F``)."""
     data, kind, shape, order = made.args
     found, raw = _numpy_dtype(v, kind), v.meaning(data)
@@ -208,7 +208,7 @@ def _array_of_buffer(v: Values, made: Made) -> Any:
     return _array_bytes(found, counts(shape), bytes(raw), column_major=order == "F")
 
 
-def _numpy_scalar(v: Values, made: Made) -> Any:
+def _numpy_scalar(v: PickleValues, made: Made) -> Any:
     found, raw = _numpy_dtype(v, made.args[0]), v.meaning(made.args[1])
     return made if found is None or type(raw) is not bytes else _little(found, None, raw, 1)
 
@@ -219,7 +219,7 @@ def _little(kind: np.dtype[Any], shape: tuple[int, ...] | None, raw: bytes, coun
     return Array(kind.name, shape, np.frombuffer(raw, kind).astype(kind.newbyteorder("<"), copy=False).tobytes())
 
 
-def _numpy_dtype(v: Values, made: Any) -> np.dtype[Any] | None:
+def _numpy_dtype(v: PickleValues, made: Any) -> np.dtype[Any] | None:
     """A dtype of numbers; None for structures, objects and text."""
     if type(made) is not Made or made.name != "numpy.dtype" or type(made.args[0]) is not str or made.args[0] not in _NUMPY_CODES:
         return None
@@ -252,7 +252,7 @@ _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "tor
 _TENSOR_MAKERS = ("torch._utils._rebuild", "torch._tensor.", "torch.nn.parameter.", "torch.storage._load_from_bytes")
 """Beginnings of names whose objects are tensors: unknown ones are errors, since leaving a tensor out would lose it."""
 
-MEANINGS: Mapping[str, Callable[[Values, Made], Any]] = {
+MEANINGS: Mapping[str, Callable[[PickleValues, Made], Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _first,

@@ -16,7 +16,7 @@ from ckpt.formats.hf_index import check_all_there, check_index, find_index, read
 from ckpt.formats.protocol import Format
 from ckpt.formats.single import candidates
 
-from .header import MAX_HEADER, Header, Stored, read_header
+from .header import MAX_HEADER, FileHeader, TensorSpan, read_header
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -62,11 +62,11 @@ def open_safetensors(backend: Backend) -> ForeignCatalog:
         headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
-    tensors = _Tensors(backend.url, files, headers)
+    tensors = _TensorSpans(backend.url, files, headers)
     return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
 
 
-def _owners(headers: Sequence[Header], paths: Sequence[str], url: str) -> dict[str, str]:
+def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> dict[str, str]:
     """Name → file, of all files.
 
     Raises:
@@ -88,13 +88,13 @@ def _owners(headers: Sequence[Header], paths: Sequence[str], url: str) -> dict[s
 class _Part(NamedTuple):
     file: int
     offset: tuple[int, ...]
-    stored: Stored
+    stored: TensorSpan
 
 
-class _Tensors:
+class _TensorSpans:
     """Entries of all tensors, and their places."""
 
-    def __init__(self, url: str, files: Sequence[ForeignFile], headers: Sequence[Header]) -> None:
+    def __init__(self, url: str, files: Sequence[ForeignFile], headers: Sequence[FileHeader]) -> None:
         self._files = files
         self._places: dict[str, list[tuple[int, int]]] = {}
         boxes = [_saved_offsets(header, f"{url.rstrip('/')}/{file.path}") for header, file in zip(headers, files, strict=True)]
@@ -131,7 +131,7 @@ class _Tensors:
         return found
 
 
-def _saved_offsets(header: Header, where: str) -> Mapping[str, tuple[int, ...]]:
+def _saved_offsets(header: FileHeader, where: str) -> Mapping[str, tuple[int, ...]]:
     """The boxes that a file of ``torch.distributed.checkpoint`` has; empty for all other files."""
     text = header.metadata.get(SHARDING)
     if text is None:

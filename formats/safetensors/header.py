@@ -23,7 +23,7 @@ FIRST = 32 << 10
 """Bytes that are read first: most headers are shorter."""
 
 
-class Stored(NamedTuple):
+class TensorSpan(NamedTuple):
     """One tensor of a file: ``offset`` in bytes from the start of the file."""
 
     dtype: DType
@@ -36,14 +36,14 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
+class FileHeader(NamedTuple):
     """All tensors of a file by name, and what its ``__metadata__`` says."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorSpan]
     metadata: Mapping[str, str]
 
 
-def read_header(backend: Backend, path: str, size: int) -> Header:
+def read_header(backend: Backend, path: str, size: int) -> FileHeader:
     """Read and check the header of a file of ``size`` bytes.
 
     Raises:
@@ -63,7 +63,7 @@ def read_header(backend: Backend, path: str, size: int) -> Header:
         _damaged(where, "metadata that are no texts")
     tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in found.items()}
     _check_cover(tensors, 8 + length, size, where)
-    return Header(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
+    return FileHeader(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _twice(names: list[str]) -> str:
     return next(name for name, times in Counter(names).items() if times > 1)
 
 
-def _stored(name: str, entry: Any, base: int, where: str) -> Stored:
+def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:
     try:
         spelled, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, stop))
@@ -100,7 +100,7 @@ def _stored(name: str, entry: Any, base: int, where: str) -> Stored:
         raise FormatError(f"tensor {name} has the unknown dtype {spelled!r}", where=where, hint=f"known dtypes: {known}")
     if spelled == "F4":
         shape = _packed(name, shape, where)
-    found = Stored(kind, tuple(shape), base + start)
+    found = TensorSpan(kind, tuple(shape), base + start)
     if found.length != stop - start:
         _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {found.length:,}")
     return found
@@ -113,7 +113,7 @@ def _packed(name: str, shape: list[int], where: str) -> list[int]:
     return [*shape[:-1], shape[-1] // 2]
 
 
-def _check_cover(tensors: Mapping[str, Stored], base: int, size: int, where: str) -> None:
+def _check_cover(tensors: Mapping[str, TensorSpan], base: int, size: int, where: str) -> None:
     """Every byte after the header belongs to one tensor."""
     end, last = base, "the header"
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].length)):

@@ -18,7 +18,7 @@ TAIL = 16 << 10
 """Bytes at the end of an archive that are read first: they hold the directory of some 150 records."""
 
 
-class Window:
+class FileRange:
     """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``hold``.
 
     ``tail`` is how many bytes at the end are read at once.

@@ -136,7 +136,7 @@ def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verifi
     monkeypatch.setattr(passthrough, "PIECE", 8192)
     monkeypatch.setattr(passthrough, "JOB", 20_000)
     left: list[int] = []
-    monkeypatch.setattr(file_stream.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
+    monkeypatch.setattr(file_stream.FileStream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
     url, made = str(tmp_path / "source"), str(tmp_path / "made")
     source(url)
     report = convert(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
@@ -293,10 +293,10 @@ def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -
 
 def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
-    from ckpt.converters.targets.torch_archive import Archive, Stand
+    from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 
-    stands = [Stand(0, dtype("uint8"), (5 << 30,)), Stand(1, dtype("float32"), (3,))]
-    archive = Archive({"large": stands[0], "after": stands[1]}, stands, base=0)
+    stands = [StorageStub(0, dtype("uint8"), (5 << 30,)), StorageStub(1, dtype("float32"), (3,))]
+    archive = ArchivePlan({"large": stands[0], "after": stands[1]}, stands, base=0)
     with open(tmp_path / "large.pt", "wb") as file:
         file.truncate(archive.size)
         for offset, data in archive.ends([7, 8]):
@@ -379,7 +379,7 @@ import os, signal, sys
 from ckpt.converters.pipeline import journal
 from ckpt import convert
 
-done, left = journal.Record.done, int(sys.argv[4])
+done, left = journal.ConversionJournal.done, int(sys.argv[4])
 
 def dies(self, number):
     global left
@@ -388,7 +388,7 @@ def dies(self, number):
     left -= 1
     done(self, number)
 
-journal.Record.done = dies
+journal.ConversionJournal.done = dies
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
 """
 
@@ -418,14 +418,14 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
 ENDING = """
 import os, signal, sys
 from ckpt import convert
-from ckpt.converters.pipeline.journal import Record
+from ckpt.converters.pipeline.journal import ConversionJournal
 
 left = int(sys.argv[4])
 def remove(record):
     for path in [record.path, *sorted(record.marks())][:left]:
         record.backend.delete(path)
     os.kill(os.getpid(), signal.SIGKILL)
-Record.remove = remove
+ConversionJournal.remove = remove
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 """
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from ckpt import convert, export
-from ckpt.converters.export.plan import Planner
-from ckpt.converters.export.transaction import Begun, Destination
+from ckpt.converters.export.plan import WritePlanner
+from ckpt.converters.export.transaction import Destination, ExportTransaction
 from ckpt.converters.mapping.convention import translated
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
@@ -159,7 +159,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, where: type, name: str, act: Callabl
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(("where", "name"), [(Begun, "publish"), (Destination, "is_marked")])
+@pytest.mark.parametrize(("where", "name"), [(ExportTransaction, "publish"), (Destination, "is_marked")])
 def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, other = str(tmp_path / "out"), {"weight": torch.arange(7)}
     if overwrite:
@@ -173,7 +173,7 @@ def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, mo
 
 
 def test_what_comes_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside(monkeypatch, Begun, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
+    inside(monkeypatch, ExportTransaction, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
     with pytest.raises(ConflictError, match=r"there already: config\.json"):
         export(str(tmp_path / "out"), model(), config={})
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"config.json": "mine"}
@@ -185,7 +185,7 @@ def test_who_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     export(str(out), model(), shard_size=1000, config={})
     with monkeypatch.context() as patch:
         patch.setattr(PosixSharedObject, "publish", lambda *given, **named: killed())
-        patch.setattr(Begun, "discard", lambda self: None)
+        patch.setattr(ExportTransaction, "discard", lambda self: None)
         with pytest.raises(KeyboardInterrupt):
             export(str(out), {"weight": torch.ones(3)}, overwrite=True)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -248,11 +248,11 @@ def test_a_conversion_that_did_not_finish_is_left_alone(tmp_path: Path) -> None:
 def test_tensors_that_are_lost_on_the_way_are_missed(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "parts":
         monkeypatch.setattr(posix_shared, "COHERENT", frozenset())
-        moves = Planner.moves
-        monkeypatch.setattr(Planner, "moves", lambda self, f, segment: list(moves(self, f, segment))[:-1])
+        moves = WritePlanner.moves
+        monkeypatch.setattr(WritePlanner, "moves", lambda self, f, segment: list(moves(self, f, segment))[:-1])
     else:
-        pieces = Planner.direct_pieces
-        monkeypatch.setattr(Planner, "direct_pieces", lambda *args: list(pieces(*args))[:-1])
+        pieces = WritePlanner.direct_pieces
+        monkeypatch.setattr(WritePlanner, "direct_pieces", lambda *args: list(pieces(*args))[:-1])
     with pytest.raises(StorageError, match="bytes were planned, but all ranks together wrote 0"):
         export(str(tmp_path / "a.safetensors"), model())
     assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.export import plan as export_plan
-from ckpt.converters.export.plan import Gathering, Planner, Way
-from ckpt.converters.export.state_catalog import LiveCatalog
-from ckpt.converters.pipeline.target import Layout, OutFile
-from ckpt.converters.select.selection import Choice, choose_weights
+from ckpt.converters.export.plan import Way, WritePlan, WritePlanner
+from ckpt.converters.export.state_catalog import StateCatalog
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions
+from ckpt.converters.select.selection import SelectOptions, choose_weights
 from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.memory import MemoryBackend
@@ -33,7 +33,7 @@ Numbers = dict[str, np.ndarray[Any, np.dtype[np.int64]]]
 
 
 @st.composite
-def catalogs(draw: st.DrawFn) -> LiveCatalog:
+def catalogs(draw: st.DrawFn) -> StateCatalog:
     entries, owners = {}, {}
     for name in "abc":
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0 if name == "c" else 2, max_size=3)))
@@ -41,7 +41,7 @@ def catalogs(draw: st.DrawFn) -> LiveCatalog:
         entries[name] = TensorEntry(name=name, dtype=KIND, shape=shape, grid=grid)
         owners[name] = np.array([draw(st.sampled_from(RANKS)) for _ in range(len(grid))], dtype=np.int64)
     nodes = {name: {"$tensor": name} for name in entries}
-    return LiveCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
+    return StateCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
 
 
 def respelled(shapes: Any) -> dict[str, View]:
@@ -69,7 +69,7 @@ def taken(piece: views.Piece, sources: Numbers) -> Any:
     return part.transpose(named + [a for a in range(part.ndim) if a not in named]).reshape(piece.box.shape)
 
 
-def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sources: Numbers) -> tuple[list[Any], list[Any]]:
+def filled(planner: WritePlanner, found: WritePlan, files: tuple[OutputFile, ...], sources: Numbers) -> tuple[list[Any], list[Any]]:
     """The elements of all files by place, and how often each was written: as if every rank had done its share."""
     image = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
     times = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
@@ -94,13 +94,13 @@ def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sourc
 
 @settings(deadline=None, max_examples=60)
 @given(catalogs(), st.sampled_from(["ranges", "parts", "files"]), st.booleans(), st.sampled_from([64, 256, 4096]), st.integers(1, 800))
-def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
+def test_every_byte_once(catalog: StateCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_plan, "LONG", 12)
         patch.setattr(export_plan, "WINDOW", 64)
-        chosen = choose_weights(catalog, Choice(views=respelled if translate else None))
-        files = plan(chosen, Layout(id="", url="x", shard_size=shard, name=None, previous=None)).files
-        planner = Planner(catalog, chosen.tensors, files, RANKS)
+        chosen = choose_weights(catalog, SelectOptions(views=respelled if translate else None))
+        files = plan(chosen, OutputOptions(id="", url="x", shard_size=shard, name=None, previous=None)).files
+        planner = WritePlanner(catalog, chosen.tensors, files, RANKS)
         budget = 700
         found = planner.plan(way, [part if way == "parts" else 0] * len(files), budget)
     sources, at = {}, 1
@@ -123,7 +123,7 @@ def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: 
         assert all(w.keeper == RANKS[w.file % len(RANKS)] for w in found.windows)
 
 
-def check_rounds(found: Gathering, budget: int) -> None:
+def check_rounds(found: WritePlan, budget: int) -> None:
     """A rank has no more than the budget in a round, unless it is one window alone."""
     load: dict[tuple[int, int], list[int]] = {}
     for w in found.windows:
@@ -164,10 +164,10 @@ def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> Non
     entries = {n: TensorEntry(name=n, dtype=KIND, shape=shape, grid=g) for n, g in {"rows": rows, "columns": columns}.items()}
     owners = dict.fromkeys(entries, np.array(RANKS))
     state = {n: {"$tensor": n} for n in entries}
-    catalog = LiveCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
-    chosen = choose_weights(catalog, Choice())
-    files = plan(chosen, Layout(id="", url="x", shard_size=None, name="x", previous=None)).files
-    found = Planner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
+    catalog = StateCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
+    chosen = choose_weights(catalog, SelectOptions())
+    files = plan(chosen, OutputOptions(id="", url="x", shard_size=None, name="x", previous=None)).files
+    found = WritePlanner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
     assert [files[f].items[i].name for f, i in found.direct] == ["rows"]
     kept = [sum(w.stop - w.start for w in found.windows if w.keeper == r) for r in RANKS]
     assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= export_plan.WINDOW

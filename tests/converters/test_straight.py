@@ -17,8 +17,8 @@ import ckpt
 from ckpt import convert
 from ckpt.converters.pipeline import passthrough
 from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
-from ckpt.converters.pipeline.windows import Item
-from ckpt.converters.select.selection import Chosen, Wanted
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
 from ckpt.engine.fetch import Fetch
 from ckpt.errors import CorruptError
@@ -52,7 +52,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def chosen_of(url: Path) -> Chosen:
+def chosen_of(url: Path) -> OutputSet:
     catalog = open_catalog(str(url))
     a, b = (views.whole(n, catalog.tensors[n].shape) for n in "ab")
     made = {
@@ -65,14 +65,14 @@ def chosen_of(url: Path) -> Chosen:
         "top": views.split(a, 0, [3, 1])[0],
         "padded": views.padded(b, 0, 3),
     }
-    wanted = {n: Wanted(name=n, view=v, dtype=DTYPES["float32"]) for n, v in made.items()}
-    return Chosen(catalog=catalog, tensors=wanted, state={}, ranks={})
+    wanted = {n: OutputTensor(name=n, view=v, dtype=DTYPES["float32"]) for n, v in made.items()}
+    return OutputSet(catalog=catalog, tensors=wanted, state={}, ranks={})
 
 
 class Written:
     """Where the bytes of items go: into memory, each inside of its item."""
 
-    def __init__(self, items: list[Item], memory: bytearray) -> None:
+    def __init__(self, items: list[FileItem], memory: bytearray) -> None:
         self.items = items
         self.memory = memory
 
@@ -96,7 +96,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         shape = EXPECTED[name].shape
         low = [data.draw(st.integers(0, n - 1)) for n in shape]
         box = Box(tuple(low), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
-        items.append(Item(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
+        items.append(FileItem(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
         at += items[-1].length
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passthrough, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
@@ -115,8 +115,8 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
 
 def test_what_has_runs(places: Path) -> None:
     """Whole chunks where they have digests, any rows where they have none; nothing that is filled or turned."""
-    whole = [Item(n, Box.whole(EXPECTED[n].shape), 0, 4) for n in EXPECTED]
-    rows = Item("a", Box((1, 0, 0), (2, 4, 3)), 0, 4)
+    whole = [FileItem(n, Box.whole(EXPECTED[n].shape), 0, 4) for n in EXPECTED]
+    rows = FileItem("a", Box((1, 0, 0), (2, 4, 3)), 0, 4)
     found = {}
     for name in ("whole", "cut", "plain.pt"):
         runs = runs_of(chosen_of(places / name), [*whole, rows])
@@ -127,12 +127,12 @@ def test_what_has_runs(places: Path) -> None:
 
 def test_damage_is_found_where_it_is_read(places: Path) -> None:
     chosen = chosen_of(places / "cut")
-    (runs,) = runs_of(chosen, [Item("a", Box.whole((4, 4, 3)), 0, 4)]).values()
+    (runs,) = runs_of(chosen, [FileItem("a", Box.whole((4, 4, 3)), 0, 4)]).values()
     chunk = runs[3].chunk
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
     fetch = Fetch(chosen.catalog, "full", lambda: None, None)
     with pytest.raises(CorruptError, match="tensor a is damaged"):
-        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([Item("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
+        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
 
 
 def test_without_torch(places: Path, tmp_path: Path) -> None:

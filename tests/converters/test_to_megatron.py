@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import ConvertReport, MegatronParallel
 from ckpt.converters.mapping.convention import translated
-from ckpt.converters.pipeline.journal import Record
+from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
@@ -403,19 +403,19 @@ def test_processes_divide_the_ranks(tmp_path: Path) -> None:
 
 
 def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, left = Record.done, [3]
+    done, left = ConversionJournal.done, [3]
 
-    def stops(self: Record, number: int) -> None:
+    def stops(self: ConversionJournal, number: int) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
         done(self, number)
 
     source, made, rows = files / "tp2pp2vpp2" / "legacy", tmp_path / "m", {"padded_vocab_size": 48}
-    monkeypatch.setattr(Record, "done", stops)
+    monkeypatch.setattr(ConversionJournal, "done", stops)
     with pytest.raises(KeyboardInterrupt):
         convert(source, made, pipeline=4, arguments=rows)
-    monkeypatch.setattr(Record, "done", done)
+    monkeypatch.setattr(ConversionJournal, "done", done)
     with pytest.raises(NotCommittedError):
         ckpt.open(str(made))
     assert not (made / "latest_checkpointed_iteration.txt").exists()

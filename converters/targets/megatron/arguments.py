@@ -15,7 +15,7 @@ from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
 from ckpt.converters.mapping.model_numbers import of_config, padded_vocabulary
 from ckpt.converters.pipeline.parallel import MegatronParallel
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, is_expert
 from ckpt.formats.megatron.params import gated_layers
@@ -39,7 +39,7 @@ _OF_ONE_PIPELINE = (
 """What does not fit a pipeline of another length."""
 
 
-def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, Wanted], parallel: MegatronParallel) -> Arguments:
+def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, OutputTensor], parallel: MegatronParallel) -> Arguments:
     """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
 
     Raises:
@@ -82,7 +82,7 @@ def _check_heads(found: Arguments, ranks: int, where: str) -> None:
             raise UsageError(f"{what} cannot be divided among {ranks} tensor-parallel ranks", where=where, hint="--tp")
 
 
-def _vocabulary(found: Arguments, model: Mapping[str, Wanted], where: str, *, given: Mapping[str, Any]) -> Arguments:
+def _vocabulary(found: Arguments, model: Mapping[str, OutputTensor], where: str, *, given: Mapping[str, Any]) -> Arguments:
     """Rows of the embedding: real ones, if it is known which these are, and with padding."""
     embedding = model.get(EMBEDDING)
     if embedding is None:
@@ -126,11 +126,11 @@ def _of_parallel(parallel: MegatronParallel) -> Arguments:
 # ------------------------------------------------------------------------------------------------- what tensors say
 
 
-def _inner(model: Mapping[str, Wanted], ending: str) -> Wanted | None:
+def _inner(model: Mapping[str, OutputTensor], ending: str) -> OutputTensor | None:
     return next((w for n, w in model.items() if n.endswith(ending) and not is_expert(n)), None)
 
 
-def _facts(model: Mapping[str, Wanted]) -> Arguments:
+def _facts(model: Mapping[str, OutputTensor]) -> Arguments:
     """What nobody can say otherwise."""
     layers = {int(m[2]) for n in model if (m := LAYER.fullmatch(n)) is not None}
     routers = [w for n, w in model.items() if n.endswith(".mlp.router.weight")]
@@ -143,7 +143,7 @@ def _facts(model: Mapping[str, Wanted]) -> Arguments:
     }
 
 
-def _soft(model: Mapping[str, Wanted]) -> Arguments:
+def _soft(model: Mapping[str, OutputTensor]) -> Arguments:
     """What the tensors let one think, as Megatron's own defaults do not."""
     dense, shared = _inner(model, ".mlp.linear_fc2.weight"), _inner(model, ".mlp.shared_experts.linear_fc2.weight")
     routed = next((w for n, w in model.items() if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
@@ -176,7 +176,7 @@ def _soft(model: Mapping[str, Wanted]) -> Arguments:
     return found
 
 
-def _frequency(model: Mapping[str, Wanted]) -> int | list[int]:
+def _frequency(model: Mapping[str, OutputTensor]) -> int | list[int]:
     """Which layers have experts: 1 if all have."""
     matches = [m for n in model if (m := LAYER.fullmatch(n)) is not None]
     routed = {int(m[2]) for m in matches if m[3] == "mlp.router.weight"}

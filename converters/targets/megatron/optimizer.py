@@ -17,17 +17,17 @@ import torch
 from ckpt import tree
 from ckpt.adapters.binding import inline_only
 from ckpt.adapters.tensors import torch_dtype
-from ckpt.converters.pipeline.target import OutFile
-from ckpt.converters.pipeline.windows import Item
-from ckpt.converters.select.selection import Wanted
-from ckpt.converters.targets.torch_archive import Archive, Stand
+from ckpt.converters.pipeline.target import OutputFile
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.select.selection import OutputTensor
+from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 from ckpt.errors import UsageError
-from ckpt.formats.megatron.buffers import Member
+from ckpt.formats.megatron.buffers import BufferParam
 from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert
 from ckpt.geometry import Box
 
-from .rank_parts import Coordinates, RankParam, Ranks
+from .rank_parts import ModelRank, RankParam, Ranks
 from .states import Group, Optimizer
 
 _TOLD_APART_BY = ("wd_mult", "lr_mult", "is_decoupled_lr")
@@ -52,7 +52,7 @@ def groups_of(optimizer: Optimizer, ranks: Ranks) -> Any:
     return [{"optimizer": {"param_groups": dense}}, {"optimizer": {"param_groups": experts}}]
 
 
-def buffers_file(path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer, tensors: dict[str, Wanted]) -> OutFile | None:
+def buffers_file(path: str, at: ModelRank, ranks: Ranks, optimizer: Optimizer, tensors: dict[str, OutputTensor]) -> OutputFile | None:
     """The ``distrib_optim.pt`` of a rank; what it is made of is added to ``tensors``. None if other ranks have all of it.
 
     Raises:
@@ -70,15 +70,15 @@ def buffers_file(path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer,
 class _Buffers:
     """Lays the buffers of one rank out."""
 
-    def __init__(self, path: str, at: Coordinates, ranks: Ranks, optimizer: Optimizer) -> None:
+    def __init__(self, path: str, at: ModelRank, ranks: Ranks, optimizer: Optimizer) -> None:
         self.path = path
         self.stage = at.pipeline
         self.ranks = ranks
         self.arguments = ranks.arguments
         self.chunks = ranks.chunks(at)
         self.states = {key: ranks.over(own).chunks(at) for key, own in optimizer.states.items()}
-        self.stands: list[Stand] = []
-        self.members: list[list[tuple[int, Wanted]]] = []
+        self.stands: list[StorageStub] = []
+        self.members: list[list[tuple[int, OutputTensor]]] = []
         """For each stand, what it is made of, and at which element each begins."""
 
     def part(self, experts: bool | None) -> dict[Any, Any]:  # noqa: FBT001  None: all parameters
@@ -94,7 +94,7 @@ class _Buffers:
         return found
 
     def _buffer(self, number: int, params: Sequence[RankParam], places: Sequence[int]) -> dict[str, Any]:
-        members = [Member(math.prod(p.shape), self.ranks.is_shared(p)) for p in params]
+        members = [BufferParam(math.prod(p.shape), self.ranks.is_shared(p)) for p in params]
         layout = job_layout(members, self.arguments, bucketed=self.stage == number == 0)
         if layout is None:
             hint = "--arg ddp_bucket_size=…, or leave the optimizer out: --no-optimizer"
@@ -106,20 +106,20 @@ class _Buffers:
             if len(kinds) > 1:
                 raise UsageError(f"{key} has several dtypes: {', '.join(sorted(kinds))}", where=self.ranks.where, hint="--no-optimizer")
             made = [
-                (layout.compact(slot), Wanted(name=f"{self.path}:{number}.{key}.{p.name}", view=p.view, dtype=p.dtype))
+                (layout.compact(slot), OutputTensor(name=f"{self.path}:{number}.{key}.{p.name}", view=p.view, dtype=p.dtype))
                 for slot, p in zip(layout.slots, parts, strict=True)
             ]
-            buffer[key] = Stand(len(self.stands), parts[0].dtype, (layout.used,))
+            buffer[key] = StorageStub(len(self.stands), parts[0].dtype, (layout.used,))
             self.stands.append(buffer[key])
             self.members.append(sorted(made, key=lambda m: m[0]))
         return {**buffer, "numel_unpadded": layout.used}
 
-    def written(self, value: Any, tensors: dict[str, Wanted]) -> OutFile:
-        archive = Archive(value, self.stands)
-        items: list[Item] = []
+    def written(self, value: Any, tensors: dict[str, OutputTensor]) -> OutputFile:
+        archive = ArchivePlan(value, self.stands)
+        items: list[FileItem] = []
         for stand, start, own in zip(self.stands, archive.starts, self.members, strict=True):
             size = stand.dtype.itemsize
-            items += [Item(w.name, Box.whole(w.shape), start + size * first, size) for first, w in own]
+            items += [FileItem(w.name, Box.whole(w.shape), start + size * first, size) for first, w in own]
             tensors.update({w.name: w for _, w in own})
         gaps = list(self._gaps(archive, items))
 
@@ -131,9 +131,9 @@ class _Buffers:
                 crcs.append(crc_of_parts(parts, stand.nbytes))
             return [*archive.ends(crcs), *gaps]
 
-        return OutFile(path=self.path, size=archive.size, items=tuple(items), ends=ends)
+        return OutputFile(path=self.path, size=archive.size, items=tuple(items), ends=ends)
 
-    def _gaps(self, archive: Archive, items: Sequence[Item]) -> Iterator[tuple[int, bytes]]:
+    def _gaps(self, archive: ArchivePlan, items: Sequence[FileItem]) -> Iterator[tuple[int, bytes]]:
         """The zeros between parameters: where each begins is aligned."""
         rest = iter(items)
         for start, own in zip(archive.starts, self.members, strict=True):

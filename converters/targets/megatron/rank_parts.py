@@ -10,7 +10,7 @@ from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt.converters.pipeline.parallel import MegatronParallel
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
@@ -24,7 +24,7 @@ _OUTSIDE = -1
 """The number of no layer, and of no expert."""
 
 
-class Coordinates(NamedTuple):
+class ModelRank(NamedTuple):
     """A rank of each kind of parallelism."""
 
     tensor: int
@@ -66,7 +66,7 @@ class Ranks:
         UsageError: layers or experts are missing, or something cannot be divided so.
     """
 
-    def __init__(self, model: Mapping[str, Wanted], parallel: MegatronParallel, arguments: Mapping[str, Any], where: str) -> None:
+    def __init__(self, model: Mapping[str, OutputTensor], parallel: MegatronParallel, arguments: Mapping[str, Any], where: str) -> None:
         self.model = model
         self.parallel = parallel
         self.arguments = arguments
@@ -130,19 +130,19 @@ class Ranks:
         """Experts of a rank, in each layer that has any."""
         return self.experts // self.parallel.expert
 
-    def all(self) -> Iterator[Coordinates]:
+    def all(self) -> Iterator[ModelRank]:
         """All ranks of which there are files."""
         p = self.parallel
         for stage in range(p.pipeline):
             for owner in range(p.expert):
                 for rank in range(p.tensor):
-                    yield Coordinates(rank, stage, owner)
+                    yield ModelRank(rank, stage, owner)
 
-    def chunks(self, at: Coordinates) -> list[list[RankParam]]:
+    def chunks(self, at: ModelRank) -> list[list[RankParam]]:
         """The parameters of a rank, for each of its chunks, in the model's order. Those that have no tensor are left out."""
         return [list(self._chunk(at, number)) for number in range(self.parallel.virtual)]
 
-    def over(self, tensors: Mapping[str, Wanted]) -> Ranks:
+    def over(self, tensors: Mapping[str, OutputTensor]) -> Ranks:
         """The same ranks, of other tensors of the same parameters, such as an optimizer's."""
         other = copy(self)
         other.model = tensors
@@ -153,12 +153,12 @@ class Ranks:
         """Whether the gradients of experts are reduced over other ranks than all else."""
         return self.experts > 0 and self.parallel.expert > 1
 
-    def owns_dense(self, at: Coordinates) -> bool:
+    def owns_dense(self, at: ModelRank) -> bool:
         """Whether it is the first of the ranks that have the same parameters, those of experts aside: the neighbours of a rank are those of
         tensor parallelism, then those of expert parallelism (``order`` of Megatron's ``initialize_model_parallel``)."""
         return at.expert == at.tensor // self.expert_tensor % self.parallel.expert
 
-    def owns_experts(self, at: Coordinates) -> bool:
+    def owns_experts(self, at: ModelRank) -> bool:
         """Whether it is the first of the ranks that have the same experts."""
         first = at.expert * self.expert_tensor
         return any((first + i) % self.parallel.tensor == at.tensor for i in range(self.expert_tensor))
@@ -167,7 +167,7 @@ class Ranks:
         """Whether the first and the last stage have it both."""
         return self.tied and self.parallel.pipeline > 1 and part.source == EMBEDDING
 
-    def _chunk(self, at: Coordinates, number: int) -> Iterator[RankParam]:
+    def _chunk(self, at: ModelRank, number: int) -> Iterator[RankParam]:
         place, last = number * self.parallel.pipeline + at.pipeline, len(self.counts) - 1
         first = sum(self.counts[:place])
         outside = self._by_layer.get(_OUTSIDE, [])
@@ -180,7 +180,7 @@ class Ranks:
             if self.tied and place:
                 yield self._parameter(OUTPUT, EMBEDDING, at, first)
 
-    def _layer(self, layer: int, at: Coordinates, first: int) -> Iterator[RankParam]:
+    def _layer(self, layer: int, at: ModelRank, first: int) -> Iterator[RankParam]:
         joined: dict[str, list[RankParam]] = {}
         own = self._own
         for name in self._by_layer[layer]:
@@ -196,7 +196,7 @@ class Ranks:
             if len(joined[which]) == own:
                 yield self._transposed(which, joined[which])
 
-    def _parameter(self, name: str, source: str, at: Coordinates, first: int) -> RankParam:
+    def _parameter(self, name: str, source: str, at: ModelRank, first: int) -> RankParam:
         """``source`` is the parameter whose elements it has."""
         expert = self._number.get(name, _OUTSIDE) != _OUTSIDE
         rank, ranks = (at.tensor % self.expert_tensor, self.expert_tensor) if expert else (at.tensor, self.parallel.tensor)

@@ -12,13 +12,13 @@ from typing import Any
 
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.parallel import MegatronParallel
-from ckpt.converters.pipeline.target import Layout, OutFile, Planned, Target, publish_once
-from ckpt.converters.pipeline.windows import Item
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.pruned_state import pruned
-from ckpt.converters.select.selection import Choice, Chosen, Wanted
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.select.selection import choose as choose_all
 from ckpt.converters.targets.nested_state import nested_state
-from ckpt.converters.targets.torch_archive import Archive, Stand
+from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy import FILE, OPTIMIZER_FILE
@@ -29,13 +29,13 @@ from ckpt.geometry import Box
 
 from .arguments import arguments_of, configuration_of
 from .optimizer import buffers_file, groups_of, is_told_apart
-from .rank_parts import Coordinates, RankParam, Ranks, check_names
+from .rank_parts import ModelRank, RankParam, Ranks, check_names
 from .states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
 
 _KEPT = ("num_floating_point_operations_so_far", "opt_param_scheduler")
 
 
-def choose(catalog: Catalog, choice: Choice) -> Chosen:
+def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     """The tensors of one model under the names that they have in the whole of Megatron's model, and the values of the state.
 
     ``choice.root`` is the key of the state that has the model; by default ``model``, if anything lies there.
@@ -64,11 +64,11 @@ def choose(catalog: Catalog, choice: Choice) -> Chosen:
     return replace(chosen, tensors={**model, **states}, state=state, ranks={}, beside=configuration_of(catalog))
 
 
-def _optimizer(chosen: Chosen, model: Mapping[str, Wanted]) -> Optimizer | None:
+def _optimizer(chosen: OutputSet, model: Mapping[str, OutputTensor]) -> Optimizer | None:
     return optimizer_of(chosen.tensors, model, chosen.catalog.state, root="model", fits=is_told_apart)
 
 
-def _in_one_spelling(named: Mapping[str, Wanted]) -> dict[str, Wanted]:
+def _in_one_spelling(named: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
     """The tensors by the names that ``ckpt.formats.megatron.names`` has for them."""
     apart = {}
     for name, wanted in named.items():
@@ -79,7 +79,7 @@ def _in_one_spelling(named: Mapping[str, Wanted]) -> dict[str, Wanted]:
     return {called[name]: wanted for name, wanted in apart.items()}
 
 
-def plan(chosen: Chosen, layout: Layout) -> Planned:
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """One file for each rank, and what says where they are.
 
     Raises:
@@ -98,7 +98,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
     head = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0, **values}
     if optimizer is not None:
         head["optimizer"] = groups_of(optimizer, ranks)
-    tensors: dict[str, Wanted] = {}
+    tensors: dict[str, OutputTensor] = {}
     files = []
     for at in ranks.all():
         folder = f"{_iteration(values)}/{directory(at, parallel)}"
@@ -107,7 +107,7 @@ def plan(chosen: Chosen, layout: Layout) -> Planned:
             beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, tensors)
             files += [] if beside is None else [beside]
     latest = str(values.get("iteration", RELEASE)).encode()
-    return Planned(
+    return OutputPlan(
         files=tuple(files), digest="crc32", finish=lambda backend: publish_once(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
     )
 
@@ -116,13 +116,13 @@ def _iteration(values: Mapping[str, Any]) -> str:
     return f"iter_{values['iteration']:07d}" if "iteration" in values else RELEASE
 
 
-def directory(at: Coordinates, parallel: MegatronParallel) -> str:
+def directory(at: ModelRank, parallel: MegatronParallel) -> str:
     """Where the files of a rank are."""
     stage = f"_{at.pipeline:03d}" if parallel.pipeline > 1 else ""
     return f"mp_rank_{at.tensor:02d}{stage}" + (f"_{at.expert:03d}" if parallel.expert > 1 else "")
 
 
-def _values(chosen: Chosen, *, trained: bool) -> dict[str, Any]:
+def _values(chosen: OutputSet, *, trained: bool) -> dict[str, Any]:
     """The values of the state that Megatron keeps too. Without an optimizer, iteration 0 is none."""
     found = nested_state(replace(chosen, tensors={}), lambda wanted: None)
     kept = {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
@@ -130,23 +130,23 @@ def _values(chosen: Chosen, *, trained: bool) -> dict[str, Any]:
     return {"iteration": iteration, **kept} if isinstance(iteration, int) and (iteration > 0 or trained) else kept
 
 
-def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[RankParam]], tensors: dict[str, Wanted]) -> OutFile:
+def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[RankParam]], tensors: dict[str, OutputTensor]) -> OutputFile:
     """The file of a rank; what it is made of is added to ``tensors``."""
-    stands: list[Stand] = []
-    made: list[Wanted] = []
+    stands: list[StorageStub] = []
+    made: list[OutputTensor] = []
     state = dict(head)
     for number, chunk in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
         state[key] = {}
         for one in chunk:
-            state[key][one.name] = Stand(len(stands), one.dtype, one.shape)
+            state[key][one.name] = StorageStub(len(stands), one.dtype, one.shape)
             stands.append(state[key][one.name])
-            made.append(Wanted(name=f"{path}:{key}.{one.name}", view=one.view, dtype=one.dtype))
+            made.append(OutputTensor(name=f"{path}:{key}.{one.name}", view=one.view, dtype=one.dtype))
         state[key] |= dict.fromkeys(extra_states(state[key]))
-    archive = Archive(state, stands)
+    archive = ArchivePlan(state, stands)
     tensors.update({w.name: w for w in made})
-    items = [Item(w.name, Box.whole(w.shape), at, w.dtype.itemsize) for w, at in zip(made, archive.starts, strict=True)]
-    return OutFile(path=path, size=archive.size, items=tuple(items), ends=archive.ends)
+    items = [FileItem(w.name, Box.whole(w.shape), at, w.dtype.itemsize) for w, at in zip(made, archive.starts, strict=True)]
+    return OutputFile(path=path, size=archive.size, items=tuple(items), ends=archive.ends)
 
 
 TARGET = Target(name="megatron", choose=choose, plan=plan, parallel=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpt import tree
 from ckpt.adapters.optimizers import decode_inline
-from ckpt.converters.select.selection import Wanted
+from ckpt.converters.select.selection import OutputTensor
 from ckpt.formats.megatron.names import NOT_TRAINED
 from ckpt.formats.megatron.training import KEYS
 
@@ -29,17 +29,22 @@ Group = Mapping[str, tree.Node]
 class Optimizer:
     """``states`` by Megatron's key and by parameter; ``groups`` are nodes: their options, and the step."""
 
-    states: Mapping[str, Mapping[str, Wanted]]
+    states: Mapping[str, Mapping[str, OutputTensor]]
     groups: Sequence[Group]
 
 
 def optimizer_of(
-    tensors: Mapping[str, Wanted], parameters: Mapping[str, Wanted], state: tree.Node, *, root: str, fits: Callable[[Group], bool]
+    tensors: Mapping[str, OutputTensor],
+    parameters: Mapping[str, OutputTensor],
+    state: tree.Node,
+    *,
+    root: str,
+    fits: Callable[[Group], bool],
 ) -> Optimizer | None:
     """The optimizer of ``parameters``, which lie below the key ``root`` of the ``state``. None if something is missing that Megatron asks
     for: one of ``STATES`` of a parameter that is trained, groups that ``fits`` says yes to, or one step for all parameters of a group."""
     trained = {name: wanted for name, wanted in parameters.items() if not name.endswith(NOT_TRAINED)}
-    found: dict[str, dict[str, Wanted]] = {key: {} for key in STATES}
+    found: dict[str, dict[str, OutputTensor]] = {key: {} for key in STATES}
     for key, called in STATES.items():
         for name, wanted in trained.items():
             own = tensors.get(f"{HEAD}{root}.{name}.{called}")
