@@ -148,8 +148,8 @@ def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is. Other hidden files than that of DCP are what a killed writer may leave."""
     from ckpt.io_backends.registry import open_backend
 
+    from .external.virtual_backends import open_single
     from .native.commit import COMMIT_PATH
-    from .single import open_single
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]

@@ -72,6 +72,11 @@ def test_the_index_has_every_page() -> None:
         "formats",
         "formats/native",
         "formats/megatron",
+        "formats/external",
+        "formats/pickles",
+        "formats/torchzip",
+        "formats/dcp",
+        "formats/deepspeed",
     ],
 )
 def test_the_architecture_names_every_module(room: str) -> None:

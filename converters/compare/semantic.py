@@ -22,7 +22,7 @@ from ckpt import tree
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.engine.structure import Problem
-from ckpt.formats.elements import read_box, read_extent
+from ckpt.formats.external.elements import read_box, read_extent
 from ckpt.geometry import Box
 from ckpt.plan.pieces import pieces
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
 from ckpt.formats.native.writer import committed_id, read_record
@@ -155,7 +155,7 @@ class Conversion:
 
     def _check_empty(self) -> None:
         source = self.chosen.catalog
-        if self.name is not None and isinstance(source, ForeignCatalog) and source.url.rstrip("/") == self.backend.url.rstrip("/"):
+        if self.name is not None and isinstance(source, ExternalCatalog) and source.url.rstrip("/") == self.backend.url.rstrip("/"):
             hint = "convert to another directory, or give the URL of the source's file"
             raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
         if self.name is not None:

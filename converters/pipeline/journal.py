@@ -16,7 +16,7 @@ from ckpt.catalog import Catalog
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
@@ -60,7 +60,7 @@ def _identity(catalog: Catalog) -> object:
     if isinstance(catalog, NativeCatalog | VirtualCatalog):
         return catalog.record.id, sorted(f.digest for f in catalog.record.index.values())
     backend = catalog.backend
-    files = catalog.files if isinstance(catalog, ForeignCatalog) else ()
+    files = catalog.files if isinstance(catalog, ExternalCatalog) else ()
     return catalog.format, [(f.path, f.size, stamp_of(backend, f.path)) for f in files]
 
 

@@ -14,7 +14,7 @@ from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import UsageError
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
@@ -95,7 +95,7 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
     if isinstance(catalog, VirtualCatalog):
         backends = [open_backend(root) for root in dict.fromkeys(s.root for s in catalog.sources)]
     else:
-        backends = [catalog.backend] if isinstance(catalog, ForeignCatalog) else []
+        backends = [catalog.backend] if isinstance(catalog, ExternalCatalog) else []
     found: dict[str, bytes] = {}
     for backend in backends:
         found = {**small_files(backend), **found}

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt.catalog import Grid
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.errors import UsageError
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.tree import child_path
 from ckpt.view import StoredPerRank, StoredTensor, View
 
@@ -32,7 +32,7 @@ class _Builder:
         self.leaf = leaf
         self.reached: set[str] = set()
         none = Grid(cuts=(), files=np.zeros(1, dtype=np.int32))
-        shown = ForeignCatalog(
+        shown = ExternalCatalog(
             backend=chosen.catalog.backend,
             format=chosen.catalog.format,
             tensors=[w.entry(none) for w in chosen.tensors.values()],

@@ -25,12 +25,12 @@ from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_sta
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, UsageError
+from ckpt.formats.external.virtual_backends import open_single
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
 from ckpt.formats.registry import open_catalog
-from ckpt.formats.single import open_single
 from ckpt.io_backends.protocol import Backend, stamp_of
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan.match import several

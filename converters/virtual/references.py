@@ -16,7 +16,7 @@ from ckpt.converters.select.pruned_state import pruned_values
 from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
-from ckpt.formats.strided import reach, strided, strides_of
+from ckpt.formats.external.strided import reach, strided, strides_of
 from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.registry import absolute_url

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt import dtypes
-from ckpt.formats.ranges import read_ranges
+from ckpt.formats.external.ranges import read_ranges
 
 from .items import AT_ONCE, archive_of, box_place, ranges_of
 

@@ -14,8 +14,8 @@ from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
-from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
@@ -40,7 +40,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
     return any(_OWN.fullmatch(name) for name in names)
 
 
-def open_dcp(backend: Backend) -> ForeignCatalog:
+def open_dcp(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found.
 
     Raises:
@@ -54,11 +54,11 @@ def open_dcp(backend: Backend) -> ForeignCatalog:
     return open_metadata(backend, metadata)
 
 
-def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ForeignCatalog:
+def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ExternalCatalog:
     """The catalog of metadata that were read."""
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
-    files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
     tensors = _ItemTensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
@@ -73,7 +73,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     if twice:
         raise CorruptError(f"two tensors have the name {twice[0]!r}", where=backend.url, hint="rename one of them when saving")
 
-    def locate(wanted: Wanted) -> list[Extent]:
+    def locate(wanted: ChunkRequests) -> list[Extent]:
         mine = [pair for pair in wanted if pair[0].name in inner.entries]
         if not mine:
             return tensors.locate(wanted)
@@ -81,7 +81,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
         found = iter(inner.locate(mine))
         return [next(found) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
 
-    return ForeignCatalog(
+    return ExternalCatalog(
         backend=backend,
         format=format,
         tensors=[*tensors.entries.values(), *inner.entries.values()],
@@ -109,7 +109,7 @@ def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> 
 class _ItemTensors:
     """Tensors whose boxes are items of their own."""
 
-    def __init__(self, backend: Backend, files: Sequence[ForeignFile], described: Mapping[str, tuple[TensorEntry, list[DcpBox]]]) -> None:
+    def __init__(self, backend: Backend, files: Sequence[ExternalFile], described: Mapping[str, tuple[TensorEntry, list[DcpBox]]]) -> None:
         self.entries = {name: entry for name, (entry, _) in described.items()}
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
@@ -118,7 +118,7 @@ class _ItemTensors:
         self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks; looks into items that were not looked into before."""
         boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
         with self._lock:

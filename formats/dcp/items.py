@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.external.ranges import Range, read_ranges
 from ckpt.formats.pickles.stored import StoredView
-from ckpt.formats.ranges import Range, read_ranges
 from ckpt.formats.torchzip.archive import MAGIC, Archive
 from ckpt.formats.torchzip.table import rows_of
 from ckpt.formats.torchzip.window import FileRange

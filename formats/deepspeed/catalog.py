@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile
+from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.fsdp.catalog import RankValues
-from ckpt.formats.hf_index import sizes_of
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.table import TensorTable
@@ -38,7 +38,7 @@ _OTHERS = "zero_optimizer"
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
-def open_deepspeed(backend: Backend) -> ForeignCatalog:
+def open_deepspeed(backend: Backend) -> ExternalCatalog:
     """Open what ``is_checkpoint`` found; the catalog's ``url`` says which tag that is.
 
     Raises:
@@ -63,7 +63,7 @@ class _Opened:
         paths = [*models, *directory.layers.values(), *directory.experts, *states, *self.universal.values(), *further]
         files = open_files(backend, paths)
         self.by_path = {file.path: file for file in files}
-        self.held = [ForeignFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        self.held = [ExternalFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         self.table = TensorTable([file.archive for file in files], self.held)
         self.weights = Weights(self.table)
         self.opaque: dict[str, str] = {}
@@ -82,7 +82,7 @@ class _Opened:
         """The models' files of a stage, by rank."""
         return [self.by_path[path] for (at, _), path in sorted(self.directory.models.items()) if at == stage]
 
-    def catalog(self) -> ForeignCatalog:
+    def catalog(self) -> ExternalCatalog:
         for stage in self.directory.stages:
             self._check(self.models(stage)[0])
         for stage in self.directory.stages:
@@ -99,7 +99,7 @@ class _Opened:
         self.weights.tied()
         state, ranks = self._state()
         kind = "" if self.zero is None else f" ZeRO-{self.zero}"
-        return ForeignCatalog(
+        return ExternalCatalog(
             backend=self.backend,
             format=f"{FORMAT_NAME}{kind}{' universal' if self.directory.universal else ''}",
             tensors=self.table.entries.values(),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.single import SingleFile
 from ckpt.io_backends.registry import join_url, open_backend
 
 if TYPE_CHECKING:

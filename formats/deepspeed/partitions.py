@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ckpt.catalog import Grid
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import grid_of
+from ckpt.formats.external.base import grid_of
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable
 from ckpt.geometry import Box, flat_to_boxes

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.foreign import grid_of
+from ckpt.formats.external.base import grid_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable

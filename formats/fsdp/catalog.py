@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile
-from ckpt.formats.hf_index import shown
+from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.hf_index import shown
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import SingleFile
 from ckpt.formats.torchzip.archive import open_archive
 from ckpt.formats.torchzip.catalog import SUFFIXES, is_torch_file
 from ckpt.formats.torchzip.table import TensorTable
@@ -73,7 +73,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
     return bool(found) and all(is_torch_file(backend, min(files.values())) for files in found.values())
 
 
-def open_ranks(backend: Backend) -> ForeignCatalog:
+def open_ranks(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found. With several sets, names begin with that of the set.
 
     Raises:
@@ -82,7 +82,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
     sets = rank_sets(backend.children())
     ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
-    files = [ForeignFile(path, backend.size(path), rank) for _, rank, path in paths]
+    files = [ExternalFile(path, backend.size(path), rank) for _, rank, path in paths]
     joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))
     nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for number, (name, rank, _) in enumerate(paths):
@@ -91,7 +91,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
     joined.finish()
     values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
-    return ForeignCatalog(
+    return ExternalCatalog(
         backend=backend,
         format=FORMAT_NAME,
         tensors=joined.table.entries.values(),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 
 from .names import VOCABULARY
 from .pieces import PieceTable
@@ -15,7 +15,7 @@ from .training import ABOUT_STORAGE
 RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?/")
 
 
-class MegatronCatalog(ForeignCatalog):
+class MegatronCatalog(ExternalCatalog):
     """A Megatron checkpoint. ``arguments`` are those of the job that wrote it, as far as they are plain values.
 
     ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt.formats.strided import reach
+from ckpt.formats.external.strided import reach
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
 from .params import LocalParam, ParamBlock

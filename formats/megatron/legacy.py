@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignFile
-from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive, open_archive
@@ -83,7 +83,7 @@ class _Legacy:
             beside = dict(zip(directories, pool.map(backend.children, directories), strict=True))
         paths = [d + FILE for d in directories]
         extra = [d + OPTIMIZER_FILE for d in directories if OPTIMIZER_FILE in beside[d]]
-        files = [ForeignFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
+        files = [ExternalFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
             archives = list(pool.map(lambda file: open_archive(backend, file.path), files))
         optimizers = {p.removesuffix(OPTIMIZER_FILE): len(paths) + i for i, p in enumerate(extra)}

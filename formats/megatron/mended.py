@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import FormatError
-from ckpt.formats.elements import read_box
-from ckpt.formats.foreign import ForeignFile
-from ckpt.formats.in_memory import WithFile
+from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.elements import read_box
+from ckpt.formats.external.virtual_backends import WithFile
 from ckpt.geometry import Box, box_to_flat
 
 from .base import MegatronCatalog
@@ -46,7 +46,7 @@ def mended_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[Megatr
     pieces = {name: [*own, *filling.pieces(name)] for name, own in repaired.pieces.items()}
     data = filling.data()
     backend = WithFile(table.backend, FILLED, data)
-    made = table.with_pieces(backend, [ForeignFile(FILLED, len(data))], pieces)
+    made = table.with_pieces(backend, [ExternalFile(FILLED, len(data))], pieces)
     told = [MendedTensor(n, _moved(own, table.pieces(n)), filling.count(n)) for n, own in sorted(repaired.pieces.items())]
     mended = MegatronCatalog(
         table=made,

@@ -14,11 +14,11 @@ from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.alike import Places
 from ckpt.formats.dcp.metadata import DcpBox, DcpItem
-from ckpt.formats.elements import read_extent
-from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
+from ckpt.formats.external.elements import read_extent
+from ckpt.formats.external.ranges import Range, read_ranges
+from ckpt.formats.external.strided import reach, strided
 from ckpt.formats.pickles.stored import StoredView
-from ckpt.formats.ranges import Range, read_ranges
-from ckpt.formats.strided import reach, strided
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.table import rows_of
 from ckpt.geometry import Box, find_fault
@@ -84,7 +84,7 @@ class PieceTable:
     ``rows`` says which of ``files`` each archive lies in.
     """
 
-    def __init__(self, backend: Backend, files: Sequence[ForeignFile], archives: Sequence[Archive], rows: Sequence[int]) -> None:
+    def __init__(self, backend: Backend, files: Sequence[ExternalFile], archives: Sequence[Archive], rows: Sequence[int]) -> None:
         self.entries: dict[str, TensorEntry] = {}
         self.backend = backend
         self.files = files
@@ -148,7 +148,7 @@ class PieceTable:
         """What a tensor of the table is made of, in the order of its chunks."""
         return self._pieces[name]
 
-    def with_pieces(self, backend: Backend, files: Sequence[ForeignFile], pieces: Mapping[str, Sequence[SourcePiece]]) -> PieceTable:
+    def with_pieces(self, backend: Backend, files: Sequence[ExternalFile], pieces: Mapping[str, Sequence[SourcePiece]]) -> PieceTable:
         """The same tensors, some of them made of other ``pieces``, which may lie in further ``files`` of the ``backend``.
 
         Raises:
@@ -162,7 +162,7 @@ class PieceTable:
 
     # ---- places of bytes
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks. Reads headers of records and items that were not read before, many at once."""
         return self._extents([(entry.name, self._pieces[entry.name][number]) for entry, number in wanted])
 
@@ -171,7 +171,7 @@ class PieceTable:
         named = [(name, piece) for name, pieces in self._copies.items() for piece in pieces]
         return [Replica(name, Box(p.offset, p.shape), e) for (name, p), e in zip(named, self._extents(named), strict=True)]
 
-    def extents_of(self, wanted: Wanted) -> list[Extent]:
+    def extents_of(self, wanted: ChunkRequests) -> list[Extent]:
         """The same, as catalogs call it."""
         return self.locate(wanted)
 

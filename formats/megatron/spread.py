@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import FormatError
-from ckpt.formats.elements import cast_bits, read_box
+from ckpt.formats.external.elements import cast_bits, read_box
 from ckpt.geometry import Box
 
 from .buffers import BufferSegment, pieces_of

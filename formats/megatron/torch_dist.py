@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import open_items
 from ckpt.formats.dcp.metadata import METADATA, DcpTensor, Metadata, read_metadata
-from ckpt.formats.foreign import ForeignFile
-from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 from ckpt.geometry import flat_to_boxes, row_major_strides
@@ -83,7 +83,7 @@ class _TorchDist:
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
         common = [COMMON] if COMMON in backend.children() else []
         paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
-        files = [ForeignFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        files = [ExternalFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         sizes = {f.path: f.size for f in files}
         rows = {f.path: row for row, f in enumerate(files)}
         archives = list(open_items(backend, list(self.items.values()), sizes))

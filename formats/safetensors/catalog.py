@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
-from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import candidates
 
 from .header import MAX_HEADER, FileHeader, TensorSpan, read_header
 
@@ -44,7 +44,7 @@ def _begins_right(backend: Backend, path: str) -> bool:
     return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") <= min(MAX_HEADER, size)
 
 
-def open_safetensors(backend: Backend) -> ForeignCatalog:
+def open_safetensors(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found.
 
     Raises:
@@ -57,13 +57,13 @@ def open_safetensors(backend: Backend) -> ForeignCatalog:
     paths = sorted(set(index.values())) if index is not None else candidates(backend, names, (SUFFIX,))
     if index is None:
         check_all_there(backend, paths)
-    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
         headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
     tensors = _TensorSpans(backend.url, files, headers)
-    return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
+    return ExternalCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
 
 
 def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> dict[str, str]:
@@ -94,7 +94,7 @@ class _Part(NamedTuple):
 class _TensorSpans:
     """Entries of all tensors, and their places."""
 
-    def __init__(self, url: str, files: Sequence[ForeignFile], headers: Sequence[FileHeader]) -> None:
+    def __init__(self, url: str, files: Sequence[ExternalFile], headers: Sequence[FileHeader]) -> None:
         self._files = files
         self._places: dict[str, list[tuple[int, int]]] = {}
         boxes = [_saved_offsets(header, f"{url.rstrip('/')}/{file.path}") for header, file in zip(headers, files, strict=True)]
@@ -122,7 +122,7 @@ class _TensorSpans:
         self._places[name] = [(held[i].file, held[i].stored.offset) for i in order]
         return TensorEntry(name=name, dtype=kind, shape=shape, grid=grid)
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         found = []
         for entry, number in wanted:
             file, offset = self._places[entry.name][number]

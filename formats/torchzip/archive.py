@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.external.ranges import Range, read_ranges
 from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
 from ckpt.formats.pickles.stored import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
-from ckpt.formats.ranges import Range, read_ranges
 
 from .directory import ZipRecord, data_offset, header_length, names_below, read_directory
 from .window import FileRange

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
 from ckpt.formats.pickles.stored import StoredStorage, StoredView
 from ckpt.geometry import Box, row_major_strides
 
@@ -74,7 +74,7 @@ class TensorTable:
     """
 
     archives: Sequence[Archive]
-    files: Sequence[ForeignFile]
+    files: Sequence[ExternalFile]
     rows: Sequence[int] = ()
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     _blocks: dict[str, list[StorageBlock]] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class TensorTable:
                 f"two tensors have the name {name!r}", where=self.archives[file].where, hint="keys such as 1 and '1' make the same name"
             )
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks. Reads local headers of records, many at once."""
         return self._extents([self._block(entry, number) for entry, number in wanted])
 

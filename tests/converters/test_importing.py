@@ -411,7 +411,7 @@ _true_parts = references._parts
 
 
 def test_strides_that_do_not_fit_the_bytes() -> None:
-    from ckpt.formats.strided import gather, strided, strides_of
+    from ckpt.formats.external.strided import gather, strided, strides_of
 
     codec = strided((2, 3), (4, 8), 4)
     assert codec is not None and strides_of(codec) == (4, 8)

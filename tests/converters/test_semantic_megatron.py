@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt.converters.compare.semantic import SemanticReport, check_semantic
-from ckpt.formats.elements import cast_bits
+from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, load, unpacked
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.single import SingleFile
+
+from .virtual_backends import SingleFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -13,16 +13,16 @@ from ckpt.errors import CorruptError
 from ckpt.geometry import Box, IntArray
 from ckpt.reread import read_checked
 
-from .single import SingleFile
+from .virtual_backends import SingleFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-Wanted = Sequence[tuple[TensorEntry, int]]
+ChunkRequests = Sequence[tuple[TensorEntry, int]]
 """Pairs of a tensor and a chunk's number."""
 
 
-class ForeignFile(NamedTuple):
+class ExternalFile(NamedTuple):
     """A file with tensors: ``path`` relative to the backend, ``size`` in bytes, the ``rank`` that wrote it where its name says so."""
 
     path: str
@@ -38,7 +38,7 @@ class Replica(NamedTuple):
     extent: Extent
 
 
-class ForeignCatalog:
+class ExternalCatalog:
     """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
 
     ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
@@ -52,8 +52,8 @@ class ForeignCatalog:
         backend: Backend,
         format: str,
         tensors: Iterable[TensorEntry],
-        files: Sequence[ForeignFile],
-        locate: Callable[[Wanted], list[Extent]],
+        files: Sequence[ExternalFile],
+        locate: Callable[[ChunkRequests], list[Extent]],
         world_size: int = 1,
         state: Any = None,
         ranks: Mapping[int, Mapping[str, Any]] | None = None,
@@ -86,7 +86,7 @@ class ForeignCatalog:
         """
         return self.extents_of([(entry, int(n)) for n in chunks])
 
-    def extents_of(self, wanted: Wanted) -> list[Extent]:
+    def extents_of(self, wanted: ChunkRequests) -> list[Extent]:
         """The same for one chunk each of many tensors."""
         if not wanted:
             return []
