@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
-from ckpt.converters.convert import MEMORY
+from ckpt.converters.pipeline.options import MEMORY
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.transfer import copy_checkpoint
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ from ckpt.io_backends.registry import open_backend
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import left_out, numbers_in, skipping, translating, views_of
+from .translating import TranslationChoice, left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from ckpt.converters.pipeline.repair import RepairReport
 
 _RANKS = click.IntRange(min=1)
+_RANK_OPTIONS = (
+    click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]"),
+    click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]"),
+    click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]"),
+    click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]"),
+    click.option(
+        "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args."
+    ),
+)
 _CONFIG = "config.json"
 _SHOWN = 10
 """Tensors that were repaired, in the text."""
@@ -37,6 +47,20 @@ def _size(text: str) -> int:
         raise click.BadParameter(err.message) from err
 
 
+def megatron_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The ranks that ``megatron`` is written for; the command takes them as ``parallel``, None if nothing is asked for."""
+
+    @wraps(command)
+    def with_ranks(
+        *args: Any, tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: tuple[str, ...], **options: Any
+    ) -> Any:
+        return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
+
+    for option in reversed(_RANK_OPTIONS):
+        with_ranks = option(with_ranks)
+    return with_ranks
+
+
 @click.command("convert", short_help="Write a checkpoint in another format.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
@@ -48,11 +72,7 @@ def _size(text: str) -> int:
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
 @click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
 @click.option("--root", metavar="KEY", help="Key of the state that has the model. [default: the only one, for torch_dist model]")
-@click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]")
-@click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]")
-@click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]")
-@click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]")
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args.")
+@megatron_ranks
 @click.option("--config", metavar="PATH", help="For hf: a config.json, or the directory of a model that has it, and tokenizer files.")
 @click.option("--shard-size", type=_size, metavar="SIZE", help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
 @click.option("--memory", type=_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
@@ -68,31 +88,13 @@ def command(
     target: str,
     *,
     to: str,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
-    skip: tuple[str, ...],
-    only: tuple[str, ...],
-    exclude: tuple[str, ...],
-    optimizer: bool,
-    dtype: str | None,
-    root: str | None,
-    tp: int | None,
-    pp: int | None,
-    vpp: int | None,
-    ep: int | None,
-    arguments: tuple[str, ...],
-    config: str | None,
-    shard_size: int | None,
-    memory: int,
-    threads: int | None,
-    verify: bool,
-    overwrite: bool,
-    repair: bool,
+    translation: TranslationChoice,
     job: tuple[str, ...],
+    config: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **chosen: Any,
 ) -> None:
     """Write the checkpoint at SRC, of any format that ckpt reads, at DST in another one. Memory stays below a budget, whatever the size.
 
@@ -112,32 +114,10 @@ def command(
     from ckpt.converters.convert import convert
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, spelling, numbers, config)
+    views = views_of(source, translation, config)
+    chosen |= {"views": views, "config": config, "job": numbers_in(job, "--job", "data_parallel_size=12")}
     with progress("convert", output) as update:
-        report = convert(
-            source,
-            target,
-            to=to,
-            views=views,
-            only=only,
-            exclude=exclude,
-            optimizer=optimizer,
-            dtype=dtype,
-            root=root,
-            skip=skip,
-            shard_size=shard_size,
-            parallel=_parallel(tp, pp, vpp, ep, arguments),
-            memory=memory,
-            threads=threads,
-            overwrite=overwrite,
-            verify=verify,
-            part=_part(),
-            dry_run=dry_run,
-            repair=repair,
-            job=numbers_in(job, "--job", "data_parallel_size=12"),
-            config=config,
-            progress=update,
-        )
+        report = convert(source, target, to=to, part=_part(), dry_run=dry_run, progress=update, **chosen)
     if output.json:
         output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
     elif not output.quiet:

@@ -13,7 +13,7 @@ from ckpt.errors import UsageError
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import translating, views_of
+from .translating import TranslationChoice, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance
@@ -46,9 +46,7 @@ def command(
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
+    translation: TranslationChoice,
     rename: tuple[str, ...],
     threads: int | None,
     as_json: bool,
@@ -70,7 +68,7 @@ def command(
 
     output = Output(json=as_json, quiet=quiet)
     tolerances = [_tolerance(rule) for rule in rules]
-    views = views_of(left, translation, spelling, numbers)
+    views = views_of(left, translation)
     with progress("diff", output) as update:
         report = compare(
             left,

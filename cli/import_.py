@@ -11,7 +11,7 @@ from ckpt import units
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import left_out, skipping, translating, views_of
+from .translating import TranslationChoice, left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.virtual.importer import ImportReport
@@ -30,9 +30,7 @@ def command(
     source: str,
     target: str,
     *,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
+    translation: TranslationChoice,
     skip: tuple[str, ...],
     only: tuple[str, ...],
     digest: bool,
@@ -55,7 +53,7 @@ def command(
     from ckpt.converters.virtual.importer import import_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, spelling, numbers)
+    views = views_of(source, translation)
     with progress("import", output) as update:
         report = import_checkpoint(source, target, views=views, only=only, skip=skip, digest=digest, overwrite=overwrite, progress=update)
     if output.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -21,13 +23,25 @@ _SPELLING = "Into whose names, those that you want: huggingface, megatron, plain
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def translating(command: Command) -> Command:
-    """``--names``, ``--spelling`` and ``--set``; the command takes them as ``translation``, ``spelling`` and ``numbers``."""
-    command = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")(
-        command
-    )
-    command = click.option("--spelling", metavar="SPELLING", help=_SPELLING)(command)
-    return click.option("--names", "translation", metavar="NAMES", help=_NAMES)(command)
+@dataclass(frozen=True, slots=True)
+class TranslationChoice:
+    """What ``--names``, ``--spelling`` and ``--set`` were given as."""
+
+    names: str | None
+    spelling: str | None
+    numbers: tuple[str, ...]
+
+
+def translating(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--names``, ``--spelling`` and ``--set``; the command takes them as one ``translation``."""
+
+    @wraps(command)
+    def with_translation(*args: Any, names: str | None, spelling: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
+        return command(*args, translation=TranslationChoice(names, spelling, numbers), **options)
+
+    number = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")
+    target = click.option("--spelling", metavar="SPELLING", help=_SPELLING)
+    return click.option("--names", metavar="NAMES", help=_NAMES)(target(number(with_translation)))
 
 
 def skipping(command: Command) -> Command:
@@ -37,24 +51,24 @@ def skipping(command: Command) -> Command:
 
 
 def views_of(
-    source: str, translation: str | None, spelling: str | None, numbers: Sequence[str], config: str | None = None
+    source: str, translation: TranslationChoice, config: str | None = None
 ) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]] | None:
     """What the options ask for; None if they ask for nothing. A ``config`` of transformers tells numbers too.
 
     Raises:
         UsageError: one of them is missing or wrong.
     """
-    if (spelling is None) != (translation is None):
+    if (translation.spelling is None) != (translation.names is None):
         raise UsageError("--names and --spelling belong together", hint="--names llama --spelling megatron")
-    if spelling is None or translation is None:
-        if numbers:
+    if translation.spelling is None or translation.names is None:
+        if translation.numbers:
             raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
         return None
     from ckpt.converters.mapping.convention import translated
     from ckpt.converters.targets.hf_config import read_configuration
 
-    said = numbers_in(numbers, "--set", "query_groups=8")
-    return translated(source, translation, spelling, {**read_configuration(config).numbers, **said})
+    numbers = {**read_configuration(config).numbers, **numbers_in(translation.numbers, "--set", "query_groups=8")}
+    return translated(source, translation.names, translation.spelling, numbers)
 
 
 def left_out(names: Sequence[str]) -> str:

@@ -127,12 +127,7 @@ def compare(
         NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
     began = time.monotonic()
-    catalogs = open_catalog(left), open_catalog(right)
-    about = {path for catalog in catalogs for path in getattr(catalog, "about_storage", ())}
-    sides = (
-        Side(catalogs[0], views, Renaming(rename or {}, left), root, about),
-        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
-    )
+    sides = _sides(left, right, views, rename or {}, root)
     chosen = _NameFilter(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
@@ -156,6 +151,15 @@ def compare(
         seconds=time.monotonic() - began,
         differences=tuple(sorted(found, key=lambda d: d.name)),
         value_differences=tuple(differ),
+    )
+
+
+def _sides(left: str, right: str, views: Views | None, rename: Mapping[str, str], root: str | None) -> tuple[Side, Side]:
+    catalogs = open_catalog(left), open_catalog(right)
+    about = {path for catalog in catalogs for path in getattr(catalog, "about_storage", ())}
+    return (
+        Side(catalogs[0], views, Renaming(rename, left), root, about),
+        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
     )
 
 

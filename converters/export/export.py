@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, tree, units
@@ -69,6 +69,32 @@ class ExportReport:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What all ranks have to give alike; see ``export``."""
+
+    names: str | None
+    spelling: str
+    numbers: Mapping[str, int]
+    only: Sequence[str]
+    exclude: Sequence[str]
+    root: str | None
+    dtype: str | None
+    shard_size: int | str | None
+    overwrite: bool
+    memory: int
+
+    def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
+        """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
+        return SelectOptions(
+            views=None if self.names is None else respelled(self.names, self.spelling, numbers),
+            only=self.only,
+            exclude=self.exclude,
+            dtype=self.dtype,
+            root=self.root,
+        )
+
+
 def export(
     url: str,
     state: Module | Mapping[str, Any],
@@ -98,51 +124,45 @@ def export(
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
         state: a model, or a state as ``ckpt.save`` takes it.
-        names: a translation of names and of how tensors are cut, such as ``"llama"``, into ``spelling``. ``numbers`` of the model that it
-            needs and ``config`` does not tell: ``{"heads": 32}``.
+        names: a translation, such as ``"llama"``, into ``spelling``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
         dtype: of floating-point tensors: ``"bfloat16"`` or ``torch.bfloat16`` and the like. By default as they are.
         shard_size: bytes of a file, about: ``"5GB"``. A single file is never cut.
         config: what becomes ``config.json``: ``model.config`` of transformers, its content, or the path of such a file, or of a directory
-                with it, whose tokenizer comes too.
-            Only the leading rank reads it. Beside one file nothing is written; then it only tells the numbers.
+            with it, whose tokenizer comes too. Only the leading rank reads it. Beside one file nothing is written.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
-        overwrite: replace an earlier export. A single file is replaced at once. In a directory new files are whole before old ones
-            go; if the job dies or the storage fails in that moment, nothing can be opened there until it is exported again.
+        overwrite: replace an earlier export. A single file is replaced at once; a directory cannot be opened for a moment, and if the job
+            dies in it, not until it is exported again.
         memory: bytes of tensors that a rank has in windows at once.
-        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
-        threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
-        process_group: the ranks that take part, if not all.
+        timeout, threads, process_group: as for ``ckpt.save``.
 
     Raises:
         ConflictError: something is at ``url``.
-        NamesError: a glob fits nothing, or the translation does not fit.
-        UsageError: the options do not fit each other or the state.
+        NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation.
         StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
     """
+    options = ExportOptions(
+        names=names,
+        spelling=spelling,
+        numbers=dict(numbers or {}),
+        only=several(only),
+        exclude=several(exclude),
+        root=root,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        shard_size=shard_size,
+        overwrite=overwrite,
+        memory=memory,
+    )
     group = current_group(process_group)
     settle(group)
-    call = group.call("export", url, settings.timeout(timeout))
-    options = {
-        "names": names,
-        "spelling": spelling,
-        "numbers": dict(numbers or {}),
-        "only": several(only),
-        "exclude": several(exclude),
-        "root": root,
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "shard_size": shard_size,
-        "overwrite": overwrite,
-        "memory": memory,
-    }
-    return _Export(call, options, config, settings.threads(threads)).run(state, layout)
+    return _Export(group.call("export", url, settings.timeout(timeout)), options, config, settings.threads(threads)).run(state, layout)
 
 
 class _Export:
     """One rank's side of one export."""
 
-    def __init__(self, call: Call, options: Mapping[str, Any], config: str | Mapping[str, Any] | ModelConfig | None, threads: int) -> None:
+    def __init__(self, call: Call, options: ExportOptions, config: str | Mapping[str, Any] | ModelConfig | None, threads: int) -> None:
         self.began = time.perf_counter()
         self.call = call
         self.options = options
@@ -176,13 +196,13 @@ class _Export:
     def begin(self, state: Module | Mapping[str, Any], layout: Layout | None) -> Row:
         """Tell the leader what this rank has."""
         group = self.call.group
-        if self.options["memory"] < LEAST:
-            raise UsageError(f"{self.options['memory']} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
+        if self.options.memory < LEAST:
+            raise UsageError(f"{self.options.memory} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
         if layout is not None:
             layout.check_ranks(group.ranks)
         check_url(self.call.url)
         root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
-        self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options["overwrite"])
+        self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options.overwrite)
         held = state if isinstance(state, dict) else {"model": state}
         self.collected: Collected = collect(held, rank=group.rank, ranks=group.ranks, layout=layout)
         placer = self.collected.placer
@@ -191,7 +211,7 @@ class _Export:
         return {
             "table": self.call.share(table.to_bytes()),
             "state": self.call.share(tree.text(self.collected.state).encode()),
-            "options": json.dumps(self.options, sort_keys=True),
+            "options": json.dumps(asdict(self.options), sort_keys=True),
         }
 
     def leader_begin(self, rows: dict[int, Row]) -> Row:
@@ -205,7 +225,7 @@ class _Export:
         said: Row = {
             "tables": tables,
             "state": self.call.leave(json.dumps(state).encode()),
-            "numbers": changed(self._configuration.numbers, self.options["numbers"]),
+            "numbers": changed(self._configuration.numbers, self.options.numbers),
         }
         self.lay_out(said)
         self.destination.backend.prepare()
@@ -222,7 +242,7 @@ class _Export:
         """The catalog of all ranks' tensors, what is taken of it, and the files."""
         tables = [(ranks, Table.from_bytes(self.call.fetch(digest))) for digest, ranks in said["tables"]]
         joined: Joined = join_tables(tables)
-        options, destination = self.options, self.destination
+        destination = self.destination
         self.catalog = StateCatalog.of(
             joined,
             json.loads(self.call.fetch(said["state"])),
@@ -230,15 +250,8 @@ class _Export:
             backend=destination.backend,
             world_size=self.call.group.size,
         )
-        choice = SelectOptions(
-            views=None if options["names"] is None else respelled(options["names"], options["spelling"], said["numbers"]),
-            only=options["only"],
-            exclude=options["exclude"],
-            dtype=options["dtype"],
-            root=options["root"],
-        )
-        self.chosen: OutputSet = TARGET.choose(self.catalog, choice)
-        size = options["shard_size"]
+        self.chosen: OutputSet = TARGET.choose(self.catalog, self.options.selection(said["numbers"]))
+        size = self.options.shard_size
         size = units.parse_size(size) if isinstance(size, str) else size
         layout = OutputOptions(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
         self.planned: OutputPlan = TARGET.plan(self.chosen, layout)
@@ -252,7 +265,7 @@ class _Export:
             self.lay_out(said)
         group, files = self.call.group, self.planned.files
         planner = WritePlanner(self.catalog, self.tensors, files, group.ranks)
-        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options["memory"] // SHARES)
+        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options.memory // SHARES)
         mine = self.begun.shared if self.begun is not None else None
         self.sinks = RankFiles(self.destination, files, said["tokens"], mine)
         placer = self.collected.placer

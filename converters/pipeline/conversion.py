@@ -18,7 +18,7 @@ from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
 
 from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
-from .parallel import MegatronParallel
+from .options import ConvertOptions
 from .repair import RepairReport
 from .target import OutputFile, OutputOptions, OutputPlan, Target, apart
 
@@ -34,25 +34,21 @@ class Conversion:
         format: Target,
         chosen: OutputSet,
         url: str,
+        options: ConvertOptions,
         *,
-        shard_size: int | None,
-        parallel: MegatronParallel | None,
-        overwrite: bool,
-        mending: RepairReport | None = None,
+        repair: RepairReport | None = None,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        if parallel is not None and not format.parallel:
+        if options.parallel is not None and not format.parallel:
             hint = "leave out --tp, --pp, --vpp, --ep and --arg"
             raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
-        if overwrite and not format.replaces:
+        if options.overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
         self.format = format
         self.chosen = chosen
         self.url = url
-        self.shard_size = shard_size
-        self.parallel = parallel
+        self.options = options
         self.beside = beside or {}
-        self.overwrite = overwrite
         check_url(url)
         self.root, self.name = apart(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
@@ -60,9 +56,9 @@ class Conversion:
             check_no_link(self.backend)
         self._said = (
             format.name,
-            shard_size,
-            parallel,
-            *([mending] if mending is not None and mending.needed else []),
+            options.shard_size,
+            options.parallel,
+            *([repair] if repair is not None and repair.needed else []),
             *([self.beside] if self.beside else []),
         )
         self.digest = digest_of(chosen, *self._said)
@@ -109,7 +105,7 @@ class Conversion:
 
     def _end(self) -> OutputPlan | None:
         """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
-        if self.record is not None or self.overwrite:
+        if self.record is not None or self.options.overwrite:
             return None
         id = ended(self.backend, self.name, self.digest)
         if id is None and self._previous is not None and self.format.replaces:
@@ -136,7 +132,7 @@ class Conversion:
 
     def _check_previous(self, record: ConversionJournal) -> None:
         """Raise ConflictError if somebody else has saved here since the conversion was begun."""
-        if self._previous is None or self.overwrite:
+        if self._previous is None or self.options.overwrite:
             return
         if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
             raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
@@ -145,10 +141,10 @@ class Conversion:
         layout = OutputOptions(
             id=id,
             url=self.url,
-            shard_size=self.shard_size,
+            shard_size=self.options.shard_size,
             name=self.name,
             previous=self._previous,
-            parallel=self.parallel,
+            parallel=self.options.parallel,
             beside=self.beside,
         )
         return self.format.plan(self.chosen, layout)
@@ -160,7 +156,7 @@ class Conversion:
             raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
         if self.name is not None:
             taken = [n for n in self.backend.children() if n.rstrip("/") == self.name]
-        elif self._previous is not None and self.overwrite:
+        elif self._previous is not None and self.options.overwrite:
             taken = []
         else:
             ours = (".", CONVERTING, f"{MARKS}-")
@@ -192,9 +188,7 @@ class Conversion:
             sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
         return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
 
-    def write(
-        self, planned: OutputPlan, missing: Sequence[int], *, memory: int, threads: int | None, verify: bool, progress: Progress | None
-    ) -> int:
+    def write(self, planned: OutputPlan, missing: Sequence[int], *, progress: Progress | None) -> int:
         """Write them; gives the bytes that were read."""
         if not missing or self.record is None:
             return 0
@@ -204,9 +198,9 @@ class Conversion:
             self.chosen,
             planned,
             self.backend,
-            memory=memory,
-            threads=default_threads(threads),
-            verify=verify,
+            memory=self.options.memory,
+            threads=default_threads(self.options.threads),
+            verify=self.options.verify,
             begin=lambda number: self._clear(planned.files[number], number),
             done=self.record.done,
         )

@@ -102,29 +102,21 @@ def import_checkpoint(
     previous = read_record(backend)
     if previous is not None and not overwrite:
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
-    watch = SourceStamps(source)
+    stamps = SourceStamps(source)
     catalog = _opened(source)
-    choice = SelectOptions(views=views, only=several(only), skip=several(skip))
-    pointed = _point(catalog, choice)
-    contents = pointed.contents()
+    selection = SelectOptions(views=views, only=several(only), skip=several(skip))
+    references = _point(catalog, selection)
+    contents = references.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
+    if digest and references.parted:
+        _check_whole(source)
     if digest:
-        if pointed.parted:
-            _check_whole(source)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
-    if not watch.are_as_they_were(contents.sources):
-        again = _point(open_catalog(source), choice).contents()
-        if (again.sources, again.extents) != (contents.sources, pointed.extents):
-            raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
-    backend.prepare()
+    if not stamps.are_as_they_were(contents.sources):
+        _check_same(source, selection, references)
     id = new_id(previous)
-    write_index(backend, contents, id=id, world_size=catalog.world_size, previous=previous, features=(VIRTUAL,))
-    for path in replaced:
-        try:
-            backend.delete(path)
-        except CkptError as err:  # the checkpoint is committed
-            log.warning("a file of the checkpoint that was replaced stays behind as debris: %s", err)
+    _commit(backend, contents, id=id, world_size=catalog.world_size, previous=previous, replaced=replaced)
     return ImportReport(
         url=url,
         id=id,
@@ -134,10 +126,28 @@ def import_checkpoint(
         chunks=sum(map(len, contents.extents.values())),
         sources=len(contents.sources),
         digested=digest,
-        values=not pointed.state.left_out,
-        left_out=pointed.left_out,
+        values=not references.state.left_out,
+        left_out=references.left_out,
         seconds=time.monotonic() - began,
     )
+
+
+def _check_same(source: str, selection: SelectOptions, references: References) -> None:
+    """Raise CorruptError unless the files still say what ``references`` were made of."""
+    contents, again = references.contents(), _point(open_catalog(source), selection).contents()
+    if (again.sources, again.extents) != (contents.sources, references.extents):
+        raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
+
+
+def _commit(backend: Backend, contents: Contents, *, id: str, world_size: int, previous: bytes | None, replaced: Sequence[str]) -> None:
+    """Make the checkpoint exist, and remove the files of the one that it replaces."""
+    backend.prepare()
+    write_index(backend, contents, id=id, world_size=world_size, previous=previous, features=(VIRTUAL,))
+    for path in replaced:
+        try:
+            backend.delete(path)
+        except CkptError as err:  # the checkpoint is committed
+            log.warning("a file of the checkpoint that was replaced stays behind as debris: %s", err)
 
 
 def _check_apart(target: Backend, source: Backend, previous: bytes | None, replaced: Sequence[str], contents: Contents) -> None:
