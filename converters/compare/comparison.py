@@ -130,18 +130,18 @@ def compare(
     sides = _sides(left, right, views, rename or {}, root)
     chosen = _NameFilter(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
-    told = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
+    leaves = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
     chosen.check(left)
-    mixed = {n for n in names[0] ^ names[1] if n in told[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
+    mixed = {n for n in names[0] ^ names[1] if n in leaves[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
     for n in mixed:
-        del told[n in names[0]][n]
-    found = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)]
+        del leaves[n in names[0]][n]
+    differences = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)]
     shared = sorted(names[0] & names[1])
     comparing = _Comparing(sides, tolerances, threads or min(16, max(2, os.cpu_count() or 2)))
-    found += comparing.run(shared, progress)
-    found += [difference for n in sorted(mixed) for difference in comparing.mixed(n)]
-    paths = sorted(told[0].keys() | told[1].keys())
-    differ = [ValueDifference(path=p, left=told[0].get(p), right=told[1].get(p)) for p in paths if told[0].get(p) != told[1].get(p)]
+    differences += comparing.run(shared, progress)
+    differences += [difference for n in sorted(mixed) for difference in comparing.mixed(n)]
+    paths = sorted(leaves[0].keys() | leaves[1].keys())
+    differ = [ValueDifference(path=p, left=leaves[0].get(p), right=leaves[1].get(p)) for p in paths if leaves[0].get(p) != leaves[1].get(p)]
     return DiffReport(
         left=sides[0].catalog.url,
         right=sides[1].catalog.url,
@@ -149,7 +149,7 @@ def compare(
         values=len(paths),
         bytes=comparing.done,
         seconds=time.monotonic() - began,
-        differences=tuple(sorted(found, key=lambda d: d.name)),
+        differences=tuple(sorted(differences, key=lambda d: d.name)),
         value_differences=tuple(differ),
     )
 
@@ -219,36 +219,36 @@ class _Comparing:
 
     def run(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
         left, right = self.sides
-        found: list[TensorDifference] = []
+        differences: list[TensorDifference] = []
         alike = []
         for name in names:
             shapes = [side.views[name].shape for side in self.sides]
             if shapes[0] != shapes[1]:
-                found.append(TensorDifference(name=name, kind="shape", left=str(list(shapes[0])), right=str(list(shapes[1]))))
+                differences.append(TensorDifference(name=name, kind="shape", left=str(list(shapes[0])), right=str(list(shapes[1]))))
                 continue
             if left.views[name].pieces and right.views[name].pieces:
                 kinds = left.kind(name).name, right.kind(name).name
                 if kinds[0] != kinds[1]:
-                    found.append(TensorDifference(name=name, kind="dtype", left=kinds[0], right=kinds[1]))
+                    differences.append(TensorDifference(name=name, kind="dtype", left=kinds[0], right=kinds[1]))
                 alike.append(name)
-        return found + self._values(alike, progress)
+        return differences + self._values(alike, progress)
 
     def mixed(self, name: str) -> Iterator[TensorDifference]:
         """Compare a tensor of one side with the same that the state of the other side has in itself."""
         kinds, elements = [], []
         for side in self.sides:
-            held = side.inlined(name) if name not in side.views else None
-            kinds.append(side.kind(name) if held is None else held.dtype)
-            elements.append(side.elements.of_view(v := side.views[name], Box.whole(v.shape)) if held is None else held.elements)
+            inline = side.inlined(name) if name not in side.views else None
+            kinds.append(side.kind(name) if inline is None else inline.dtype)
+            elements.append(side.elements.of_view(v := side.views[name], Box.whole(v.shape)) if inline is None else inline.elements)
         left, right = elements
         if left.shape != right.shape:
             yield TensorDifference(name=name, kind="shape", left=str(list(left.shape)), right=str(list(right.shape)))
             return
         if kinds[0] != kinds[1]:
             yield TensorDifference(name=name, kind="dtype", left=kinds[0].name, right=kinds[1].name)
-        found = differing(left, right, (kinds[0], kinds[1]), self._tolerance(name), Box.whole(left.shape))
-        if found.elements:
-            yield _of_values(name, found)
+        counted = differing(left, right, (kinds[0], kinds[1]), self._tolerance(name), Box.whole(left.shape))
+        if counted.elements:
+            yield _of_values(name, counted)
 
     def _tolerance(self, name: str) -> Tolerance:
         return next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
@@ -280,7 +280,7 @@ class _Comparing:
 
     def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Differences]:
         name, boxes = job
-        found = _Differences()
+        differences = _Differences()
         tolerance = self._tolerance(name)
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)
         for box in boxes:
@@ -288,10 +288,10 @@ class _Comparing:
             if kinds[0] != kinds[1] or not _same_bits(left, right):
                 for block in pieces(box, box, _BLOCK):
                     at = slices_of(block.box, box)
-                    found = found.joined(differing(left[at], right[at], kinds, tolerance, block.box))
+                    differences = differences.joined(differing(left[at], right[at], kinds, tolerance, block.box))
             with self._lock:
                 self.done += left.nbytes
-        return name, found
+        return name, differences
 
 
 def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Differences:

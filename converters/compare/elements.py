@@ -54,12 +54,14 @@ class Elements:
         for piece in view.overlapping(box):
             entry = self.catalog.tensors[piece.source]
             if first is not None and entry.dtype != first.dtype:
-                told = f"{first.name} and {entry.name} would make one tensor, and have the dtypes {first.dtype.name} and {entry.dtype.name}"
-                raise UsageError(told, where=self.catalog.url, hint="convert with one dtype, and compare the result")
-            found = self.of_tensor(entry, piece.part)
+                message = (
+                    f"{first.name} and {entry.name} would make one tensor, and have the dtypes {first.dtype.name} and {entry.dtype.name}"
+                )
+                raise UsageError(message, where=self.catalog.url, hint="convert with one dtype, and compare the result")
+            stored = self.of_tensor(entry, piece.part)
             kept = [axis for axis in piece.axes if axis is not None]
-            left = [axis for axis in range(found.ndim) if axis not in kept]
-            out[slices_of(piece.box, box)] = found.transpose([*left, *kept]).reshape(piece.box.shape)
+            left = [axis for axis in range(stored.ndim) if axis not in kept]
+            out[slices_of(piece.box, box)] = stored.transpose([*left, *kept]).reshape(piece.box.shape)
         return out
 
     def of_tensor(self, entry: TensorEntry, box: Box) -> Raw:
@@ -86,8 +88,8 @@ class Elements:
             return
         fault = find_fault(entry.shape, *entry.grid.boxes)
         if fault is not None:
-            told = f"{fault.times} stored chunks have {fault.box} of tensor {entry.name}, not one"
-            raise CorruptError(told, where=self.catalog.url, hint="run `ckpt verify` to see what else is damaged")
+            message = f"{fault.times} stored chunks have {fault.box} of tensor {entry.name}, not one"
+            raise CorruptError(message, where=self.catalog.url, hint="run `ckpt verify` to see what else is damaged")
         self._tiled.add(key)
 
     def _plain(self, copy: Copy, extent: Extent, box: Box, out: Raw) -> None:
@@ -105,16 +107,16 @@ class Elements:
             target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
 
     def _decoded(self, copy: Copy, extent: Extent, kind: np.dtype[Any]) -> Raw:
-        held: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)
-        if held is not None and held[0] == extent:
-            return held[1]
+        latest: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)
+        if latest is not None and latest[0] == extent:
+            return latest[1]
         blob = np.empty(extent.length, dtype=np.uint8)
         self.catalog.backend.read_into(extent.path, extent.offset, blob.data)
-        found: Raw = np.empty(copy.chunk_box.shape, kind)
+        decoded: Raw = np.empty(copy.chunk_box.shape, kind)
         assert extent.codec is not None
-        decode(extent.codec, blob.data, found.reshape(-1).view(np.uint8).data, kind.itemsize)
-        self._coded.chunk = (extent, found)
-        return found
+        decode(extent.codec, blob.data, decoded.reshape(-1).view(np.uint8).data, kind.itemsize)
+        self._coded.chunk = (extent, decoded)
+        return decoded
 
 
 def slices_of(inner: Box, outer: Box) -> tuple[Any, ...]:
@@ -131,20 +133,20 @@ def numbers(raw: Raw, kind: DType) -> npt.NDArray[Any]:
     if kind.name in _FLOAT8 or kind.name == "float8_e8m0fnu":
         return np.asarray(_float8(kind.name)[raw])
     if kind.name == "bfloat16":
-        found: Raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        widened: Raw = (raw.astype(np.uint32) << 16).view(np.float32)
     elif kind.name == "complex32":
-        found = raw[..., None].view(np.float16)
+        widened = raw[..., None].view(np.float16)
     elif kind.numpy is not None:
-        found = raw.view(np.dtype(kind.numpy).newbyteorder("<"))
+        widened = raw.view(np.dtype(kind.numpy).newbyteorder("<"))
     else:
         raise FormatError(f"elements of {kind.name} are not numbers by themselves")
-    wide = {"f": np.float64, "c": np.complex128, "b": np.int64}.get(found.dtype.kind)
+    wide = {"f": np.float64, "c": np.complex128, "b": np.int64}.get(widened.dtype.kind)
     with np.errstate(invalid="ignore"):  # NaNs that signal
-        found = found if wide is None else found.astype(wide)
+        widened = widened if wide is None else widened.astype(wide)
     if kind.name != "complex32":
-        return found
+        return widened
     made = np.empty(raw.shape, np.complex128)  # not a + bj: infinity times 1j is not a number
-    made.real, made.imag = found[..., 0], found[..., 1]
+    made.real, made.imag = widened[..., 0], widened[..., 1]
     return made
 
 
@@ -157,12 +159,12 @@ def _float8(name: str) -> npt.NDArray[np.float64]:
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
     size = np.where(exponent == 0, mantissa * np.exp2(1.0 - bias), (1 + mantissa) * np.exp2(exponent - float(bias)))
-    found: npt.NDArray[np.float64] = np.where(codes < 128, size, -size)
+    values: npt.NDArray[np.float64] = np.where(codes < 128, size, -size)
     if name.endswith("fnuz"):
-        found[128] = np.nan
+        values[128] = np.nan
     elif name == "float8_e4m3fn":
-        found[[0x7F, 0xFF]] = np.nan
+        values[[0x7F, 0xFF]] = np.nan
     else:
         top = exponent == (1 << exponent_bits) - 1
-        found[top] = np.where(mantissa[top] > 0, np.nan, np.where(codes[top] < 128, np.inf, -np.inf))
-    return found
+        values[top] = np.where(mantissa[top] > 0, np.nan, np.where(codes[top] < 128, np.inf, -np.inf))
+    return values

@@ -73,17 +73,17 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
     masters = _masters(catalog, states)
     moments = [s for s in states if s.key in MOMENTS]
     with _pool(threads) as pool:
-        found = [p for p in pool.map(lambda s: _check_master(elements, s), masters) if p is not None]
-        remedy = REMEDY if found and getattr(catalog, "suspect", None) is not None else None
+        problems = [p for p in pool.map(lambda s: _check_master(elements, s), masters) if p is not None]
+        remedy = REMEDY if problems and getattr(catalog, "suspect", None) is not None else None
         checked = list(pool.map(lambda s: _check_moment(elements, s), moments))
         replicas = list(getattr(catalog, "replicas", tuple)())
-        found += [p for p in pool.map(lambda r: _check_replica(catalog, *r), replicas) if p is not None]
-    found += [p for p, _ in checked if p is not None]
+        problems += [p for p in pool.map(lambda r: _check_replica(catalog, *r), replicas) if p is not None]
+    problems += [p for p, _ in checked if p is not None]
     steps = dict(_steps(catalog, elements, states))
-    found += _check_steps(steps)
-    found += _check_zeros(moments, [zero for _, zero in checked], steps)
+    problems += _check_steps(steps)
+    problems += _check_zeros(moments, [zero for _, zero in checked], steps)
     return SemanticReport(
-        masters=len(masters), moments=len(moments), steps=len(steps), replicas=len(replicas), problems=tuple(found), remedy=remedy
+        masters=len(masters), moments=len(moments), steps=len(steps), replicas=len(replicas), problems=tuple(problems), remedy=remedy
     )
 
 
@@ -95,15 +95,15 @@ def misfit_masters(catalog: Catalog, *, threads: int | None = None, first: bool 
     """
     elements = Elements(catalog)
     masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     with _pool(threads) as pool:
         for problem in pool.map(lambda s: _check_master(elements, s), masters):
             if problem is not None:
-                found.append(problem)
+                problems.append(problem)
                 if first:
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
-    return len(masters), found
+    return len(masters), problems
 
 
 def _masters(catalog: Catalog, states: Iterable[_State]) -> list[_State]:
@@ -229,9 +229,9 @@ def _steps(catalog: Catalog, elements: Elements, states: Sequence[_State]) -> It
             raw = elements.of_tensor(state.entry, Box.whole(state.entry.shape))
             yield (state.optimizer, state.param), float(numbers(raw, state.entry.dtype).reshape(-1)[0])
     for path, node in tree.leaves(catalog.state) if catalog.state is not None else ():
-        optimizer, found, rest = path.partition(".state.")
+        optimizer, separator, rest = path.partition(".state.")
         param, _, key = rest.rpartition(".")
-        if found and param and key == "step" and (value := _number(node)) is not None:
+        if separator and param and key == "step" and (value := _number(node)) is not None:
             yield (optimizer, param), value
 
 
@@ -253,9 +253,9 @@ def _check_steps(steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
         if len(counts) > 1:
             usual = counts.most_common(1)[0][0]
             other = next(p for (o, p), step in steps.items() if o == optimizer and step != usual)
-            told = ", ".join(f"{count:,} at {step:g}" for step, count in counts.most_common(4))
+            listed = ", ".join(f"{count:,} at {step:g}" for step, count in counts.most_common(4))
             yield Problem(
-                kind=KIND, tensor=f"{optimizer}.state.{other}.step", message=f"the parameters made different numbers of steps: {told}"
+                kind=KIND, tensor=f"{optimizer}.state.{other}.step", message=f"the parameters made different numbers of steps: {listed}"
             )
 
 

@@ -31,13 +31,13 @@ class Renaming:
         self.beginnings = sorted(beginnings.items(), key=lambda pair: -len(pair[0]))
         self.where = where
 
-    def of(self, found: Mapping[str, _T]) -> dict[str, _T]:
+    def of(self, by_name: Mapping[str, _T]) -> dict[str, _T]:
         """The same under other names."""
-        now = {name: self.name(name) for name in found}
+        now = {name: self.name(name) for name in by_name}
         if len(set(now.values())) < len(now):
             twice = next(name for name, count in Counter(now.values()).items() if count > 1)
             raise NamesError(f"two names become {twice!r}", where=self.where, hint="--rename with longer beginnings")
-        return {now[name]: value for name, value in found.items()}
+        return {now[name]: value for name, value in by_name.items()}
 
     def check(self, names: Iterable[str]) -> None:
         """Raise NamesError if none of these names has one of the beginnings."""
@@ -82,11 +82,11 @@ class Side:
         if views is not None:
             made = views({name: entry.shape for name, entry in entries.items()})
             return {name: part(view, Box.whole(view.unpadded or view.shape)) for name, view in made.items()}
-        found = {name: whole(name, entry.shape) for name, entry in entries.items()}
+        by_name = {name: whole(name, entry.shape) for name, entry in entries.items()}
         for name, entry in entries.items():
             if entry.logical is not None:
-                found[name] = part(found[name], Box.whole(entry.logical))
-        return found
+                by_name[name] = part(by_name[name], Box.whole(entry.logical))
+        return by_name
 
     def kind(self, name: str) -> DType:
         """dtype of a logical tensor."""
@@ -102,8 +102,8 @@ class Side:
         if node is None:
             return None
         kind, shape, data = node["$inline"]
-        found = dtype(kind)
-        return Inlined(found, np.frombuffer(base64.b64decode(data), raw_dtype(found)).reshape(shape))
+        kind_of = dtype(kind)
+        return Inlined(kind_of, np.frombuffer(base64.b64decode(data), raw_dtype(kind_of)).reshape(shape))
 
     @cached_property
     def _inlined(self) -> dict[str, Any]:
@@ -111,12 +111,12 @@ class Side:
         return self._renaming.of({path: node for path, node in leaves if tree.tag_of(node) == "$inline"})
 
     def _values(self) -> dict[str, str]:
-        found = dict(tree.leaves(self.catalog.state)) if self.catalog.state is not None else {}
-        found = {path: node for path, node in found.items() if not self._of_storage(path)}
+        leaves = dict(tree.leaves(self.catalog.state)) if self.catalog.state is not None else {}
+        leaves = {path: node for path, node in leaves.items() if not self._of_storage(path)}
         for rank, by_path in self.catalog.ranks.items():
             for path, node in by_path.items():
-                found |= {f"rank {rank}: {path}{'.' if below else ''}{below}": leaf for below, leaf in tree.leaves(node)}
-        kept = {path: node for path, node in found.items() if tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")}
+                leaves |= {f"rank {rank}: {path}{'.' if below else ''}{below}": leaf for below, leaf in tree.leaves(node)}
+        kept = {path: node for path, node in leaves.items() if tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")}
         return {path: tree.text(self._listed(path, node)) for path, node in kept.items()}
 
     def _listed(self, path: str, node: tree.Node) -> tree.Node:
@@ -140,10 +140,10 @@ class Side:
 def _groups(node: tree.Node) -> list[tuple[dict[str, Any], list[str]]] | None:
     """Options and names of each group, in either form; None if it is another node, or names no parameters."""
     if isinstance(node, dict) and "$param_groups" in node:
-        found = [(g["options"], g["params"]) for g in node["$param_groups"]]
+        groups = [(g["options"], g["params"]) for g in node["$param_groups"]]
     elif isinstance(node, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in node):
-        found = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in node if isinstance(g, dict)]
+        groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in node if isinstance(g, dict)]
     else:
         return None
-    plain = all(isinstance(o, dict) and tree.tag_of(o) is None and all(isinstance(n, str) for n in names) for o, names in found)
-    return found if plain else None
+    plain = all(isinstance(o, dict) and tree.tag_of(o) is None and all(isinstance(n, str) for n in names) for o, names in groups)
+    return groups if plain else None

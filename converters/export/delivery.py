@@ -42,8 +42,8 @@ class _Image:
     def part(self, segment: FileSegment, piece: Piece, dtype: DType) -> torch.Tensor:
         """The memory that a piece belongs into."""
         start = segment.start - self.window.start
-        whole = self.memory[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
-        return whole[piece.box.relative_to(segment.box.offset).slices]
+        segment_memory = self.memory[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
+        return segment_memory[piece.box.relative_to(segment.box.offset).slices]
 
 
 class Delivery:
@@ -120,8 +120,8 @@ class Delivery:
         self.sent += sum(view.nbytes for views in outgoing.values() for view in views)
         if peers is not None:
             peers.exchange(outgoing, incoming, alive=alive)
-        for target, held in later:
-            raw_view(target).copy_(raw_view(held))
+        for target, data in later:
+            raw_view(target).copy_(raw_view(data))
         return images
 
     def _expect(self, image: _Image, incoming: dict[int, list[memoryview]], later: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -192,11 +192,11 @@ class Delivery:
             alive()
 
     def _head(self, f: int) -> bytes:
-        found = b""
+        header = b""
         for offset, data in self.files[f].ends([]):
-            assert offset == len(found)
-            found += data
-        return found
+            assert offset == len(header)
+            header += data
+        return header
 
     # ---- bytes
 

@@ -175,8 +175,8 @@ class _Export:
     def run(self, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportReport:
         """Agree, write, publish."""
         try:
-            said = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
-            self.call.agree("write", lambda: self.write(said), self.leader_publish)
+            agreed = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
+            self.call.agree("write", lambda: self.write(agreed), self.leader_publish)
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
@@ -203,8 +203,8 @@ class _Export:
         check_url(self.call.url)
         root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
         self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options.overwrite)
-        held = state if isinstance(state, dict) else {"model": state}
-        self.collected: Collected = collect(held, rank=group.rank, ranks=group.ranks, layout=layout)
+        named = state if isinstance(state, dict) else {"model": state}
+        self.collected: Collected = collect(named, rank=group.rank, ranks=group.ranks, layout=layout)
         placer = self.collected.placer
         shared = [t.info for n, t in placer.tensors.items() if n not in placer.own]
         table = Table(tensors=tuple(shared), aliases={n: to for n, to in placer.aliases.items() if n not in placer.own})
@@ -222,35 +222,35 @@ class _Export:
         self.call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
         tables = [[self.call.leave(self.call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")]
         state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(rows, "state")])
-        said: Row = {
+        agreed: Row = {
             "tables": tables,
             "state": self.call.leave(json.dumps(state).encode()),
             "numbers": changed(self._configuration.numbers, self.options.numbers),
         }
-        self.lay_out(said)
+        self.lay_out(agreed)
         self.destination.backend.prepare()
         self.destination.clear()
         beside = (
             [] if self.destination.name is not None else [*self._configuration.files, *([INDEX] if len(self.planned.files) > 1 else [])]
         )
         self.begun = ExportTransaction.begin(self.destination, self.planned.files, beside)
-        return {**said, "tokens": self.begun.tokens, "parts": self.begun.parts}
+        return {**agreed, "tokens": self.begun.tokens, "parts": self.begun.parts}
 
     # ---- both
 
-    def lay_out(self, said: Row) -> None:
+    def lay_out(self, agreed: Row) -> None:
         """The catalog of all ranks' tensors, what is taken of it, and the files."""
-        tables = [(ranks, Table.from_bytes(self.call.fetch(digest))) for digest, ranks in said["tables"]]
+        tables = [(ranks, Table.from_bytes(self.call.fetch(digest))) for digest, ranks in agreed["tables"]]
         joined: Joined = join_tables(tables)
         destination = self.destination
         self.catalog = StateCatalog.of(
             joined,
-            json.loads(self.call.fetch(said["state"])),
+            json.loads(self.call.fetch(agreed["state"])),
             url=self.call.url,
             backend=destination.backend,
             world_size=self.call.group.size,
         )
-        self.chosen: OutputSet = TARGET.choose(self.catalog, self.options.selection(said["numbers"]))
+        self.chosen: OutputSet = TARGET.choose(self.catalog, self.options.selection(agreed["numbers"]))
         size = self.options.shard_size
         size = units.parse_size(size) if isinstance(size, str) else size
         layout = OutputOptions(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
@@ -259,15 +259,15 @@ class _Export:
 
     # ---- write
 
-    def write(self, said: Row) -> Row:
+    def write(self, agreed: Row) -> Row:
         """Bring this rank's blocks to their places; what the leader needs to count and publish."""
         if self.begun is None:
-            self.lay_out(said)
+            self.lay_out(agreed)
         group, files = self.call.group, self.planned.files
         planner = WritePlanner(self.catalog, self.tensors, files, group.ranks)
-        gathering = planner.plan(_way(said["parts"]), said["parts"] or [0] * len(files), self.options.memory // SHARES)
+        gathering = planner.plan(_way(agreed["parts"]), agreed["parts"] or [0] * len(files), self.options.memory // SHARES)
         mine = self.begun.shared if self.begun is not None else None
-        self.sinks = RankFiles(self.destination, files, said["tokens"], mine)
+        self.sinks = RankFiles(self.destination, files, agreed["tokens"], mine)
         placer = self.collected.placer
         local = {**placer.tensors, **{name: placer.tensors[to] for name, to in placer.aliases.items()}}
         self.delivery = Delivery(planner, gathering, local, group.rank, self.sinks.write)
@@ -299,8 +299,8 @@ class _Export:
                 written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
                 planned = filled(self.tensors[item.name].view) * item.itemsize
                 if written != planned:
-                    told = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
-                    raise StorageError(told, where=self.call.url, hint="please report this")
+                    message = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
+                    raise StorageError(message, where=self.call.url, hint="please report this")
 
     def report(self) -> ExportReport:
         files = self.planned.files
@@ -327,7 +327,7 @@ def _way(parts: Sequence[int] | None) -> Way:
 
 def _opened(planner: WritePlanner, gathering: WritePlan, rank: int) -> list[int]:
     """The files that a rank writes to."""
-    found = {w.file for w in gathering.windows if w.keeper == rank}
-    found |= {f for f, head in enumerate(gathering.heads) if head == rank}
-    found |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
-    return sorted(found)
+    numbers = {w.file for w in gathering.windows if w.keeper == rank}
+    numbers |= {f for f, head in enumerate(gathering.heads) if head == rank}
+    numbers |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
+    return sorted(numbers)

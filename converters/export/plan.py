@@ -103,12 +103,12 @@ class WritePlanner:
 
     def _sizes(self, f: int, segments: Sequence[FileSegment]) -> dict[int, int]:
         """Bytes of segments that each rank has."""
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for segment in segments:
             itemsize = self.files[f].items[segment.item].itemsize
             for rank, _, box in self._held(f, segment):
-                found[rank] = found.get(rank, 0) + box.numel * itemsize
-        return found
+                sizes[rank] = sizes.get(rank, 0) + box.numel * itemsize
+        return sizes
 
     def _held(self, f: int, segment: FileSegment) -> Iterator[tuple[int, Piece, Box]]:
         """Rank, piece, and the box of its stored tensor that the rank has."""
@@ -158,19 +158,19 @@ class WritePlanner:
             elif cuts is not None:
                 self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= LONG
             else:
-                whole = FileSegment(i, item.box, item.offset, item.length)
-                self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, whole))
+                all_of_it = FileSegment(i, item.box, item.offset, item.length)
+                self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, all_of_it))
         return self._long[key]
 
 
 def _segments(number: int, shape: Sequence[int], offset: int, itemsize: int, first: int, last: int) -> list[FileSegment]:
     """The bytes ``[first, last)`` of a file, which are an item's, as boxes that are contiguous in it."""
     at = first
-    found = []
+    segments = []
     for box in flat_to_boxes(shape, (first - offset) // itemsize, (last - offset) // itemsize):
-        found.append(FileSegment(number, box, at, box.numel * itemsize))
-        at += found[-1].length
-    return found
+        segments.append(FileSegment(number, box, at, box.numel * itemsize))
+        at += segments[-1].length
+    return segments
 
 
 def _shortest(shape: Sequence[int], cuts: Sequence[Sequence[int]], itemsize: int) -> float:

@@ -67,15 +67,15 @@ class Destination:
         some of the new ones."""
         others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
         if others or find_format(self.url) not in (None, FORMAT_NAME):
-            told = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
-            raise ConflictError(told, where=self.url, hint="export to another URL, or remove it first")
+            message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+            raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
 
     def check_free(self, but: Collection[str] = ()) -> None:
         """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
         taken = [] if self.replace else [n for n in self._taken() if n not in but]
         if taken:
-            told = f"something is there already: {', '.join(taken[:5])}"
-            raise ConflictError(told, where=self.url, hint="export to another URL, or replace it: overwrite=True")
+            message = f"something is there already: {', '.join(taken[:5])}"
+            raise ConflictError(message, where=self.url, hint="export to another URL, or replace it: overwrite=True")
 
     def _is_ours(self, path: str) -> bool:
         return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
@@ -148,23 +148,23 @@ class ExportTransaction:
             UsageError: something would be replaced where that cannot be done.
             StorageError: the storage failed; nothing is left.
         """
-        found = cls(destination, files, beside)
+        transaction = cls(destination, files, beside)
         first = destination.backend.share(files[0].path, files[0].size) if files else None
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            found._mark, found._made = destination.mark(found._paths), found._paths  # the mark keeps others away
-            return found
-        found.shared = [first]
+            transaction._mark, transaction._made = destination.mark(transaction._paths), transaction._paths  # the mark keeps others away
+            return transaction
+        transaction.shared = [first]
         try:
             for file in files[1:]:
                 shared = destination.backend.share(file.path, file.size)
                 assert shared is not None
-                found.shared.append(shared)
+                transaction.shared.append(shared)
         except BaseException:
-            found.discard()
+            transaction.discard()
             raise
-        return found
+        return transaction
 
     @property
     def _paths(self) -> list[str]:
@@ -202,8 +202,8 @@ class ExportTransaction:
 
     def _check_alone(self) -> None:
         if self._mark is not None and not self.destination.is_marked(self._mark):
-            told = "another export to here has removed what this one wrote"
-            raise ConflictError(told, where=self.destination.url, hint="let that one end, or export to another URL")
+            message = "another export to here has removed what this one wrote"
+            raise ConflictError(message, where=self.destination.url, hint="let that one end, or export to another URL")
 
     def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
         destination = self.destination
@@ -243,8 +243,8 @@ class ExportTransaction:
         for file in self.files:
             size = self.destination.backend.size(file.path)
             if size != file.size:
-                told = f"{file.path} has {size} of {file.size} bytes"
-                raise StorageError(told, where=self.destination.url, hint="the URL must be on storage that all ranks share")
+                message = f"{file.path} has {size} of {file.size} bytes"
+                raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
 
     def discard(self) -> None:
         """Leave nothing of it. What was replaced already cannot be brought back; then the mark stays, and nothing can be opened."""

@@ -30,12 +30,12 @@ def translated(url: str, translation: str, spelling: str, numbers: Mapping[str, 
     Raises:
         UsageError: there is no such translation, or it is not one to or from this spelling.
     """
-    return respelled(translation, spelling, numbers, told=told_by(url))
+    return respelled(translation, spelling, numbers, stored_numbers=told_by(url))
 
 
-def respelled(translation: str, spelling: str, numbers: Mapping[str, int], *, told: Mapping[str, int] | None = None) -> Views:
+def respelled(translation: str, spelling: str, numbers: Mapping[str, int], *, stored_numbers: Mapping[str, int] | None = None) -> Views:
     """From the shapes of a model's tensors to the same in ``spelling``; ``numbers`` are those that the translation's terms name, and go
-    before those that files have ``told``.
+    before those that files have ``stored_numbers``.
 
     Raises:
         UsageError: there is no such translation, or it is not one to or from this spelling, or there is no such number.
@@ -43,7 +43,7 @@ def respelled(translation: str, spelling: str, numbers: Mapping[str, int], *, to
     rules = load_translation(translation)
     direction = _direction(rules, spelling)
     _check_names(numbers, [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))])
-    known = changed(told or {}, numbers)
+    known = changed(stored_numbers or {}, numbers)
 
     def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
         def translate(some: Shapes, partly: bool) -> dict[str, View]:  # noqa: FBT001  called by place
@@ -85,8 +85,8 @@ def _config(url: str) -> bytes | None:
 
 def _direction(rules: Translation, spelling: str) -> Direction:
     if spelling not in (rules.left, rules.right):
-        told = f"this translation is between {rules.left!r} and {rules.right!r}, not to {spelling!r}"
-        raise UsageError(told, hint=f"the spelling that you want: {rules.left} or {rules.right}")
+        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {spelling!r}"
+        raise UsageError(message, hint=f"the spelling that you want: {rules.left} or {rules.right}")
     return "rightwards" if spelling == rules.right else "leftwards"
 
 

@@ -16,7 +16,7 @@ def of_config(config: Mapping[str, Any]) -> Dimensions:
     """From a transformers configuration, read as JSON. A number that it does not have is left out."""
     text = config.get("text_config", config)
     heads = text.get("num_attention_heads")
-    found = {
+    numbers = {
         "heads": heads,
         "query_groups": text.get("num_key_value_heads", heads),
         "head_size": text.get("head_dim") or _divided(text.get("hidden_size"), heads),
@@ -24,14 +24,14 @@ def of_config(config: Mapping[str, Any]) -> Dimensions:
         "layers": text.get("num_hidden_layers"),
         "experts": next((text[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(k)), None),
     }
-    return completed(found)
+    return completed(numbers)
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> Dimensions:
     """From Megatron-LM's ``args``, as its checkpoints have them (megatron/training/arguments.py)."""
     heads = arguments.get("num_attention_heads")
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else heads
-    found = {
+    numbers = {
         "heads": heads,
         "query_groups": groups or heads,
         "head_size": arguments.get("kv_channels") or _divided(arguments.get("hidden_size"), heads),
@@ -40,7 +40,7 @@ def of_arguments(arguments: Mapping[str, Any]) -> Dimensions:
         "layers": arguments.get("num_layers"),
         "experts": arguments.get("num_experts"),
     }
-    return completed(found)
+    return completed(numbers)
 
 
 def padded_vocabulary(vocabulary: int, *, divisor: int = 128, tensor_parallel: int = 1) -> int:
@@ -49,15 +49,15 @@ def padded_vocabulary(vocabulary: int, *, divisor: int = 128, tensor_parallel: i
     return -(-vocabulary // step) * step
 
 
-def changed(told: Mapping[str, int], said: Mapping[str, int]) -> Dimensions:
+def changed(stored: Mapping[str, int], given: Mapping[str, int]) -> Dimensions:
     """Numbers that the files tell, with those that somebody says instead, and what follows from all of them."""
-    kept = {name: value for name, value in told.items() if not said.keys() & set(PARTS.get(name, ()))}
-    return completed({**kept, **said})
+    kept = {name: value for name, value in stored.items() if not given.keys() & set(PARTS.get(name, ()))}
+    return completed({**kept, **given})
 
 
-def completed(found: Mapping[str, int | None]) -> Dimensions:
+def completed(partial: Mapping[str, int | None]) -> Dimensions:
     """With the numbers that follow from these."""
-    numbers = Dimensions({name: value for name, value in found.items() if value is not None})
+    numbers = Dimensions({name: value for name, value in partial.items() if value is not None})
     for name, (count, size) in PARTS.items():
         if count in numbers and size in numbers:
             numbers.setdefault(name, numbers[count] * numbers[size])

@@ -48,7 +48,7 @@ def roles_of(names: Collection[str], knows: Knows) -> dict[str, tuple[Role, str]
     """
     apart = {name: name.partition(".") for name in names}
     heads = {f"{key}." for key, _, rest in apart.values() if knows(rest)}
-    states = {name: found for name in names if (found := _state_of(name, names, heads, knows)) is not None}
+    states = {name: parameter for name in names if (parameter := _state_of(name, names, heads, knows)) is not None}
     if not states and sum(map(knows, names)) >= sum(knows(rest) for _, _, rest in apart.values()):
         return {name: (_ALONE, name) for name in names}
     inside = {name: (Role(f"{key}.", ""), rest) for name, (key, _, rest) in apart.items() if f"{key}." in heads}
@@ -57,10 +57,10 @@ def roles_of(names: Collection[str], knows: Knows) -> dict[str, tuple[Role, str]
 
 def _state_of(name: str, names: Collection[str], heads: Collection[str], knows: Knows) -> tuple[Role, str] | None:
     """What an optimizer's tensor is; None for other names."""
-    found = _STATE.fullmatch(name)
-    if found is None or knows(name):
+    match = _STATE.fullmatch(name)
+    if match is None or knows(name):
         return None
-    optimizer, owner, key = found.groups()
+    optimizer, owner, key = match.groups()
     first, _, rest = owner.partition(".")
     inside = next((head for head in sorted(heads) if head + owner in names), _MODEL)
     if owner in names or (inside + owner not in names and knows(rest)):
@@ -86,8 +86,8 @@ def in_all_roles(translate: Callable[[Shapes, bool], dict[str, View]], knows: Kn
     for role, members in by_role.items():
         own = {parameter: shapes[name] for parameter, name in members.items()}
         partly = role == _ALONE and len(by_role) > 1  # what is strange here is all that is said then
-        found = _states(translate, own, parameters[role.module]) if role.tail else translate(own, partly)
-        made.update({role.of(name): _renamed(view, members) for name, view in found.items()})
+        views = _states(translate, own, parameters[role.module]) if role.tail else translate(own, partly)
+        made.update({role.of(name): _renamed(view, members) for name, view in views.items()})
     return made
 
 
@@ -111,8 +111,8 @@ def _states(translate: Callable[[Shapes, bool], dict[str, View]], own: Shapes, p
         numbers = all(not own[p] for p in _sources(view))
         if not numbers and not view.is_all_of(parameters[parameter]):
             shapes = f"{list(own[parameter])}, not that of the parameter, {list(parameters[parameter])}"
-            told = f"the state of {parameter!r} has the shape {shapes}: nothing says what of it {name!r} has"
-            raise UsageError(told, hint="leave such states out: --skip")
+            message = f"the state of {parameter!r} has the shape {shapes}: nothing says what of it {name!r} has"
+            raise UsageError(message, hint="leave such states out: --skip")
         made[name] = whole(parameter, own[parameter])
     return made
 

@@ -114,16 +114,16 @@ class Term:
     def __str__(self) -> str:
         return f"{' + '.join(self.left)} → {self.right}"
 
-    def takes(self, found: MatchedTensor, names: Container[str]) -> bool:
+    def takes(self, matched: MatchedTensor, names: Container[str]) -> bool:
         """Whether a name of the left that fits one of the patterns is meant."""
-        return self.beside is None or spelled(self.beside, dict(found.numbers)) in names
+        return self.beside is None or spelled(self.beside, dict(matched.numbers)) in names
 
     @property
     def over(self) -> str | None:
         return next((s.over for s in self.steps if s.over is not None), None)
 
     def rightwards(
-        self, found: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
+        self, matched: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
     ) -> dict[str, View]:
         """The right side's tensors as views of the left side's.
 
@@ -131,18 +131,18 @@ class Term:
             UsageError: a partner is missing, or the shapes do not fit the steps.
         """
         made = {}
-        for key, names in _grouped(found, self.over).items():
+        for key, names in _grouped(matched, self.over).items():
             target = spelled(self.right, dict(key))
             rows = self._complete(target, names)
             made[target] = self._joined([[views.whole(name, shape_of(name)) for name in row] for row in rows], numbers, target)
         return made
 
     def leftwards(
-        self, found: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
+        self, matched: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
     ) -> dict[str, View]:
         """The left side's tensors as views of the right side's. Errors as for :meth:`rightwards`."""
         made = {}
-        for name, (_, at) in found.items():
+        for name, (_, at) in matched.items():
             for i, row in enumerate(self._parted(views.whole(name, shape_of(name)), numbers, name)):
                 own = dict(at) if self.over is None else {**dict(at), self.over: i}
                 made.update({spelled(pattern, own): view for pattern, view in zip(self.left, row, strict=True)})
@@ -286,19 +286,19 @@ class Patterns:
 
     def find(self, name: str) -> list[tuple[int, MatchedTensor]]:
         """Number of the term and what was found in the name, for each pattern that it fits."""
-        said = re.findall(r"\d+", name)
-        found = []
+        digits = re.findall(r"\d+", name)
+        matches = []
         for parts, term, place in self._by_key.get(re.sub(r"\d+", "#", name), []):
-            at = _read(parts, said)
+            at = _read(parts, digits)
             if at is not None:
-                found.append((term, MatchedTensor(place, at)))
-        return found
+                matches.append((term, MatchedTensor(place, at)))
+        return matches
 
 
-def _read(parts: Sequence[str], said: Sequence[str]) -> tuple[tuple[str, int], ...] | None:
+def _read(parts: Sequence[str], texts: Sequence[str]) -> tuple[tuple[str, int], ...] | None:
     """Numbers by name, or None if a number that the pattern has itself is another one."""
     at: dict[str, int] = {}
-    for part, digits in zip(parts, said, strict=True):
+    for part, digits in zip(parts, texts, strict=True):
         if not part.startswith("{"):
             if part != digits:
                 return None
@@ -307,10 +307,10 @@ def _read(parts: Sequence[str], said: Sequence[str]) -> tuple[tuple[str, int], .
     return tuple(sorted(at.items()))
 
 
-def _grouped(found: Mapping[str, MatchedTensor], over: str | None) -> dict[tuple[tuple[str, int], ...], dict[tuple[int, int], str]]:
+def _grouped(matched: Mapping[str, MatchedTensor], over: str | None) -> dict[tuple[tuple[str, int], ...], dict[tuple[int, int], str]]:
     """Names by their numbers without ``over``, then by that number and the pattern's place."""
     rows = []
-    for name, (place, at) in found.items():
+    for name, (place, at) in matched.items():
         key = tuple(pair for pair in at if pair[0] != over)
         rows.append((key, (dict(at).get(over or "", 0), place), name))
     rows.sort()

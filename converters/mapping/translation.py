@@ -61,24 +61,24 @@ class Translation:
             NamesError: names that no term takes, terms that no name fits, or layers or experts that are not there.
             UsageError: a name fits two terms, a tensor's partners are missing, or shapes do not fit the steps; all of them in one message.
         """
-        found, others = self._found(shapes, direction, partial=partial)
+        matched, others = self._found(shapes, direction, partial=partial)
         known = Dimensions(numbers or {})
-        lost = [] if partial else list(self._lost(found, shapes, direction, known))
+        lost = [] if partial else list(self._lost(matched, shapes, direction, known))
         if lost:
             raise NamesError(
                 "\n".join(["the model is not whole:", *lost[:20]]), hint="a file may be missing; --set layers=… if it has fewer"
             )
-        self._check_numbers([term for term, names in zip(self.terms, found, strict=True) if names], direction, known)
+        self._check_numbers([term for term, names in zip(self.terms, matched, strict=True) if names], direction, known)
         made = {name: whole(name, shapes[name]) for name in others}
         faults: list[str] = []
-        for term, names in zip(self.terms, found, strict=True):
+        for term, names in zip(self.terms, matched, strict=True):
             try:
-                told = getattr(term, direction)(names, lambda name: shapes[name], known)
+                results = getattr(term, direction)(names, lambda name: shapes[name], known)
             except UsageError as err:
                 faults.append(str(err))
                 continue
-            faults += [f"{name!r} would be there twice" for name in told if name in made]
-            made.update(told)
+            faults += [f"{name!r} would be there twice" for name in results if name in made]
+            made.update(results)
         if faults:
             raise UsageError("\n".join([f"{len(faults)} tensors cannot be translated:", *faults[:20]]))
         return made
@@ -94,7 +94,7 @@ class Translation:
         rightwards = direction == "rightwards"
         ignored = self.left_ignores if rightwards else self.right_ignores
         patterns = self._left_patterns if rightwards else self._right_patterns
-        found: list[dict[str, MatchedTensor]] = [{} for _ in self.terms]
+        matched: list[dict[str, MatchedTensor]] = [{} for _ in self.terms]
         strange = []
         for name in shapes:
             hits = [(i, f) for i, f in patterns.find(name) if not rightwards or self.terms[i].takes(f, shapes)]
@@ -103,19 +103,19 @@ class Translation:
                     f"{name!r} fits {' and '.join(repr(str(self.terms[i])) for i, _ in hits)}", hint="make the terms exclusive"
                 )
             if hits:
-                found[hits[0][0]][name] = hits[0][1]
+                matched[hits[0][0]][name] = hits[0][1]
             elif not any(fnmatchcase(name, glob) for glob in ignored):
                 strange.append(name)
-        idle = [] if partial else [str(term) for term, names in zip(self.terms, found, strict=True) if not names and not term.optional]
+        idle = [] if partial else [str(term) for term, names in zip(self.terms, matched, strict=True) if not names and not term.optional]
         if idle or (strange and not self.keeps_others):
             raise self._misfit([] if self.keeps_others else strange, idle, direction)
-        return found, strange
+        return matched, strange
 
     def _lost(
-        self, found: Sequence[Mapping[str, MatchedTensor]], shapes: Mapping[str, Sequence[int]], direction: Direction, known: Dimensions
+        self, matched: Sequence[Mapping[str, MatchedTensor]], shapes: Mapping[str, Sequence[int]], direction: Direction, known: Dimensions
     ) -> Iterator[str]:
         """What lacks layers that the model has, or experts."""
-        rows = [(t, [dict(f.numbers) for f in names.values()]) for t, names in zip(self.terms, found, strict=True) if not t.optional]
+        rows = [(t, [dict(f.numbers) for f in names.values()]) for t, names in zip(self.terms, matched, strict=True) if not t.optional]
         seen = {numbers["layer"] for _, of_term in rows for numbers in of_term if "layer" in numbers}
         layers = set(range(known["layers"])) if "layers" in known else seen
         for term, of_term in rows:
@@ -225,13 +225,13 @@ def _terms(row: dict[str, Any]) -> list[Term]:
     left = [row["left"]] if isinstance(row["left"], str) else row["left"]
     steps = tuple(_step(dict(s)) for s in row.get("steps", []))
     each = row.get("each", {})
-    found = []
+    terms = []
     for words in product(*each.values()):
         chosen = dict(zip(each, words, strict=True))
         spelt = [_filled(p, chosen) for p in [*left, row["right"]]]
         beside = _filled(row["beside"], chosen) if "beside" in row else None
-        found.append(Term(left=tuple(spelt[:-1]), right=spelt[-1], steps=steps, optional=row.get("optional", False), beside=beside))
-    return found
+        terms.append(Term(left=tuple(spelt[:-1]), right=spelt[-1], steps=steps, optional=row.get("optional", False), beside=beside))
+    return terms
 
 
 def _filled(pattern: str, words: Mapping[str, str]) -> str:

@@ -46,22 +46,22 @@ class WindowFiller:
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
 
-    def fill(self, items: Mapping[int, FileItem], size: int, put: Put, told: Callable[[], None]) -> None:
-        """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``told`` is called when some are
-        written.
+    def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
+        """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when
+        some are written.
 
         Raises:
             CorruptError: stored bytes are damaged or missing.
             StorageError: the storage failed.
         """
-        numbers, held = list(items), list(items.values())
+        numbers, listed = list(items), list(items.values())
         last = Pending(lambda: None, "ckpt-convert")
         try:
-            for turn, window in enumerate(windows(held, [self._seams_of(i.name) for i in held], self.window)):
+            for turn, window in enumerate(windows(listed, [self._seams_of(i.name) for i in listed], self.window)):
                 buffer = self._buffer(turn % 2, size)
-                self._read(held, window, buffer)
+                self._read(listed, window, buffer)
                 last.result()
-                told()
+                on_written()
                 placed = [segment._replace(item=numbers[segment.item]) for segment in window.segments]
                 last = Pending(partial(_give, put, placed, window.start, buffer), "ckpt-convert")
         finally:
@@ -101,14 +101,14 @@ def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.T
 
 def _runs(segments: Sequence[FileSegment]) -> Iterator[list[FileSegment]]:
     """Segments between which there is nothing."""
-    held: list[FileSegment] = []
+    run: list[FileSegment] = []
     for segment in segments:
-        if held and held[-1].start + held[-1].length != segment.start:
-            yield held
-            held = []
-        held.append(segment)
-    if held:
-        yield held
+        if run and run[-1].start + run[-1].length != segment.start:
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
 
 
 def _useful(*backends: Backend) -> int:

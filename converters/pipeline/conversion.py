@@ -123,10 +123,10 @@ class Conversion:
         try:
             self._check_empty()
         except ConflictError:
-            found = find(self.backend, self.name, self.digest)  # another process may have begun just now
-            if found is None:
+            other = find(self.backend, self.name, self.digest)  # another process may have begun just now
+            if other is None:
                 raise
-            return found
+            return other
         self.backend.prepare()
         return begin(self.backend, self.name, begun)
 
@@ -256,8 +256,8 @@ class Conversion:
         if self.format.replaces and not lost and over and committed_id(self.backend) != record.id:
             lost = [COMMIT_PATH]
         if lost or not over:
-            told = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
-            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
+            message = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
+            raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return True
 
     def _whole(self, planned: OutputPlan, record: ConversionJournal) -> bool:
@@ -266,8 +266,8 @@ class Conversion:
             return False
         lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
         if lost and find(self.backend, self.name, self.digest) is not None:
-            told = f"a file that was durable is gone: {planned.files[lost[0]].path}"
-            raise ConflictError(told, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
+            message = f"a file that was durable is gone: {planned.files[lost[0]].path}"
+            raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return not lost
 
     def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:

@@ -132,17 +132,17 @@ class FileStream:
         self.written = total
         told()
 
-    def _fill(self, opened: _Open, told: Callable[[], None]) -> None:
+    def _fill(self, opened: _Open, on_written: Callable[[], None]) -> None:
         """Everything but the ends: first what goes straight from file to file, then the rest, in windows."""
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
         jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
         for count in self._each(partial(pour, self._fetch, job, opened) for job in jobs):
             self.written += count
-            told()
+            on_written()
         rest = {number: item for number, item in enumerate(items) if number not in runs}
         if rest:
-            self._fill_windows(opened, rest, told)
+            self._fill_windows(opened, rest, on_written)
 
     def _each(self, jobs: Iterator[Callable[[], int]]) -> Iterator[int]:
         """The results of jobs. The first ones show whether the storage makes a thread wait; if not, a few cores do it as fast as many."""
@@ -151,7 +151,7 @@ class FileStream:
         few = max(1, (os.cpu_count() or 1) // 2)
         yield from spread(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
 
-    def _fill_windows(self, opened: _Open, items: Mapping[int, FileItem], told: Callable[[], None]) -> None:
+    def _fill_windows(self, opened: _Open, items: Mapping[int, FileItem], on_written: Callable[[], None]) -> None:
         if self._windowed is None:
             from .buffered import WindowFiller  # imports torch
 
@@ -161,7 +161,7 @@ class FileStream:
             opened.put(segments, data)
             self.written += len(data)
 
-        self._windowed.fill(items, opened.file.size, put, told)
+        self._windowed.fill(items, opened.file.size, put, on_written)
 
     def _end(self, number: int, opened: _Open) -> None:
         opened.end()

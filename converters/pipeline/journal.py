@@ -24,9 +24,9 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
 
 
-def digest_of(chosen: OutputSet, *said: object) -> str:
-    """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``said``."""
-    digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), said)).encode())
+def digest_of(chosen: OutputSet, *options: object) -> str:
+    """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``options``."""
+    digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), options)).encode())
     for name in sorted(chosen.tensors):
         wanted = chosen.tensors[name]
         digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
@@ -35,7 +35,7 @@ def digest_of(chosen: OutputSet, *said: object) -> str:
     return digest.hexdigest()
 
 
-def check_source(chosen: OutputSet, digest: str, *said: object) -> None:
+def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
     """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself.
 
     Raises:
@@ -48,7 +48,7 @@ def check_source(chosen: OutputSet, digest: str, *said: object) -> None:
             for name in chosen.taken:
                 entry = again.tensors[name]
                 again.extents(entry, range(len(entry.grid)))
-        same = digest_of(chosen, *said) == digest
+        same = digest_of(chosen, *options) == digest
     except NotFoundError:
         same = False
     if not same:
@@ -122,10 +122,10 @@ def ended(backend: Backend, name: str | None, digest: str) -> str | None:
     for folder in backend.children():
         if folder.startswith(starts) and folder.endswith("/"):
             try:
-                said = json.loads(backend.read(folder + CLAIM))
+                claim = json.loads(backend.read(folder + CLAIM))
             except (NotFoundError, ValueError):  # another one's, or of an older version
                 continue
-            if isinstance(said, dict) and said.get("digest") == digest:
+            if isinstance(claim, dict) and claim.get("digest") == digest:
                 return folder.removeprefix(starts).removesuffix("/")
     return None
 
@@ -161,8 +161,8 @@ def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> Conver
     try:
         backend.publish(record.path, begun.to_bytes(), replaces=None)
     except ConflictError:
-        found = find(backend, name, begun.digest)
-        if found is None:
+        other = find(backend, name, begun.digest)
+        if other is None:
             raise
-        return found
+        return other
     return record

@@ -81,12 +81,12 @@ def runs_of(chosen: OutputSet, items: Sequence[FileItem]) -> dict[int, list[Byte
     extents: list[Extent] = []
     for at in range(0, len(flat), _AT_ONCE):  # each may have to read headers
         extents += chosen.catalog.extents_of([(p.entry, p.copy.chunk) for p in flat[at : at + _AT_ONCE]])
-    found, rest = {}, iter(extents)
+    by_item, rest = {}, iter(extents)
     for number, places in placed:
         runs = [_run(place, next(rest)) for place in places]
         if None not in runs:
-            found[number] = [run for run in runs if run is not None]
-    return found
+            by_item[number] = [run for run in runs if run is not None]
+    return by_item
 
 
 def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] | None:
@@ -101,17 +101,17 @@ def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] 
         ):  # by far the most common case
             copy = Copy(chunk=0, chunk_box=item.box, box=item.box)
             return [_TakenPart(number, item.offset, item.offset + item.length, entry, copy, 0)]
-    found: list[_TakenPart] = []
+    parts: list[_TakenPart] = []
     for piece in wanted.view.overlapping(item.box):
         entry = chosen.catalog.tensors[piece.source]
         places = [_place(number, item, piece, entry, copy) for copy in join(entry.grid, piece.part)]
         if entry.dtype != wanted.dtype or not in_order(piece) or None in places:
             return None
-        found += [place for place in places if place is not None]
-    found.sort(key=lambda p: p.start)
-    ends = [item.offset, *(p.stop for p in found)]
-    whole = [p.start for p in found] == ends[:-1] and ends[-1] == item.offset + item.length
-    return found if whole else None
+        parts += [place for place in places if place is not None]
+    parts.sort(key=lambda p: p.start)
+    ends = [item.offset, *(p.stop for p in parts)]
+    tiled = [p.start for p in parts] == ends[:-1] and ends[-1] == item.offset + item.length
+    return parts if tiled else None
 
 
 def _place(number: int, item: FileItem, piece: Piece, entry: TensorEntry, copy: Copy) -> _TakenPart | None:
@@ -133,16 +133,16 @@ def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
 
 def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
     """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
-    held: list[ByteRun] = []
+    job: list[ByteRun] = []
     size = 0
     for item in ([run] for runs_of_item in runs for run in _parts(runs_of_item)) if apart else runs:
-        held += item
+        job += item
         size += sum(run.length for run in item)
-        if size >= JOB or len(held) >= MANY:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+        if size >= JOB or len(job) >= MANY:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
 
 
 def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
@@ -196,19 +196,19 @@ def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) ->
 
 def _near(runs: Iterable[ByteRun]) -> Iterator[list[ByteRun]]:
     """Runs that are near each other in a file of the source, in groups of at most ``PIECE`` bytes."""
-    held: list[ByteRun] = []
+    group: list[ByteRun] = []
     first, reach = 0, 0
     for run in sorted(runs, key=lambda r: (r.chunk.extent.path, r.offset)):
         path, stop = run.chunk.extent.path, run.offset + run.length
-        if held and (path != held[0].chunk.extent.path or run.offset > reach + GAP or stop - first > PIECE):
-            yield held
-            held = []
-        if not held:
+        if group and (path != group[0].chunk.extent.path or run.offset > reach + GAP or stop - first > PIECE):
+            yield group
+            group = []
+        if not group:
             first, reach = run.offset, stop
-        held.append(run)
+        group.append(run)
         reach = max(reach, stop)
-    if held:
-        yield held
+    if group:
+        yield group
 
 
 def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink, memory: memoryview) -> None:

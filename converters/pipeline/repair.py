@@ -78,9 +78,9 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
     arguments = {**catalog.arguments, **job}
     tried = likely_buckets(arguments)
     for buckets in tried:
-        found = _mended(catalog, buckets, arguments, threads)
-        if found is not None:
-            mended, tensors = found
+        result = _mended(catalog, buckets, arguments, threads)
+        if result is not None:
+            mended, tensors = result
             mending = RepairReport(
                 needed=True,
                 reason="states were displaced by the padding of buckets (Megatron-LM pull request 5077)",
@@ -91,23 +91,25 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
                 tensors=tuple(t for t in tensors if t.tensor in taken),
             )
             return replace(chosen, catalog=mended, state=_marked(chosen.state)), mending
-    told = " or ".join(f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried)
-    what = f"{problems[0].tensor} is not its weight, and would not be with {told} either"
+    attempts = " or ".join(
+        f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried
+    )
+    what = f"{problems[0].tensor} is not its weight, and would not be with {attempts} either"
     raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=_hint(catalog, arguments))
 
 
 def _hint(catalog: MegatronCatalog, arguments: Mapping[str, object]) -> str:
     """What to say of the job: the arguments that nobody said, and what the files let one think of its pipeline."""
     unknown = [name for name in NAMES if arguments.get(name) is None]
-    told = f"; nothing says {', '.join(unknown)}" if unknown else ""
+    advice = f"; nothing says {', '.join(unknown)}" if unknown else ""
     states = [entry for name, entry in catalog.tensors.items() if name.startswith(STATE)]
     writers = {catalog.files[row].rank for entry in states for row in entry.grid.files}
     embedding = catalog.tensors.get(f"{STATE}{EMBEDDING}.master")
     tensor = 1 if embedding is None else len({int(o) for o in embedding.grid.all_boxes()[0][:, 0]})
     stages, rest = divmod(len(writers), tensor)
     if stages > 1 and not rest and arguments.get("pipeline_model_parallel_size") in (None, 1):
-        told += f". {len(writers)} ranks wrote the state, so it may be that --job pipeline_model_parallel_size={stages} is missing"
-    return HINT + told
+        advice += f". {len(writers)} ranks wrote the state, so it may be that --job pipeline_model_parallel_size={stages} is missing"
+    return HINT + advice
 
 
 def _marked(state: tree.Node) -> tree.Node:
@@ -120,11 +122,11 @@ def _mended(
 ) -> tuple[MegatronCatalog, tuple[MendedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
-        found = repaired_states(
+        states = repaired_states(
             catalog, bucket_size=buckets.size, data_parallel=buckets.ranks, divisor=buckets.divisor, arguments=arguments
         )
     except UsageError:
         return None
-    mended, tensors = mended_catalog(catalog, found)
+    mended, tensors = mended_catalog(catalog, states)
     _, problems = misfit_masters(mended, threads=threads, first=True)
     return None if problems else (mended, tensors)

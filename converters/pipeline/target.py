@@ -101,8 +101,8 @@ def target(name: str) -> Target:
     reference = _BUILTIN.get(name)
     if reference is not None:
         module, _, attribute = reference.partition(":")
-        found: Target = getattr(import_module(module), attribute)
-        return found
+        builtin: Target = getattr(import_module(module), attribute)
+        return builtin
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     for point in entry_points(group=ENTRY_POINTS):
@@ -138,10 +138,10 @@ def publish_once(backend: Backend, path: str, data: bytes) -> None:
 def in_groups(sizes: Sequence[int], most: int) -> list[range]:
     """Neighbours together, up to ``most`` bytes each; a longer one is alone."""
     groups: list[range] = []
-    start = held = 0
+    start = size_so_far = 0
     for i, size in enumerate(sizes):
-        if i > start and held + size > most:
+        if i > start and size_so_far + size > most:
             groups.append(range(start, i))
-            start, held = i, 0
-        held += size
+            start, size_so_far = i, 0
+        size_so_far += size
     return [*groups, range(start, len(sizes))] if sizes else []

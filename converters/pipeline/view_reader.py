@@ -46,8 +46,8 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
         entry = catalog.tensors[piece.source]
         dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
         info = Global(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-        held = Held(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
-        yield Job(target=LocalTensor(info, [held], entry.name), entry=entry)
+        local = Held(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
+        yield Job(target=LocalTensor(info, [local], entry.name), entry=entry)
 
 
 def in_stored_order(piece: Piece, memory: torch.Tensor) -> torch.Tensor:

@@ -52,22 +52,22 @@ def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int
 
     ``seams`` has for each item the places along its first axis, increasing, where it is best cut, because stored chunks end there.
     """
-    held: list[FileSegment] = []
+    pending: list[FileSegment] = []
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
         for box in slabs(item.box, item.itemsize, places, min(most, UNIT)):
             segment = FileSegment(number, box, at, box.numel * item.itemsize)
             at += segment.length
-            if held and at - held[0].start > most:
-                yield _closed(held)
-                held = []
-            held.append(segment)
-    if held:
-        yield _closed(held)
+            if pending and at - pending[0].start > most:
+                yield _closed(pending)
+                pending = []
+            pending.append(segment)
+    if pending:
+        yield _closed(pending)
 
 
-def _closed(held: list[FileSegment]) -> FileWindow:
-    return FileWindow(tuple(held), held[0].start, held[-1].start + held[-1].length)
+def _closed(segments: list[FileSegment]) -> FileWindow:
+    return FileWindow(tuple(segments), segments[0].start, segments[-1].start + segments[-1].length)
 
 
 def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[Box]:

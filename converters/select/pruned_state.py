@@ -13,11 +13,11 @@ from ckpt.catalog import Catalog
 def optimizer_tensors(catalog: Catalog) -> frozenset[str]:
     """Names of tensors of optimizers: what lies in their states (:func:`is_optimizer`)."""
     names = sorted(catalog.tensors)
-    found: set[str] = set()
+    of_optimizers: set[str] = set()
     for node in _optimizers(catalog.state):
         for name, prefix in references(node):
-            found.update(below(names, name) if prefix else [name])
-    return frozenset(found)
+            of_optimizers.update(below(names, name) if prefix else [name])
+    return frozenset(of_optimizers)
 
 
 def _optimizers(node: Any) -> Iterable[Any]:
@@ -62,8 +62,8 @@ def pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
 
     Containers that have nothing left go too; in a list, None stands for what is gone.
     """
-    found = _pruned(node, kept, optimizers=optimizers)
-    return {} if found is tree.MISSING else found
+    kept_node = _pruned(node, kept, optimizers=optimizers)
+    return {} if kept_node is tree.MISSING else kept_node
 
 
 def _pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
@@ -84,11 +84,11 @@ def _pruned(node: Any, kept: Sequence[str], *, optimizers: bool) -> Any:
         return left if tag is None else {tag: left}
     if pairs is None or (tag is not None and tag != "$map"):
         return node
-    rest = [(k, found) for k, child in pairs if (found := _pruned(child, kept, optimizers=optimizers)) is not tree.MISSING]
+    rest = [(k, kept_child) for k, child in pairs if (kept_child := _pruned(child, kept, optimizers=optimizers)) is not tree.MISSING]
     return tree.mapping_node(rest) if rest or not pairs else tree.MISSING
 
 
 def pruned_values(values: Mapping[str, Any], kept: Sequence[str]) -> dict[str, Any]:
     """The values of one rank that do not refer to a tensor that is left out."""
-    found = {path: _pruned(node, kept, optimizers=True) for path, node in values.items()}
-    return {path: node for path, node in found.items() if node is not tree.MISSING}
+    kept_values = {path: _pruned(node, kept, optimizers=True) for path, node in values.items()}
+    return {path: node for path, node in kept_values.items() if node is not tree.MISSING}

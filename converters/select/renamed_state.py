@@ -62,29 +62,29 @@ def renamed_state(
     pairs, state = _by_key(catalog.state), _by_key(rest)
     own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}
     now, before = _by_first({*views} - own), _by_first({*catalog.tensors} - own)
-    found = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if is_optimizer(node)]
-    for one in found:
+    optimizers_here = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if is_optimizer(node)]
+    for one in optimizers_here:
         state.pop(one.key, None)
         if optimizers and (node := one.node(pairs[one.key])) is not MISSING:
             state[one.key] = node
         elif not optimizers:
             one.left_out = [one.key]
-    done = {one.key for one in found}
+    done = {one.key for one in optimizers_here}
     state |= {key: {"$tensors": key} for key in pairs if key not in done and key in now and now[key] != before.get(key)}
-    said = {*_tensors(rest)}
-    flat = [name for key, names in now.items() for name in names if key not in state and name not in said]
-    whole = tree.mapping_node([*_unnamed(rest), *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
-    gone = [path for path in lost(catalog.state, whole) if path.partition(".")[0] not in done]
-    gone += [path for one in found for path in one.left_out]
-    return RenamedState(whole, tuple(gone), frozenset(name for one in found for name in one.united))
+    named = {*_tensors(rest)}
+    flat = [name for key, names in now.items() for name in names if key not in state and name not in named]
+    node_of_all = tree.mapping_node([*_unnamed(rest), *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
+    gone = [path for path in lost(catalog.state, node_of_all) if path.partition(".")[0] not in done]
+    gone += [path for one in optimizers_here for path in one.left_out]
+    return RenamedState(node_of_all, tuple(gone), frozenset(name for one in optimizers_here for name in one.united))
 
 
 def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
     """Names by what stands before the first dot."""
-    found: dict[str, set[str]] = {}
+    by_first: dict[str, set[str]] = {}
     for name in names:
-        found.setdefault(name.partition(".")[0], set()).add(name)
-    return found
+        by_first.setdefault(name.partition(".")[0], set()).add(name)
+    return by_first
 
 
 def _tensors(node: Node) -> Iterator[str]:
@@ -99,8 +99,8 @@ def lost(before: Node, after: Node) -> list[str]:
 
 def selected(node: Node, globs: Sequence[str], path: str = "") -> Node:
     """The node with only the values whose path fits a glob. What refers to tensors stays."""
-    found = _selected(node, globs, path)
-    return {} if found is MISSING else found
+    chosen = _selected(node, globs, path)
+    return {} if chosen is MISSING else chosen
 
 
 def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
@@ -161,12 +161,12 @@ class _Optimizer:
             self.left_out += [f"{self.key}.{part}" for part in parts]
             return MISSING
         self.check_numbers()
-        found = {"state": self.state(parts.pop("state"))}
+        fields = {"state": self.state(parts.pop("state"))}
         groups = self.groups(parts.pop("param_groups", []))
         if groups:
-            found["param_groups"] = {"$param_groups": groups}
+            fields["param_groups"] = {"$param_groups": groups}
         self.left_out += [f"{self.key}.{part}" for part, child in parts.items() if tree.refers(child)]
-        return {**found, **{part: child for part, child in parts.items() if not tree.refers(child)}}
+        return {**fields, **{part: child for part, child in parts.items() if not tree.refers(child)}}
 
     def _has(self, names: Iterable[str]) -> bool:
         return any(name.startswith(self.head) for name in names)
@@ -186,14 +186,14 @@ class _Optimizer:
     @cached_property
     def origins(self) -> dict[str, list[str]]:
         """New parameter → those that it is made of."""
-        found: dict[str, dict[str, None]] = {}
+        origins: dict[str, dict[str, None]] = {}
         for name, view in self.views.items():
             for source in dict.fromkeys(piece.source for piece in view.pieces):
                 if name.startswith(self.head) and source.startswith(self.head):
-                    found.setdefault(self._owner(name)[0], {})[self.full(self._owner(source)[0])] = None
+                    origins.setdefault(self._owner(name)[0], {})[self.full(self._owner(source)[0])] = None
                 else:
-                    found.setdefault(name, {})[source] = None
-        return {name: list(of) for name, of in found.items()}
+                    origins.setdefault(name, {})[source] = None
+        return {name: list(of) for name, of in origins.items()}
 
     def _owner(self, name: str) -> tuple[str, str]:
         """Parameter and key of a tensor of the state."""
@@ -203,14 +203,14 @@ class _Optimizer:
     # ---- values of parameters
 
     def state(self, node: Node) -> Node:
-        said: dict[str, dict[str, Node]] = {}
+        by_parameter: dict[str, dict[str, Node]] = {}
         for name, child in tree.pairs_of(node) or ():
             values = {k: v for k, v in _by_key(child).items() if not tree.refers(v) or tree.tag_of(v) == "$inline"}
             if name and values:
-                said[self.full(name) if isinstance(name, str) else tree.text(name)] = values
+                by_parameter[self.full(name) if isinstance(name, str) else tree.text(name)] = values
         taken = {old for of in self.origins.values() for old in of}
-        self.left_out += [f"{self.head}{name}.{key}" for name, values in said.items() if name not in taken for key in values]
-        moved = {new: self._united(new, [(old, said.get(old, {})) for old in of]) for new, of in self.origins.items()}
+        self.left_out += [f"{self.head}{name}.{key}" for name, values in by_parameter.items() if name not in taken for key in values]
+        moved = {new: self._united(new, [(old, by_parameter.get(old, {})) for old in of]) for new, of in self.origins.items()}
         moved = {new: values for new, values in moved.items() if values}
         tensors: Node = {"$tensors": f"{self.key}.state"}
         return {"": tensors, **moved} if moved else tensors
@@ -241,14 +241,14 @@ class _Optimizer:
         values = _numbers(self.catalog, [self.catalog.tensors[name] for name in sorted(wanted)])
         self.united |= {e.name for _, _, of in merged for e in of.values() if e is not None}
         for new, key, of in merged:
-            told = [(old, None if e is None else values[e.alias or e.name]) for old, e in of.items()]
-            for old, value in told[1:]:
-                if value is None or value != told[0][1]:
-                    raise self.differ(new, key, *((o, "nothing" if v is None else v) for o, v in (told[0], (old, value))))
+            stored_numbers = [(old, None if e is None else values[e.alias or e.name]) for old, e in of.items()]
+            for old, value in stored_numbers[1:]:
+                if value is None or value != stored_numbers[0][1]:
+                    raise self.differ(new, key, *((o, "nothing" if v is None else v) for o, v in (stored_numbers[0], (old, value))))
 
     def differ(self, new: str, what: str, one: tuple[str, str], other: tuple[str, str]) -> UsageError:
-        told = f"{new!r} would be made of parameters that differ in the {what}: {one[0]!r} has {one[1]}, {other[0]!r} has {other[1]}"
-        return UsageError(told, hint=f"leave the optimizer out: --skip '{self.key}.*'")
+        message = f"{new!r} would be made of parameters that differ in the {what}: {one[0]!r} has {one[1]}, {other[0]!r} has {other[1]}"
+        return UsageError(message, hint=f"leave the optimizer out: --skip '{self.key}.*'")
 
     # ---- options
 
@@ -262,7 +262,7 @@ class _Optimizer:
         for new, of in self.origins.items():
             for old in of:
                 into.setdefault(old, []).append(new)
-        found: list[dict[str, Any]] = []
+        made_groups: list[dict[str, Any]] = []
         given: dict[str, tuple[str, Node]] = {}
         for group in groups:
             names: list[str] = []
@@ -274,14 +274,14 @@ class _Optimizer:
                     first, options = given.setdefault(new, (old, group.options))
                     self.check_options(new, (first, options), (old, group.options))
             if names or not group.names:
-                found.append({"params": names, "options": self.options(group.options)})
+                made_groups.append({"params": names, "options": self.options(group.options)})
         members = {self.full(old) for group in groups for old in group.names}
         tied = {entry.name: entry.alias for entry in self.catalog.tensors.values() if entry.alias is not None}
         for new, (first, _) in given.items():
             for other in self.origins[new]:
                 if other not in members and tied.get(other) not in members:
                     raise self.differ(new, "groups of options", (first, "one"), (other, "none"))
-        return found
+        return made_groups
 
     def options(self, node: Node) -> Node:
         """Options, with tensors of the checkpoint as values; without those that are not taken."""
@@ -317,14 +317,14 @@ def _groups(node: Node) -> list[_Group] | None:
     """Options and names of parameters, also as ``torch.distributed.checkpoint`` stores them; None if parameters are not named."""
     if tree.tag_of(node) == "$param_groups":
         return [_Group(group["options"], group["params"]) for group in node["$param_groups"]]
-    found = []
+    groups = []
     for group in tree.items_of(node) or ():
         pairs = tree.pairs_of(group) or []
         names = next((v for k, v in pairs if k == "params"), None)
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             return None
-        found.append(_Group(tree.mapping_node([(k, v) for k, v in pairs if k not in ("params", "param_names")]), names))
-    return found
+        groups.append(_Group(tree.mapping_node([(k, v) for k, v in pairs if k not in ("params", "param_names")]), names))
+    return groups
 
 
 def _shown(node: Node | Missing) -> str:
@@ -336,9 +336,9 @@ def _numbers(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, str]
     extents = catalog.extents_of([(entry, 0) for entry in entries])
     plain = [(e, x) for e, x in zip(entries, extents, strict=True) if x.codec is None]
     read = read_ranges(catalog.backend, [Range(x.path, x.offset, x.length) for _, x in plain])
-    found = {entry.name: data for (entry, _), data in zip(plain, read, strict=True)}
-    found |= {e.name: read_box(catalog, e, Box((), ())).tobytes() for e, x in zip(entries, extents, strict=True) if x.codec is not None}
-    return {entry.name: _number(entry, found[entry.name]) for entry in entries}
+    numbers = {entry.name: data for (entry, _), data in zip(plain, read, strict=True)}
+    numbers |= {e.name: read_box(catalog, e, Box((), ())).tobytes() for e, x in zip(entries, extents, strict=True) if x.codec is not None}
+    return {entry.name: _number(entry, numbers[entry.name]) for entry in entries}
 
 
 def _number(entry: TensorEntry, data: bytes) -> str:

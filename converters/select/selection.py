@@ -148,10 +148,10 @@ def wanted_views(
     """
     options = option_tensors(catalog) if views is not None else set[str]()
     shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None and name not in options}
-    found = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}
-    found |= views(shapes) if views is not None else {}
-    check_globs(only, [*found, *also], catalog.url)
-    return {name: view for name, view in found.items() if not only or _fits(name, only)}
+    made = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}
+    made |= views(shapes) if views is not None else {}
+    check_globs(only, [*made, *also], catalog.url)
+    return {name: view for name, view in made.items() if not only or _fits(name, only)}
 
 
 def check_globs(globs: Sequence[str], names: Iterable[str], url: str) -> None:
@@ -171,11 +171,11 @@ def _chosen(
 ) -> OutputSet:
     """``head`` is what the names of all entries begin with, and the new names do not."""
     here = {n[len(head) :]: e for n, e in entries.items()}
-    found = wanted_views(catalog, here, choice.views, choice.only)
-    check_globs(choice.exclude, found, catalog.url)
-    found = {n: _back(v, head) for n, v in found.items() if not choice.exclude or not _fits(n, choice.exclude)}
+    selected = wanted_views(catalog, here, choice.views, choice.only)
+    check_globs(choice.exclude, selected, catalog.url)
+    selected = {n: _back(v, head) for n, v in selected.items() if not choice.exclude or not _fits(n, choice.exclude)}
     wide = _dtype(choice.dtype)
-    tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in found.items()}
+    tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in selected.items()}
     tensors = {name: _settled(catalog, w, tensors) for name, w in tensors.items()}
     kept = sorted(tensors)
     if head:
@@ -183,23 +183,23 @@ def _chosen(
     ranks = {r: pruned_values(values, kept) for r, values in catalog.ranks.items()}
     if choice.views is None:
         return OutputSet(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
-    told = renamed_state(catalog, here, found, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
-    return OutputSet(catalog=catalog, tensors=tensors, state=told.state, ranks=ranks, left_out=told.left_out, united=told.united)
+    renamed = renamed_state(catalog, here, selected, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
+    return OutputSet(catalog=catalog, tensors=tensors, state=renamed.state, ranks=ranks, left_out=renamed.left_out, united=renamed.united)
 
 
 def seams_of(catalog: Catalog, view: View) -> list[int]:
     """Places along the first axis of a view where stored chunks end: reading up to there reads no chunk twice."""
     if not view.shape:
         return []
-    found: set[int] = set()
+    seams: set[int] = set()
     for piece in view.pieces:
-        found.add(piece.box.offset[0])
+        seams.add(piece.box.offset[0])
         axis = piece.axes[0]
         cuts = catalog.tensors[piece.source].grid.cuts
         if axis is not None and cuts is not None:
             start, stop = piece.part.offset[axis], piece.part.end[axis]
-            found.update(cut - start + piece.box.offset[0] for cut in cuts[axis] if start < cut < stop)
-    return sorted(found)
+            seams.update(cut - start + piece.box.offset[0] for cut in cuts[axis] if start < cut < stop)
+    return sorted(seams)
 
 
 def _back(view: View, head: str) -> View:
@@ -219,8 +219,8 @@ def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | No
     elif not kinds and wide is not None:
         dtype = wide
     else:
-        told = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
-        raise UsageError(told, where=catalog.url, hint="give one: --dtype")
+        message = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
+        raise UsageError(message, where=catalog.url, hint="give one: --dtype")
     if len(sources) != 1 or not view.is_all_of(sources[0].shape):
         return OutputTensor(name=name, view=view, dtype=dtype)
     entry = sources[0]
@@ -251,10 +251,10 @@ def _floating(dtype: DType) -> bool:
 def _dtype(name: str | None) -> DType | None:
     if name is None:
         return None
-    found = DTYPES.get(name)
-    if found is None or not _floating(found):
+    kind = DTYPES.get(name)
+    if kind is None or not _floating(kind):
         raise UsageError(f"{name!r} is no dtype to convert to", hint="float16, bfloat16, float32 or float64")
-    return found
+    return kind
 
 
 def _root(catalog: Catalog, names: Sequence[str]) -> str:

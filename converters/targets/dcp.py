@@ -54,8 +54,8 @@ def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:
     if marked is None:
         inside = _inside(value, known)
         if inside is not None:
-            told = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
-            raise UsageError(told, hint="leave it out: --exclude; or save it in a list or mapping")
+            message = f"the tensor {inside.name!r} lies in a {type(value).__name__}, which torch.distributed.checkpoint keeps as one value"
+            raise UsageError(message, hint="leave it out: --exclude; or save it in a list or mapping")
         return [PickledItem(fqn, saved(value), Box.whole(value.shape) if isinstance(value, torch.Tensor) else None)]
     return [TensorItem(fqn, box, marked.wanted, box) for box in marked.boxes]
 
@@ -65,7 +65,7 @@ def _inside(value: Any, known: dict[int, _Marked]) -> OutputTensor | None:
     if id(value) in known:
         return known[id(value)].wanted
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for part in parts if (found := _inside(part, known)) is not None), None)
+    return next((inner for part in parts if (inner := _inside(part, known)) is not None), None)
 
 
 def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -69,9 +69,9 @@ Stored = TensorItem | PickledItem
 
 def saved(value: Any) -> bytes:
     """What ``torch.save`` writes of a value."""
-    held = io.BytesIO()
-    torch.save(value, held)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def boxes_of(box: Box, itemsize: int) -> list[Box]:
@@ -123,7 +123,7 @@ def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> 
         at = after
 
     def ends(digests: Sequence[int]) -> list[tuple[int, bytes]]:
-        found = [end for archive, digest in zip(archives, digests, strict=True) for end in archive.ends([digest])]
-        return sorted([*found, *(v for v in values if v[1])])
+        closing = [end for archive, digest in zip(archives, digests, strict=True) for end in archive.ends([digest])]
+        return sorted([*closing, *(v for v in values if v[1])])
 
     return OutputFile(path=f"{folder}{name}", size=at, items=tuple(items), ends=ends)

@@ -41,17 +41,17 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     members = [chosen.tensors[name].without_padding() for name in sorted(chosen.tensors)]
     odd = [w.name for w in members if FROM_SAFETENSORS.get(w.dtype.safetensors) != w.dtype]
     if odd:
-        told = f"safetensors files have no {chosen.tensors[odd[0]].dtype.name}: {odd[0]!r}"
-        raise UsageError(told, where=chosen.catalog.url, hint="leave it out: --exclude")
+        message = f"safetensors files have no {chosen.tensors[odd[0]].dtype.name}: {odd[0]!r}"
+        raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
     reserved = [w.name for w in members if w.name in ("", METADATA)]
     if reserved:
-        told = f"safetensors files have no tensor called {reserved[0]!r}"
-        raise UsageError(told, where=chosen.catalog.url, hint="leave it out: --exclude")
+        message = f"safetensors files have no tensor called {reserved[0]!r}"
+        raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
     alone = layout.name is not None
     groups = [range(len(members))] if alone else in_groups([w.nbytes for w in members], layout.shard_size or SHARD)
     names = [layout.name or SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(len(groups))]
     shards = [[members[i] for i in group] for group in groups]
-    files = tuple(_file(name, held) for name, held in zip(names, shards, strict=True))
+    files = tuple(_file(name, shard) for name, shard in zip(names, shards, strict=True))
 
     def finish(backend: Backend) -> None:
         if alone:
@@ -84,9 +84,9 @@ def _file(path: str, members: Sequence[OutputTensor]) -> OutputFile:
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[OutputTensor]]) -> bytes:
-    where = {w.name: name for name, held in zip(names, shards, strict=True) for w in held}
-    held = [w for shard in shards for w in shard]
-    metadata = {"total_parameters": sum(Box.whole(w.shape).numel for w in held), "total_size": sum(w.nbytes for w in held)}
+    where = {w.name: name for name, tensors in zip(names, shards, strict=True) for w in tensors}
+    tensors = [w for shard in shards for w in shard]
+    metadata = {"total_parameters": sum(Box.whole(w.shape).numel for w in tensors), "total_size": sum(w.nbytes for w in tensors)}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2).encode() + b"\n"
 
 
@@ -96,10 +96,10 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
         backends = [open_backend(root) for root in dict.fromkeys(s.root for s in catalog.sources)]
     else:
         backends = [catalog.backend] if isinstance(catalog, ExternalCatalog) else []
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for backend in backends:
-        found = {**small_files(backend), **found}
-    return list(found.items())
+        files = {**small_files(backend), **files}
+    return list(files.items())
 
 
 def small_files(backend: Backend) -> dict[str, bytes]:

@@ -59,7 +59,7 @@ class _Builder:
             return self.leaf(self.chosen.tensors[value.name])
         if isinstance(value, StoredPerRank):
             ranks = {r: self.view.per_rank(path, r) for r, values in sorted(self.chosen.ranks.items()) if path in values}
-            return {r: self.value(found, path) for r, found in ranks.items()}
+            return {r: self.value(child, path) for r, child in ranks.items()}
         if isinstance(value, Mapping):
             return {k: self.value(v, child_path(path, k) if isinstance(k, (str, int)) else path) for k, v in value.items()}
         if type(value) in (list, tuple):

@@ -57,14 +57,14 @@ class ArchivePlan:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        data, held = _pickled(value, len(stands))
+        data, tensors_of = _pickled(value, len(stands))
         self._add("data.pkl", data)
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:
             self._add(f"data/{stand.key}", None, stand.nbytes)
             self.starts.append(base + self._records[-1].data)
-        for key, content in enumerate(held, len(stands)):
+        for key, content in enumerate(tensors_of, len(stands)):
             self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
@@ -80,10 +80,10 @@ class ArchivePlan:
 
     def ends(self, crcs: Sequence[int]) -> list[tuple[int, bytes]]:
         """All but the bytes of the stands, whose CRC-32 these are: bytes and where they go in the file."""
-        found = []
+        ends = []
         for record, crc in zip(self._records, self._sums(crcs), strict=True):
-            found.append((self.base + record.header, _local(record, crc) + (record.content or b"")))
-        return [*found, (self.base + self._directory, self._tail(crcs))]
+            ends.append((self.base + record.header, _local(record, crc) + (record.content or b"")))
+        return [*ends, (self.base + self._directory, self._tail(crcs))]
 
     def _sums(self, crcs: Sequence[int]) -> list[int]:
         later = iter(crcs)
@@ -126,10 +126,10 @@ def _central(record: _Record, crc: int) -> bytes:
 def _pickled(value: Any, key: int) -> tuple[bytes, list[bytes]]:
     """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are
     in it as they are, which get keys from ``key`` on."""
-    held = io.BytesIO()
-    pickler = _Pickler(held, key)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, key)
     pickler.dump(value)
-    return held.getvalue(), pickler.contents
+    return buffer.getvalue(), pickler.contents
 
 
 class _Pickler(pickle.Pickler):

@@ -71,8 +71,8 @@ def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParamete
     head = "model" if choice.root is None else choice.root
     weights = _weights(chosen, f"{head}.")
     optimizer = optimizer_of(chosen.tensors, weights, chosen.state, root=head, fits=is_told_apart)
-    said = chosen.state if isinstance(chosen.state, dict) else {}
-    arguments = said["args"] if isinstance(said.get("args"), dict) else {}
+    fields = chosen.state if isinstance(chosen.state, dict) else {}
+    arguments = fields["args"] if isinstance(fields.get("args"), dict) else {}
     stacked = not are_listed(arguments) and are_alike({n: (w.shape, w.dtype.name) for n, w in weights.items()})
     members = _members(weights, optimizer, stacked=stacked, local=arguments.get("transformer_impl") == "local")
     _check(members, catalog.url)
@@ -83,23 +83,23 @@ def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParamete
         ranks={},
         members=members,
         objects=tuple(extra_states(weights, stacked=stacked)),
-        iteration=said["iteration"] if type(said.get("iteration")) is int else None,
+        iteration=fields["iteration"] if type(fields.get("iteration")) is int else None,
     )
 
 
 def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
     """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
     own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
-    found = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
-    if len({found[n].alias or found[n].name for n in (EMBEDDING, OUTPUT) if n in found}) == 1 and EMBEDDING in found:
-        found.pop(OUTPUT, None)
-    if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in found):
+    weights = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
+    if len({weights[n].alias or weights[n].name for n in (EMBEDDING, OUTPUT) if n in weights}) == 1 and EMBEDDING in weights:
+        weights.pop(OUTPUT, None)
+    if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in weights):
         hint = "give a translation (--names llama --spelling megatron), or the key that the model has (--root)"
         raise UsageError("the tensors do not have the names of Megatron-Core's parameters", where=chosen.catalog.url, hint=hint)
-    odd = [] if chosen.catalog.format == FORMAT_NAME else sorted(n for n in found if not is_known(n))
+    odd = [] if chosen.catalog.format == FORMAT_NAME else sorted(n for n in weights if not is_known(n))
     if odd:
         raise UsageError(f"nobody knows how Megatron-Core stores {odd[0]}", where=chosen.catalog.url, hint="leave it out: --exclude")
-    return found
+    return weights
 
 
 def _members(
@@ -107,18 +107,18 @@ def _members(
 ) -> dict[str, list[StackedTensor]]:
     """Of each tensor that is stored what it is made of."""
     called, gated = spelled(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
-    found: dict[str, list[StackedTensor]] = {}
+    members: dict[str, list[StackedTensor]] = {}
 
     def add(prefix: str, name: str, wanted: OutputTensor) -> None:
         place = place_of(called[name], stacked=stacked)
-        found.setdefault(prefix + place.key, []).append(StackedTensor(place.at, wanted, name in gated))
+        members.setdefault(prefix + place.key, []).append(StackedTensor(place.at, wanted, name in gated))
 
     for name, wanted in weights.items():
         add("", name, wanted)
     for key, own in optimizer.states.items() if optimizer is not None else ():
         for name, wanted in own.items():
             add(f"{HEAD}{key}.", name, wanted)
-    return found
+    return members
 
 
 def _check(members: Mapping[str, Sequence[StackedTensor]], url: str) -> None:
@@ -188,11 +188,11 @@ def _halves(shape: Sequence[int]) -> list[Box]:
 
 def _common(chosen: ChosenParameters) -> bytes:
     """The file of what is not sharded."""
-    said = tree.decode(chosen.state, _refused)
-    assert isinstance(said, dict)
-    if "args" in said:
-        said["args"] = Namespace(**said["args"])
-    return saved(said)
+    decoded = tree.decode(chosen.state, _refused)
+    assert isinstance(decoded, dict)
+    if "args" in decoded:
+        decoded["args"] = Namespace(**decoded["args"])
+    return saved(decoded)
 
 
 def _refused(kind: str, payload: Any) -> object:
@@ -237,8 +237,8 @@ def common_node(chosen: OutputSet, optimizer: Optimizer | None, *, stacked: bool
 def _is_suspect(chosen: OutputSet, state: Mapping[str, Any]) -> bool:
     """Whether Megatron-Core may have written the optimizer's state wrongly, be this a copy of what it wrote."""
     content = state.get(CONTENT)
-    said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-    return getattr(chosen.catalog, "suspect", None) is not None or (said == RESHARDABLE and MARK not in state)
+    form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return getattr(chosen.catalog, "suspect", None) is not None or (form == RESHARDABLE and MARK not in state)
 
 
 def _optimizer_node(optimizer: Optimizer) -> dict[str, Any]:

@@ -198,13 +198,13 @@ def _point(catalog: Catalog, choice: SelectOptions) -> References:
 
 def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: SelectOptions) -> RenamedState:
     """The state for these tensors."""
-    found = RenamedState(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
+    renamed = RenamedState(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:
-        found = renamed_state(catalog, entries, wanted, found.state)
+        renamed = renamed_state(catalog, entries, wanted, renamed.state)
     if not choice.only:
-        return found
-    chosen = selected(found.state, choice.only)
-    return found._replace(state=chosen, left_out=(*found.left_out, *lost(found.state, chosen)))
+        return renamed
+    chosen = selected(renamed.state, choice.only)
+    return renamed._replace(state=chosen, left_out=(*renamed.left_out, *lost(renamed.state, chosen)))
 
 
 def _check_whole(source: str) -> None:
@@ -228,7 +228,7 @@ def _digested(backend: Backend, contents: Contents, progress: Progress | None) -
         for i, extent in enumerate(contents.extents[t.name])
     ]
     total, done = sum(e.length for *_, e in rows), 0
-    found = {name: list(extents) for name, extents in contents.extents.items()}
+    extents_of = {name: list(extents) for name, extents in contents.extents.items()}
 
     def digest(row: tuple[str, int, str, Extent]) -> str:
         _, _, path, extent = row
@@ -242,19 +242,19 @@ def _digested(backend: Backend, contents: Contents, progress: Progress | None) -
             backend.read_into(path, extent.offset + at, view)
             state.update(view)
             crc = crc if extent.crc32 is None else zlib.crc32(view, crc)
-        found = state.hexdigest()
-        if found != (extent.digest or found) or crc != (extent.crc32 or crc):
-            told = f"bytes {extent.offset} to {extent.offset + extent.length} of {path} are not what their digest says"
-            raise CorruptError(told, where=backend.url, hint="`ckpt verify` tells which tensors are damaged")
-        return found
+        extents_of = state.hexdigest()
+        if extents_of != (extent.digest or extents_of) or crc != (extent.crc32 or crc):
+            message = f"bytes {extent.offset} to {extent.offset + extent.length} of {path} are not what their digest says"
+            raise CorruptError(message, where=backend.url, hint="`ckpt verify` tells which tensors are damaged")
+        return extents_of
 
     with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1)), thread_name_prefix="ckpt-import") as pool:
         for (name, i, _, extent), hexdigest in zip(rows, pool.map(digest, rows), strict=True):
-            found[name][i] = extent._replace(digest=hexdigest)
+            extents_of[name][i] = extent._replace(digest=hexdigest)
             done += extent.length
             if progress is not None:
                 progress(done, total)
-    return found
+    return extents_of
 
 
 # ------------------------------------------------------------------------------- whether files stayed as they were meanwhile

@@ -85,14 +85,14 @@ class References:
         if not view.pieces:
             raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
         like = self.catalog.tensors[view.pieces[0].source]
-        found = []
+        takes = []
         for piece in view.pieces:
             stored = self.catalog.tensors[piece.source]
             if stored.dtype != like.dtype:
-                told = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
-                raise UsageError(told, where=self.catalog.url, hint="convert with one dtype instead")
-            found += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
-        return found
+                message = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
+                raise UsageError(message, where=self.catalog.url, hint="convert with one dtype instead")
+            takes += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
+        return takes
 
     def _add(self, name: str, view: View, takes: Sequence[tuple[_Take, Extent]]) -> None:
         entry = self.catalog.tensors[view.pieces[0].source]
@@ -108,26 +108,26 @@ class References:
 
     def _filling(self, name: str, view: View) -> list[Box]:
         """Boxes that no piece has."""
-        found: list[Box] = []
+        boxes: list[Box] = []
         if len(view.pieces) == 1 and view.pieces[0].box == Box.whole(view.shape):
-            return found
+            return boxes
         while (fault := view.fault()) is not None:
             if fault.times:
                 raise CoverageError(f"{name}{fault.box} would be in {fault.times} stored tensors", where=self.catalog.url)
-            found.append(fault.box)
+            boxes.append(fault.box)
             view = replace(view, pieces=(*view.pieces, Piece(fault.box, "", fault.box, ())))
-        return found
+        return boxes
 
     def _filled(self, name: str, box: Box, path: str, itemsize: int) -> list[tuple[Box, Extent]]:
         """Zeros, which have to lie in a file as all else: one element of zero bytes, wherever there is one, with strides of 0."""
         if (path, itemsize) not in self._zeros:
             backend = self.catalog.backend
-            found = backend.read(path, 0, min(_LOOKED_AT, backend.size(path))).find(bytes(itemsize))
-            self._zeros[path, itemsize] = None if found < 0 else found
+            zeros_at = backend.read(path, 0, min(_LOOKED_AT, backend.size(path))).find(bytes(itemsize))
+            self._zeros[path, itemsize] = None if zeros_at < 0 else zeros_at
         offset = self._zeros[path, itemsize]
         if offset is None:
-            told = f"{name}{box} would be filling, and {path} has no zeros to point at"
-            raise CoverageError(told, where=self.catalog.url, hint="`ckpt convert` instead, which writes them")
+            message = f"{name}{box} would be filling, and {path} has no zeros to point at"
+            raise CoverageError(message, where=self.catalog.url, hint="`ckpt convert` instead, which writes them")
         none = (0,) * len(box.shape)
         parts = _cut(box, itemsize, [itemsize * step for step in row_major_strides(box.shape)])
         return [(part, Extent(path, offset, itemsize, None, strided(part.shape, none, itemsize))) for part in parts]
@@ -138,8 +138,8 @@ class References:
         taken = within(piece, copy.box)
         as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= MAX_CHUNK
         if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
-            told = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
-            raise UsageError(told, where=self.catalog.url, hint="convert instead")
+            message = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
+            raise UsageError(message, where=self.catalog.url, hint="convert instead")
         if as_it_is:
             return [(taken.box, extent)]
         self.parted |= (extent.digest, extent.crc32) != (None, None)
@@ -173,7 +173,7 @@ def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tupl
     """A part of a chunk, in pieces along the first axis that are not too long: as ranges, or with strides."""
     steps = row_major_strides(chunk.shape)
     strides = [itemsize * (0 if axis is None else steps[axis]) for axis in piece.axes]
-    found = []
+    parts = []
     for box in _cut(piece.box, itemsize, strides):
         offset = [p - c for p, c in zip(piece.part.offset, chunk.offset, strict=True)]
         for i, axis in enumerate(piece.axes):
@@ -182,8 +182,8 @@ def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tupl
         start = extent.offset + itemsize * sum(o * s for o, s in zip(offset, steps, strict=True))
         codec = strided(box.shape, strides, itemsize)
         length = box.numel * itemsize if codec is None else reach(box.shape, strides, itemsize)
-        found.append((box, Extent(extent.path, start, length, None, codec)))
-    return found
+        parts.append((box, Extent(extent.path, start, length, None, codec)))
+    return parts
 
 
 def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
@@ -193,13 +193,13 @@ def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
         return [box]
     axis = max(axes, key=strides.__getitem__)
     count = max(1, MAX_CHUNK // max(strides[axis], 1))
-    found = []
+    boxes = []
     for at in range(0, box.shape[axis], count):
         offset, shape = list(box.offset), list(box.shape)
         offset[axis] += at
         shape[axis] = min(count, box.shape[axis] - at)
-        found.append(Box(tuple(offset), tuple(shape)))
-    return found
+        boxes.append(Box(tuple(offset), tuple(shape)))
+    return boxes
 
 
 def _grid(shape: tuple[int, ...], boxes: Sequence[Box], files: np.ndarray[Any, np.dtype[np.int32]]) -> Grid:

@@ -52,16 +52,16 @@ class _ItemTemplate:
     tail: bytes
     crc: int | None
 
-    def crc_in(self, held: Held) -> int | None:
+    def crc_in(self, cached: Held) -> int | None:
         """The checksum of the elements of an item of this kind, if it says one."""
-        at, data = held[1]
+        at, data = cached[1]
         return None if self.crc is None else _SUM.unpack_from(data, self.directory - at + self.crc)[0] or None
 
-    def fits(self, held: Held, dtype: str, shape: tuple[int, ...]) -> bool:
+    def fits(self, cached: Held, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether what was read of an item is of this kind, and the elements are as described."""
         if (self.dtype, self.shape) != (dtype, shape):
             return False
-        first, last = held
+        first, last = cached
         head, tail = first[1][: self.start], last[1][self.directory - last[0] :]
         return _without(head, self.head_sums) == self.head and _without(tail, self.tail_sums) == self.tail
 
@@ -81,7 +81,7 @@ class Places:
             CorruptError: an item does not lie in its file, is damaged, or holds something else than the metadata say.
             FormatError: it is no archive of ``torch.save``, or its elements are not stored row by row.
         """
-        found: list[tuple[int, int | None]] = []
+        places: list[tuple[int, int | None]] = []
         for first in range(0, len(wanted), AT_ONCE):
             batch = wanted[first : first + AT_ONCE]
             ranges = [ranges_of(box.item, self._sizes, 0, self._backend.url) for _, _, box in batch]
@@ -90,27 +90,27 @@ class Places:
                 start = described[2].item.offset
                 parts = [(r.offset - start, next(data)) for r in of_item]
                 place, crc = self._place(described, (parts[0], parts[-1]))
-                found.append((start + place, crc))
-        return found
+                places.append((start + place, crc))
+        return places
 
-    def _place(self, described: Described, held: Held) -> tuple[int, int | None]:
+    def _place(self, described: Described, cached: Held) -> tuple[int, int | None]:
         name, dtype, box = described
         kinds = self._kinds.setdefault(box.item.length, [])
         for kind in kinds:
-            if kind.fits(held, dtype, box.shape):
-                return kind.start, kind.crc_in(held)
-        archive = archive_of(self._backend, box.item, held)
+            if kind.fits(cached, dtype, box.shape):
+                return kind.start, kind.crc_in(cached)
+        archive = archive_of(self._backend, box.item, cached)
         place, crc = box_place(archive, name, dtype, box)
         start = place - box.item.offset
-        kind_found = _kind(archive, held, box.item, dtype, box.shape, start)
+        kind_found = _kind(archive, cached, box.item, dtype, box.shape, start)
         if kind_found is not None and len(kinds) < _MOST:
             kinds.append(kind_found)
         return start, crc
 
 
-def _kind(archive: Archive, held: Held, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
+def _kind(archive: Archive, cached: Held, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
     """What items like this one have in common; None if its beginning or its directory were not read whole."""
-    first, last = held
+    first, last = cached
     records = archive.records
     directory = max(r.limit for r in records)
     if start > len(first[1]) or directory < last[0]:
@@ -118,7 +118,7 @@ def _kind(archive: Archive, held: Held, item: DcpItem, dtype: str, shape: tuple[
     head, tail = first[1][:start], last[1][directory - last[0] :]
     head_sums = tuple(r.header + _LOCAL_SUM for r in records if r.header < start)
     sums = _sums(tail, len(records))
-    whole = [r for r in records if r.header <= start < r.limit and r.size == math.prod(shape) * dtypes.dtype(dtype).itemsize]
+    candidates = [r for r in records if r.header <= start < r.limit and r.size == math.prod(shape) * dtypes.dtype(dtype).itemsize]
     return _ItemTemplate(
         dtype=dtype,
         shape=shape,
@@ -128,18 +128,18 @@ def _kind(archive: Archive, held: Held, item: DcpItem, dtype: str, shape: tuple[
         tail_sums=tuple(sums.values()),
         head=_without(head, head_sums),
         tail=_without(tail, tuple(sums.values())),
-        crc=sums[whole[0].name.encode()] if whole else None,
+        crc=sums[candidates[0].name.encode()] if candidates else None,
     )
 
 
 def _sums(directory: bytes, count: int) -> dict[bytes, int]:
     """Where the checksums of the entries are, by the names of their records."""
-    found, at = {}, 0
+    sums, at = {}, 0
     for _ in range(count):
         sizes = _SIZES.unpack_from(directory, at + _ENTRY_SIZES)
-        found[directory[at + _ENTRY : at + _ENTRY + sizes[0]]] = at + _ENTRY_SUM
+        sums[directory[at + _ENTRY : at + _ENTRY + sizes[0]]] = at + _ENTRY_SUM
         at += _ENTRY + sum(sizes)
-    return found
+    return sums
 
 
 def _without(data: bytes, sums: Sequence[int]) -> bytes:

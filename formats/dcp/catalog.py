@@ -78,8 +78,8 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
         if not mine:
             return tensors.locate(wanted)
         theirs = iter(tensors.locate([pair for pair in wanted if pair[0].name not in inner.entries]))
-        found = iter(inner.locate(mine))
-        return [next(found) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
+        extents = iter(inner.locate(mine))
+        return [next(extents) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
 
     return ExternalCatalog(
         backend=backend,
@@ -94,8 +94,8 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
 
 
 def _rank(path: str) -> int | None:
-    found = _DATA.fullmatch(path)
-    return int(found[1]) if found and len(found[1]) < 9 else None
+    match = _DATA.fullmatch(path)
+    return int(match[1]) if match and len(match[1]) < 9 else None
 
 
 def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
@@ -150,8 +150,8 @@ def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]],
     for name, node in nodes.items():
         *above, last = paths.get(name, (name,))
         if len(above) > tree.MAX_DEPTH:
-            told = f"{name!r} lies {len(above)} containers deep, of {tree.MAX_DEPTH} that are read"
-            raise CorruptError(told, where=where, hint="the metadata are damaged: copy them again")
+            message = f"{name!r} lies {len(above)} containers deep, of {tree.MAX_DEPTH} that are read"
+            raise CorruptError(message, where=where, hint="the metadata are damaged: copy them again")
         at = root
         for key in above:
             below = at.setdefault(key, _Branch())

@@ -84,11 +84,11 @@ class _MetadataReader:
 
     def read(self, data: bytes) -> Metadata:
         root = load_pickle(data, self.where)  # alive to the end, so that an object is known by its id
-        said = self._attributes(root)
+        fields = self._attributes(root)
         try:
-            items = self._items(said["storage_data"])
+            items = self._items(fields["storage_data"])
             tensors, values = {}, {}
-            for name, described in said["state_dict_metadata"].items():
+            for name, described in fields["state_dict_metadata"].items():
                 if not isinstance(name, str) or not 0 < len(name) <= 4096 or "\0" in name:
                     self.damaged(f"a name of the kind {type(name).__name__}, or one that is too long")
                 if described.name == f"{_MODULE}.BytesStorageMetadata":
@@ -98,27 +98,27 @@ class _MetadataReader:
                 else:
                     hint = "load it with the program that wrote it, and save it with torch.distributed.checkpoint"
                     raise FormatError(f"{name} is described by a {described.name}, which is not known here", where=self.where, hint=hint)
-            paths = self._paths(said.get("planner_data"))
+            paths = self._paths(fields.get("planner_data"))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as err:
             self.damaged(f"{type(err).__name__}: {err}", err)
-        return Metadata(tensors=tensors, values=values, paths=paths, attributes=said)
+        return Metadata(tensors=tensors, values=values, paths=paths, attributes=fields)
 
     def _attributes(self, root: Any) -> Mapping[str, Any]:
         """What the pickled object has. It may be of a class derived from ``Metadata``, which adds attributes: its parts tell."""
         if type(root) is not Made:
             self.damaged(f"it is a {type(root).__name__}, no Metadata")
-        said = root.attributes()
-        missing = [name for name in _PARTS if not isinstance(said.get(name), dict)]
+        fields = root.attributes()
+        missing = [name for name in _PARTS if not isinstance(fields.get(name), dict)]
         if missing and root.name == f"{_MODULE}.Metadata":
             self.damaged(f"they have no {' and no '.join(missing)}")
         if missing:
             what = f"the metadata are a {root.name or 'nameless object'} without {' and '.join(missing)}"
             hint = "no known version of torch.distributed.checkpoint writes such metadata: load it with the program that wrote it"
             raise FormatError(what, where=self.where, hint=hint)
-        return said
+        return fields
 
     def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], DcpItem]:
-        found = {}
+        items = {}
         for index, info in stored.items():
             key, place = _said(index), _said(info)
             if type(key["fqn"]) is not str:
@@ -133,8 +133,8 @@ class _MetadataReader:
                 self._check_path(path, key["fqn"])
             offset, length = counts((place["offset"], place["length"]))
             at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
-            found[key["fqn"], at] = DcpItem(path, offset, length)
-        return found
+            items[key["fqn"], at] = DcpItem(path, offset, length)
+        return items
 
     def _check_path(self, path: Any, name: str) -> None:
         problem = path_problem(path) if type(path) is str else "no path"
@@ -144,22 +144,22 @@ class _MetadataReader:
 
     def _counts(self, value: Any) -> tuple[int, ...]:
         """``counts``; boxes and items have the same offsets."""
-        found = self._counted.get(id(value))
-        if found is None:
-            found = self._counted[id(value)] = counts(value)
-        return found
+        cached = self._counted.get(id(value))
+        if cached is None:
+            cached = self._counted[id(value)] = counts(value)
+        return cached
 
     def _item(self, items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem], name: str, offset: tuple[int, ...] | None) -> DcpItem:
-        found = items.get((name, offset))
-        if found is None:
+        item = items.get((name, offset))
+        if item is None:
             self.damaged(f"{name}{'' if offset is None else f' at {list(offset)}'} lies nowhere")
-        return found
+        return item
 
-    def _tensor(self, name: str, said: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
-        kind = self._dtype(said["properties"])
-        shape = shape_of(said["size"], DTYPES[kind].itemsize)
+    def _tensor(self, name: str, fields: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
+        kind = self._dtype(fields["properties"])
+        shape = shape_of(fields["size"], DTYPES[kind].itemsize)
         boxes = []
-        for chunk in said["chunks"]:
+        for chunk in fields["chunks"]:
             place = _said(chunk)
             offset, sizes = self._counts(place["offsets"]), self._counts(place["sizes"])
             if len(offset) != len(shape) or any(o + n > size for o, n, size in zip(offset, sizes, shape, strict=True)):

@@ -165,9 +165,9 @@ class _Opened:
         shapes = {p.name: p.shape for p in parameters}
         self.weights.tied_layers(shapes)
         table = StateTable(self.table, ranks)
-        for found in parameters:
-            if f"{STATE}.{found.name}.{MASTER}" not in self.table.entries:  # tied stages have the same
-                table.add(found, f"{STATE}.{found.name}", *self.weights.place_master(found.name))
+        for partitioned in parameters:
+            if f"{STATE}.{partitioned.name}.{MASTER}" not in self.table.entries:  # tied stages have the same
+                table.add(partitioned, f"{STATE}.{partitioned.name}", *self.weights.place_master(partitioned.name))
         self.weights.check(shapes, self.backend.url)
         self._values(table.values)
         self._options(ranks[0], parameters)
@@ -177,17 +177,17 @@ class _Opened:
 
     def _options(self, states: RankStates, parameters: Sequence[Partitioned]) -> None:
         members: dict[int, list[str]] = {}
-        for found in parameters:
-            for group in sorted({f.group for f in found.fragments})[:1]:
-                members.setdefault(group, []).append(f"{MODEL}.{found.name}")
+        for partitioned in parameters:
+            for group in sorted({f.group for f in partitioned.fragments})[:1]:
+                members.setdefault(group, []).append(f"{MODEL}.{partitioned.name}")
         names = [[name for group in groups for name in members.get(group, [])] for groups in states.members]
         self.groups += group_nodes(states.options, names, lambda options: self._node(states.file, options, "optimizer.param_groups"))
 
     def _values(self, values: Mapping[str, Mapping[str, tuple[PickledFile, Any]]]) -> None:
-        for name, said in values.items():
-            for key, (file, value) in said.items():
-                held = self.values.setdefault(f"{MODEL}.{name}", {})
-                held[key] = self._node(file, value, f"{STATE}.{name}.{key}")
+        for name, stored_key in values.items():
+            for key, (file, value) in stored_key.items():
+                by_key = self.values.setdefault(f"{MODEL}.{name}", {})
+                by_key[key] = self._node(file, value, f"{STATE}.{name}.{key}")
 
     def _universal(self) -> None:
         shapes = {n: s for stage in self.directory.stages for group in self._shapes(stage) for n, s in group.items()}
@@ -211,7 +211,7 @@ class _Opened:
         flat = dict(enumerate(self._shapes(self.directory.stages[0])))
         names = [[f"{MODEL}.{name}" for n in member for name in flat.get(n, {})] for member in members]
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self.groups += group_nodes(options, names, lambda found: self._node(file, found, "optimizer.param_groups"))
+        self.groups += group_nodes(options, names, lambda value: self._node(file, value, "optimizer.param_groups"))
         states = file.optional(file.optional(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'").get("state"), "'state'")
         for n, named in flat.items():  # made of ZeRO-3, these are of the first rank; no other file has the steps
             step = file.meaning(file.optional(states.get(n), f"state {n}").get("step"))
@@ -223,9 +223,9 @@ class _Opened:
 
     def _node(self, file: PickledFile, value: Any, path: str, suffix: str = "", rank: int | None = None) -> tree.Node:
         maker = node_maker(self.table, file, suffix, rank)
-        found = maker.root(value, path)
+        node = maker.root(value, path)
         self.opaque |= maker.opaque
-        return found
+        return node
 
     def _state(self) -> tuple[tree.Node, Mapping[int, Mapping[str, Any]]]:
         """The state, and what of it differs between ranks."""
@@ -255,14 +255,14 @@ class _Opened:
     def _values_of(self, file: PickledFile, rank: int | None) -> dict[str, tree.Node]:
         """Everything in a model's file that is neither weights nor about them."""
         suffix = "" if rank is None else f"@rank{rank}"
-        found = {}
+        values = {}
         for key, value in file.root.items():
             if key in _TAKEN and (key != "optimizer" or value is None):
                 continue
             if type(key) is not str or key in (MODEL, _OTHERS) or key.startswith("$"):
                 file.damaged(f"{key!r} is among the values that were saved")
-            found[key] = self._node(file, value, key, suffix, rank)
-        return found
+            values[key] = self._node(file, value, key, suffix, rank)
+        return values
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=is_checkpoint, open=open_deepspeed)

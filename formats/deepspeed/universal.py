@@ -27,12 +27,12 @@ _FULL = "fp32"
 
 def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
     """Paths by parameter and state."""
-    found = {}
+    files = {}
     for entry in backend.list(FOLDER):
         parts = entry.path.removeprefix(FOLDER).split("/")
         if len(parts) == 2 and parts[1].endswith(".pt"):
-            found[parts[0], parts[1].removesuffix(".pt")] = entry.path
-    return dict(sorted(found.items()))
+            files[parts[0], parts[1].removesuffix(".pt")] = entry.path
+    return dict(sorted(files.items()))
 
 
 class Universal:
@@ -51,21 +51,21 @@ class Universal:
             CorruptError: a file has no tensor, or one that does not fit the parameter.
         """
         if name not in self.shapes:
-            said = f"{MODEL}.{name}"
-            if said not in self.table.entries and _FULL in states:
-                self.table.add(said, states[_FULL].file, self._tensor(name, states[_FULL]))
+            label = f"{MODEL}.{name}"
+            if label not in self.table.entries and _FULL in states:
+                self.table.add(label, states[_FULL].file, self._tensor(name, states[_FULL]))
             return
         for key, file in states.items():
-            said, further = self.weights.place_master(name) if key == _FULL else (f"{STATE}.{name}.{key}", None)
+            label, further = self.weights.place_master(name) if key == _FULL else (f"{STATE}.{name}.{key}", None)
             value = file.whole
             if type(value) is StoredView and (value.shape == () or key == "step"):
-                self.table.add(said, file.file, value)
+                self.table.add(label, file.file, value)
             elif key == "step":
                 self.values.setdefault(name, {})[key] = (file, value)
             else:
-                self.table.add(said, file.file, self._tensor(name, file))
+                self.table.add(label, file.file, self._tensor(name, file))
                 if further is not None:
-                    self.table.add_alias(further, said)
+                    self.table.add_alias(further, label)
 
     def _tensor(self, name: str, file: PickledFile) -> StoredView:
         value = file.whole
@@ -87,7 +87,7 @@ class Universal:
 
 def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
     """Files of states, by parameter."""
-    found: dict[str, dict[str, PickledFile]] = {}
+    by_name: dict[str, dict[str, PickledFile]] = {}
     for (name, key), file in files.items():
-        found.setdefault(name, {})[key] = file
-    return found
+        by_name.setdefault(name, {})[key] = file
+    return by_name

@@ -91,8 +91,8 @@ class ExternalCatalog:
         if not wanted:
             return []
         first = self.files[wanted[0][0].grid.file(wanted[0][1])].path  # of many files this is a guess, and evicting only a hint
-        found = read_checked(self.backend, first, lambda: self._locate(wanted))
-        for (entry, number), extent in zip(wanted, found, strict=True):
+        located = read_checked(self.backend, first, lambda: self._locate(wanted))
+        for (entry, number), extent in zip(wanted, located, strict=True):
             if extent.offset + extent.length > self._sizes[extent.path]:
                 raise CorruptError(
                     f"chunk {entry.name}{entry.grid.box(number)} should end at byte {extent.offset + extent.length:,} of a file of "
@@ -100,7 +100,7 @@ class ExternalCatalog:
                     where=f"{self.backend.url.rstrip('/')}/{extent.path}",
                     hint="the file was cut off: copy it again",
                 )
-        return found
+        return located
 
 
 def whole(shape: Sequence[int], file: int) -> Grid:
@@ -136,10 +136,11 @@ def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int],
 def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str) -> None:
     wanted = math.prod(shape)
     roughly = float(shapes.prod(axis=1, dtype=np.float64).sum())
-    found = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
-    if found != wanted:
+    volume = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
+    if volume != wanted:
         raise CorruptError(
-            f"the stored parts of tensor {name} have {found if found >= 0 else 'too many'} elements, the tensor {list(shape)} has {wanted}",
+            f"the stored parts of tensor {name} have {volume if volume >= 0 else 'too many'} elements, "
+            f"the tensor {list(shape)} has {wanted}",
             where=where,
             hint="files are missing, or are of different saves: copy the checkpoint again",
         )

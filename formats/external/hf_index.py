@@ -28,11 +28,11 @@ def find_index(names: Sequence[str], suffix: str, url: str) -> str | None:
     Raises:
         FormatError: there are several: the directory holds variants of a model.
     """
-    found = [name for name in names if name.endswith(suffix)]
-    plain = [name for name in found if name.count(".") == suffix.count(".")]
-    if len(found) > 1 and len(plain) != 1:
-        raise FormatError(f"there are several indexes: {', '.join(found)}", where=url, hint=f"open one of them: {url}/{found[0]}")
-    return next(iter(plain or found), None)
+    indexes = [name for name in names if name.endswith(suffix)]
+    plain = [name for name in indexes if name.count(".") == suffix.count(".")]
+    if len(indexes) > 1 and len(plain) != 1:
+        raise FormatError(f"there are several indexes: {', '.join(indexes)}", where=url, hint=f"open one of them: {url}/{indexes[0]}")
+    return next(iter(plain or indexes), None)
 
 
 def read_index(backend: Backend, path: str) -> dict[str, str]:
@@ -45,8 +45,8 @@ def read_index(backend: Backend, path: str) -> dict[str, str]:
     if backend.size(path) > MAX_INDEX:
         raise CorruptError(f"an index of more than {MAX_INDEX:,} bytes", where=where, hint="check what wrote it")
     try:
-        found = json.loads(backend.read(path))["weight_map"]
-        pairs = {str(k): v for k, v in found.items()}
+        weight_map = json.loads(backend.read(path))["weight_map"]
+        pairs = {str(k): v for k, v in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         hint = "get the file again, or open the shards without it"
         raise CorruptError(f"the index is damaged: {type(err).__name__}: {err}", where=where, hint=hint) from err
@@ -79,17 +79,17 @@ def sizes_of(backend: Backend, paths: Sequence[str]) -> list[int]:
     return [size for size in sizes if size is not None]
 
 
-def check_index(index: Mapping[str, str], found: Mapping[str, str], where: str) -> None:
+def check_index(index: Mapping[str, str], located: Mapping[str, str], where: str) -> None:
     """Compare the index with what the files have: name → file, both.
 
     Raises:
         CorruptError: they disagree.
     """
-    if dict(index) == dict(found):
+    if dict(index) == dict(located):
         return
-    lines = [f"{n} should be in {f} and is in {found[n]}" for n, f in index.items() if n in found and found[n] != f]
-    absent = [n for n in index if n not in found]
-    extra = [n for n in found if n not in index]
+    lines = [f"{n} should be in {f} and is in {located[n]}" for n, f in index.items() if n in located and located[n] != f]
+    absent = [n for n in index if n not in located]
+    extra = [n for n in located if n not in index]
     lines += [f"in no file: {shown(absent)}"] if absent else []
     lines += [f"not in the index: {shown(extra)}"] if extra else []
     hint = "the directory mixes two models, or its copy is not complete: copy it again, or remove the index"
@@ -106,11 +106,11 @@ def check_all_there(backend: Backend, paths: Sequence[str]) -> None:
     Raises:
         CorruptError: files are missing.
     """
-    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    groups: dict[tuple[str, str, str], dict[int, str]] = {}
     for match in filter(None, map(_SHARD.fullmatch, paths)):
-        found.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
+        groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
     missing = []
-    for (begin, count, end), numbers in found.items():
+    for (begin, count, end), numbers in groups.items():
         first, digits = 0 if 0 in numbers else 1, max(map(len, numbers.values()))
         missing += [f"{begin}{n:0{digits}}-of-{count}{end}" for n in range(first, first + int(count)) if n not in numbers]
     if missing and not isinstance(backend, SingleFile):

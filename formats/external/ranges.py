@@ -48,7 +48,7 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
         else:
             groups.append([i])
             end = reach
-    found: list[bytes] = [b""] * len(ranges)
+    contents: list[bytes] = [b""] * len(ranges)
 
     def read(group: list[int]) -> None:
         start = ranges[group[0]].offset
@@ -56,14 +56,14 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
         data = backend.read(ranges[group[0]].path, start, stop - start)
         for i in group:
             at = ranges[i].offset - start
-            found[i] = data[at : at + ranges[i].length]
+            contents[i] = data[at : at + ranges[i].length]
 
     at, waits = 0, _waits()
     while at < len(groups) and _COUNTS and not backend.grain.calls and _waits() - waits <= at // 8:
         read(groups[at])  # one thread is the fastest as long as nothing has to be waited for
         at += 1
     run_tasks([partial(read, group) for group in groups[at:]], _THREADS, "ckpt-open")
-    return found
+    return contents
 
 
 def _waits() -> int:

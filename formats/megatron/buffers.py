@@ -196,7 +196,7 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
     starts = [slot.start for slot in layout.slots]
     by_start = sorted(range(len(starts)), key=starts.__getitem__)
     in_order = sorted(starts)
-    found = []
+    moves = []
     for member, (slot, numel) in enumerate(zip(layout.slots, numels, strict=True)):
         true = layout.compact(slot)
         at = true
@@ -206,9 +206,9 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
             if low >= high:
                 continue
             if low > at:
-                found.append(Shift(member, at - true, low - true, None, 0))
-            found.append(Shift(member, low - true, high - true, other, low - starts[other]))
+                moves.append(Shift(member, at - true, low - true, None, 0))
+            moves.append(Shift(member, low - true, high - true, other, low - starts[other]))
             at = high
         if at < true + numel:
-            found.append(Shift(member, at - true, numel, None, 0))
-    return found
+            moves.append(Shift(member, at - true, numel, None, 0))
+    return moves

@@ -46,10 +46,10 @@ def _is_torch_dist(backend: Backend, names: Sequence[str], below: str) -> bool:
     if METADATA_JSON not in names or backend.size(path) > _MAX_JSON:
         return False
     try:
-        said = json.loads(backend.read(path))
+        metadata = json.loads(backend.read(path))
     except ValueError:
         return False
-    return isinstance(said, dict) and said.get("sharded_backend") == "torch_dist"
+    return isinstance(metadata, dict) and metadata.get("sharded_backend") == "torch_dist"
 
 
 def _latest(backend: Backend) -> str:

@@ -66,5 +66,5 @@ def likely_buckets(arguments: Mapping[str, Any]) -> list[Buckets]:
 
 def count(arguments: Mapping[str, Any], name: str) -> int | None:
     """A number of things; None if the arguments do not say it."""
-    said = arguments.get(name)
-    return said if isinstance(said, int) and said > 0 else None
+    value = arguments.get(name)
+    return value if isinstance(value, int) and value > 0 else None

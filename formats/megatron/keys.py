@@ -47,20 +47,20 @@ def are_alike(tensors: Mapping[str, object]) -> bool:
     """Whether all layers have the same parameters, with the same values in ``tensors`` (their shapes and dtypes), and layers are numbered
     from 0 on without a gap: then Megatron-Core stacks them. Layers of a kind that is not known here are not alike."""
     layers: dict[str, dict[int, dict[str, object]]] = {}
-    for name, said in tensors.items():
+    for name, shape in tensors.items():
         match = LAYER.fullmatch(name)
         if match is not None:
             if not is_known(name):
                 return False
-            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = said
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = shape
     return all(sorted(own) == list(range(len(own))) and all(one == own[0] for one in own.values()) for own in layers.values())
 
 
 def are_listed(arguments: Mapping[str, Any]) -> bool:
     """Whether a job with these arguments asks for layers one by one, whether or not they are alike."""
     for name in ("moe_layer_freq", "linear_attention_freq"):
-        said = arguments.get(name)
-        if isinstance(said, (list, tuple)) or (isinstance(said, int) and said > 1):
+        value = arguments.get(name)
+        if isinstance(value, (list, tuple)) or (isinstance(value, int) and value > 1):
             return True
     return bool(arguments.get("heterogeneous_layers_config_path") or arguments.get("heterogeneous_layers_config_encoded_json"))
 

@@ -111,7 +111,7 @@ class _Legacy:
         return rank
 
     def _chunk(self, archive: Archive, value: Any) -> dict[str, StoredView]:
-        found = {}
+        views = {}
         for name, stored in (archive.values.meaning(value) or {}).items():
             if not isinstance(name, str) or name.endswith(EXTRA_STATE):
                 continue
@@ -119,8 +119,8 @@ class _Legacy:
             if not isinstance(view, StoredView):
                 hint = "convert it with Megatron-LM's tools/checkpoint first"
                 raise FormatError(f"{name!r} of the model is no tensor: a model from before Megatron-Core?", where=archive.where, hint=hint)
-            found[name] = view
-        return found
+            views[name] = view
+        return views
 
     # ---- who wrote which file
 
@@ -143,17 +143,17 @@ class _Legacy:
         return all(any(n.startswith("embedding.") for n in rank.chunks[0]) for rank in self.ranks)
 
     def _check_sizes(self) -> None:
-        told = {
+        sizes = {
             "tensor": self.arguments.get("tensor_model_parallel_size"),
             "pipeline": self.arguments.get("pipeline_model_parallel_size"),
             "expert": self.arguments.get("expert_model_parallel_size"),
         }
-        wrong = [k for k, n in told.items() if isinstance(n, int) and n != getattr(self.sizes, k)]
+        wrong = [k for k, n in sizes.items() if isinstance(n, int) and n != getattr(self.sizes, k)]
         there = {(r.at.tensor, r.at.pipeline) for r in self.ranks}
         owners = {(r.at.pipeline, r.at.expert) for r in self.ranks}
         complete = len(there) == self.sizes.tensor * self.sizes.pipeline and len(owners) == self.sizes.pipeline * self.sizes.expert
         if wrong or not complete:
-            what = ", ".join(f"{k} parallelism of {told[k]}" for k in wrong) or "all of them"
+            what = ", ".join(f"{k} parallelism of {sizes[k]}" for k in wrong) or "all of them"
             raise CorruptError(
                 f"there are files of {len(self.ranks)} ranks, which is not {what}",
                 where=self.backend.url,
@@ -200,15 +200,15 @@ class _Legacy:
         first = self.ranks[0]
         more = besides(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
         models = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
-        state, opaque, told = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
+        state, opaque, more_notes = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *told]
+        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *more_notes]
         notes += [f"{key} is not known here, and left out" for key in more.unknown]
         if plain.values or any(n.startswith(STATE) for n in self.table.entries):
             groups = groups_in(self.table, 0, first.root.get("optimizer"))
             values = {name: self._nodes(name, own) for name, own in plain.values.items()}
-            state["optimizer"], told = optimizer_node(first.archive, groups, self.table.entries, values)
-            notes += told
+            state["optimizer"], more_notes = optimizer_node(first.archive, groups, self.table.entries, values)
+            notes += more_notes
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -264,8 +264,8 @@ class _Legacy:
 
     def _nodes(self, name: str, values: Mapping[str, Value]) -> dict[str, Any]:
         """The nodes of the states of a parameter that are no tensors; a step stays the number that it is."""
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         for key, (number, value) in values.items():
             owner = self.table.archives[number]
-            found[key] = NodeMaker(owner.values, no_tensor, pickle_bytes=owner.pickle_bytes).root(value, f"{STATE}{name}.{key}")
-        return found
+            nodes[key] = NodeMaker(owner.values, no_tensor, pickle_bytes=owner.pickle_bytes).root(value, f"{STATE}{name}.{key}")
+        return nodes

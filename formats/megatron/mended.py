@@ -47,7 +47,7 @@ def mended_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[Megatr
     data = filling.data()
     backend = WithFile(table.backend, FILLED, data)
     made = table.with_pieces(backend, [ExternalFile(FILLED, len(data))], pieces)
-    told = [MendedTensor(n, _moved(own, table.pieces(n)), filling.count(n)) for n, own in sorted(repaired.pieces.items())]
+    changed = [MendedTensor(n, _moved(own, table.pieces(n)), filling.count(n)) for n, own in sorted(repaired.pieces.items())]
     mended = MegatronCatalog(
         table=made,
         format=catalog.format,
@@ -57,7 +57,7 @@ def mended_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[Megatr
         notes=catalog.notes,
         opaque=catalog.opaque,
     )
-    return mended, tuple(m for m in told if m.mended or m.filled)
+    return mended, tuple(m for m in changed if m.mended or m.filled)
 
 
 class _Filling:

@@ -93,19 +93,19 @@ def is_latent_cut(name: str, local: Mapping[str, tuple[int, ...]], ranks: int, a
     if up is None or not isinstance(rotated, int):
         other = name.replace("linear_kv_down_proj", "linear_q_down_proj")
         return is_latent_cut(other, local, ranks, arguments) if kind == "kv" and other in local else None
-    whole = up[1] + rotated
-    return rows != whole if whole in (rows, rows * ranks) else None
+    total_rows = up[1] + rotated
+    return rows != total_rows if total_rows in (rows, rows * ranks) else None
 
 
 def gated_layers(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """The first layers, by name, that are a gate and an up projection: they have twice as many rows as the second has columns."""
-    found = set()
+    layers = set()
     for name, shape in shapes.items():
         if name.endswith(".linear_fc2.weight"):
             first = name.removesuffix("linear_fc2.weight") + "linear_fc1.weight"
             if shapes.get(first, (0,))[0] == 2 * shape[-1]:
-                found |= {first, first.removesuffix("weight") + "bias"}
-    return frozenset(found)
+                layers |= {first, first.removesuffix("weight") + "bias"}
+    return frozenset(layers)
 
 
 def transposed_experts(

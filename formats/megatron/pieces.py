@@ -218,8 +218,8 @@ class PieceTable:
         """What the archive says of the bytes of a piece, if these are a whole storage."""
         source, length = piece.source, math.prod(piece.shape) * size
         if isinstance(source, InItem):
-            whole = piece.start == 0 and length == math.prod(source.box.shape) * size
-            return self._places[source.box.item][1] if whole else None
+            is_whole = piece.start == 0 and length == math.prod(source.box.shape) * size
+            return self._places[source.box.item][1] if is_whole else None
         if isinstance(source, InFile):
             return None
         return self.archives[source.archive].crc32(source.view.storage, (source.view.offset + piece.start) * size, length)
@@ -240,8 +240,8 @@ class PieceTable:
 
     def _look(self, sources: Sequence[InItem]) -> None:
         new = {source.box.item: source for source in sources if source.box.item not in self._places}
-        found = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
-        self._places |= zip(new, found, strict=True)
+        places = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
+        self._places |= zip(new, places, strict=True)
 
     def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
         by_archive: dict[int, list[InArchive]] = {}

@@ -126,11 +126,11 @@ class _Repair:
 
     def _buffer(self, group: GroupOf, names: Sequence[str], *, single: bool, copies: bool) -> None:
         """``single``: its parameters are not cut into buckets. ``copies``: what the first stage has too was not written."""
-        found: dict[Any, _Laid] = {}
+        candidates: dict[Any, _Laid] = {}
         for order in ORDERS:
             laid = self._laid(group, names, order, single=single, copies=copies)
-            found.setdefault(tuple(p.blocks for p in laid.params), laid)
-        laid = self._chosen(list(found.values()))
+            candidates.setdefault(tuple(p.blocks for p in laid.params), laid)
+        laid = self._chosen(list(candidates.values()))
         numels = [p.numel for p in laid.params]
         for param, start in zip(laid.params, laid.starts, strict=True):
             for key, own in laid.segments.items() if not (param.shared and copies) else ():
@@ -155,29 +155,29 @@ class _Repair:
 
     def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[BufferSegment]]:
         """The buffer without its padding, as it was written, also beyond its end: by Megatron's key."""
-        found: dict[str, list[BufferSegment]] = {key: [] for key in _KEYS}
+        by_key: dict[str, list[BufferSegment]] = {key: [] for key in _KEYS}
         for param, slot in zip(params, layout.slots, strict=True):
             if param.shared and copies:
                 continue
             for block in param.blocks:
-                for key, segments in found.items():
+                for key, segments in by_key.items():
                     segments += self._written(f"{STATE}{block.name}.{KEYS[key]}", block, slot.start + block.start)
-        for segments in found.values():
+        for segments in by_key.values():
             segments.sort(key=lambda s: s.start)
-        return found
+        return by_key
 
     def _written(self, name: str, block: ParamBlock, start: int) -> list[BufferSegment]:
         """The segments that were written as a block from ``start`` on."""
-        found, elements, own = [], 0, Box(block.offset, block.shape)
+        runs, elements, own = [], 0, Box(block.offset, block.shape)
         for piece in self.table.pieces(name) if name in self.table.entries else ():
             box = Box(piece.offset, piece.shape)
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
                 elements += box.numel
-                found += [BufferSegment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
+                runs += [BufferSegment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
         if elements != block.numel:
             raise FormatError(f"{name} is stored in other parts than ranks have", where=self.catalog.url)
-        return found
+        return runs
 
     def _lose(self, param: LocalParam, start: int, stop: int) -> None:
         for block in param.blocks:
@@ -190,8 +190,8 @@ class _Repair:
 
     # ---- which order the model had
 
-    def _chosen(self, found: Sequence[_Laid]) -> _Laid:
-        fitting = [laid for laid in found if self._fits(laid, found) and self._is_zero_beyond(laid)]
+    def _chosen(self, candidates: Sequence[_Laid]) -> _Laid:
+        fitting = [laid for laid in candidates if self._fits(laid, candidates) and self._is_zero_beyond(laid)]
         if not fitting:
             raise UsageError(
                 "the repaired masters would not be the weights, so the buckets had other sizes",
@@ -209,11 +209,11 @@ class _Repair:
         fused = self.arguments.get("transformer_impl") == "transformer_engine"
         return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
 
-    def _fits(self, laid: _Laid, found: Sequence[_Laid]) -> bool:
+    def _fits(self, laid: _Laid, others: Sequence[_Laid]) -> bool:
         """Whether masters are weights, in a sample of the parameters that orders place differently, or of all if there is one order."""
         own = [(p, s) for p, s in zip(laid.params, laid.starts, strict=True) if not p.shared]  # of shared ones, one copy is the weight
-        if len(found) > 1:
-            common = set.intersection(*({(p.blocks, s) for p, s in zip(one.params, one.starts, strict=True)} for one in found))
+        if len(others) > 1:
+            common = set.intersection(*({(p.blocks, s) for p, s in zip(one.params, one.starts, strict=True)} for one in others))
             own = [(p, s) for p, s in own if (p.blocks, s) not in common]
         every = max(1, len(own) // _SAMPLES)
         return all(self.spread.is_weight(*sample) for p, s in own[::every] for sample in _samples(p, s, laid.segments["param"]))

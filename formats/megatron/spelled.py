@@ -62,10 +62,10 @@ def _norm(inner: str) -> str:
 def extra_states(names: Collection[str]) -> list[str]:
     """The names of extra states that a chunk has beside these parameters: those of linear layers, whoever made them. They are None without
     FP8. (Transformer Engine has more, by its version; where they are missing Megatron-LM says so, and goes on.)"""
-    found = dict.fromkeys(m[0] for n in names if (m := _LINEAR.match(n)) is not None)
+    modules = dict.fromkeys(m[0] for n in names if (m := _LINEAR.match(n)) is not None)
     if any(n.startswith("decoder.final_layernorm.") for n in names):
-        found["output_layer"] = None  # it is there without a weight of its own too
-    return [f"{linear}{EXTRA_STATE}" for linear in found]
+        modules["output_layer"] = None  # it is there without a weight of its own too
+    return [f"{linear}{EXTRA_STATE}" for linear in modules]
 
 
 def spelling_of(arguments: Mapping[str, Any]) -> Spelling:

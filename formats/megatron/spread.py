@@ -110,10 +110,10 @@ class Spread:
         at, last = chunk * self.stages + stage, len(counts) - 1
         outside = [n for n in self._by_layer.get(_NONE, ()) if at == (0 if n.startswith("embedding.") else last)]
         mine = range(sum(counts[:at]), sum(counts[: at + 1]))
-        found = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
+        names = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
         if self.tied and last and at == last and owner is None:
-            found.append(OUTPUT)
-        return found
+            names.append(OUTPUT)
+        return names
 
     def _is_of(self, name: str, owner: int | None) -> bool:
         number = self._expert_numbers.get(name) if self.apart else None
@@ -154,7 +154,7 @@ class Spread:
         pairs = sorted(zip(params, starts, strict=True), key=lambda pair: pair[0].numel)
         small = [pair for pair in pairs[:_COMPARED] if pair[0].numel <= _COMPARED_NUMEL]
         own = [pair for pair in small if not pair[0].shared]  # of shared ones, one copy alone is the weight
-        return all(self.is_weight(*found) for param, start in own for found in pieces_of(param, start, segments))
+        return all(self.is_weight(*piece) for param, start in own for piece in pieces_of(param, start, segments))
 
     def is_weight(self, name: str, piece: SourcePiece) -> bool:
         """Whether a piece of the master parameters of ``name`` is that part of the weight."""

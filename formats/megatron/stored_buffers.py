@@ -129,10 +129,10 @@ def coalesced(meaning: Meaning, number: int, value: Any, where: str) -> dict[int
 
 
 def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer], where: str) -> None:
-    said = meaning(value)
-    if not isinstance(said, dict) or said.get("buckets_coalesced") is not True:
+    content = meaning(value)
+    if not isinstance(content, dict) or content.get("buckets_coalesced") is not True:
         raise FormatError("an optimizer state of Megatron-LM before 2024, or in an unknown form", where=where, hint=HINT)
-    for index, by_dtype in said.items():
+    for index, by_dtype in content.items():
         if index == "buckets_coalesced":
             continue
         if not isinstance(index, int) or isinstance(index, bool):

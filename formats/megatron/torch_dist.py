@@ -103,13 +103,13 @@ class _TorchDist:
         if name not in self.number:
             raise CorruptError("there is neither common.pt nor a common state", where=self.backend.url, hint="copy the checkpoint again")
         archive = self.archives[self.number[name]]
-        found = archive.values.meaning(archive.load())
-        if name == _COMMON_ITEM and isinstance(found, list) and len(found) == 1:
-            found = archive.values.meaning(found[0])
-        if not isinstance(found, dict):
+        value = archive.values.meaning(archive.load())
+        if name == _COMMON_ITEM and isinstance(value, list) and len(value) == 1:
+            value = archive.values.meaning(value[0])
+        if not isinstance(value, dict):
             raise CorruptError("the common state is no dictionary", where=archive.where, hint="copy the checkpoint again")
         self.common_archive = self.number[name]
-        return found
+        return value
 
     def catalog(self) -> MegatronCatalog:
         form = self._sharding_type()
@@ -130,14 +130,14 @@ class _TorchDist:
         scalers: list[tuple[int, Any]] = [(self.common_archive, scaler) for scaler in more.scalers]
         unknown = [*self.unknown, *more.unknown]
         if spaces:
-            held = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
-            groups, scalers, unknown = held.groups, [*scalers, *held.scalers], [*unknown, *held.unknown]
-        state, opaque, told = state_node(self.table, self.common_archive, self.common, scalers)
+            buckets = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
+            groups, scalers, unknown = buckets.groups, [*scalers, *buckets.scalers], [*unknown, *buckets.unknown]
+        state, opaque, more_notes = state_node(self.table, self.common_archive, self.common, scalers)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT, *told, *(f"{name} is not known here, and left out" for name in unknown)]
+        notes = [LEFT_OUT, *more_notes, *(f"{name} is not known here, and left out" for name in unknown)]
         if spaces or any(n.startswith(STATE) for n in self.table.entries):
-            state["optimizer"], told = optimizer_node(self._common_archive, groups, self.table.entries)
-            notes += told
+            state["optimizer"], more_notes = optimizer_node(self._common_archive, groups, self.table.entries)
+            notes += more_notes
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -155,17 +155,17 @@ class _TorchDist:
 
     def _values(self) -> dict[str, tuple[int, Any]]:
         """Objects that are items: the number of the archive, and the value."""
-        found = {}
+        values = {}
         for name in self.items:
             archive = self.archives[self.number[name]]
             root = archive.values.meaning(archive.load())
-            found[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
-        return found
+            values[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
+        return values
 
     def _sharding_type(self) -> str | None:
         content = self._common_archive.values.meaning(self.common.get("content_metadata"))
-        said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-        return said if isinstance(said, str) else _type_in(self._common_archive, self.common.get("optimizer"))
+        form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+        return form if isinstance(form, str) else _type_in(self._common_archive, self.common.get("optimizer"))
 
     def _refuse_unknown(self, form: str | None) -> None:
         states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
@@ -213,13 +213,13 @@ class _KeyedTensor(NamedTuple):
 
 def _reformulated(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """The true shapes of tensors that are stored as a grid of flattened blocks (``fully_sharded_model_space``)."""
-    said = metadata.attributes.get("mcore_data")
-    found = {}
-    for name, data in said.items() if isinstance(said, dict) else ():
+    by_name = metadata.attributes.get("mcore_data")
+    shapes = {}
+    for name, data in by_name.items() if isinstance(by_name, dict) else ():
         shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
         if isinstance(name, str) and shape is not None:
-            found[name] = counts(shape)
-    return found
+            shapes[name] = counts(shape)
+    return shapes
 
 
 class _StackedName(NamedTuple):
@@ -314,12 +314,12 @@ def _is_wanted(name: str) -> bool:
 
 def _type_in(archive: Archive, value: Any) -> str | None:
     """The form of an optimizer's state, as the optimizer itself says it."""
-    found = archive.values.meaning(value)
-    if not isinstance(found, dict):
+    content = archive.values.meaning(value)
+    if not isinstance(content, dict):
         return None
-    said = found.get("param_state_sharding_type")
-    below = (_type_in(archive, v) for k, v in found.items() if isinstance(k, int))
-    return said if isinstance(said, str) else next((s for s in below if s is not None), None)
+    form = content.get("param_state_sharding_type")
+    below = (_type_in(archive, v) for k, v in content.items() if isinstance(k, int))
+    return form if isinstance(form, str) else next((s for s in below if s is not None), None)
 
 
 def _rank(path: str) -> int | None:

@@ -25,7 +25,7 @@ class Stretches(NamedTuple):
     digests: npt.NDArray[np.bytes_]
 
 
-class _LayoutMatch(NamedTuple):
+class _Found(NamedTuple):
     """Where a layout has chunks of these tensors: their ``rows``, and where in the text their boxes are, of ``size`` bytes."""
 
     layout: HeaderLayout
@@ -36,7 +36,7 @@ class _LayoutMatch(NamedTuple):
     shape: tuple[int, ...]
 
 
-Rows = dict[tuple[int, int], _LayoutMatch | None]
+Rows = dict[tuple[int, int], _Found | None]
 """By the ids of a layout and of the tensors: files that are cut alike have the same tensors in the same rows."""
 
 
@@ -62,7 +62,7 @@ def find_alike(header: Header, entries: Sequence[TensorEntry], box: Box, known: 
     return Stretches(layout.offsets[found.rows] + header.start, layout.lengths[found.rows], digests[layout.places[found.rows]])
 
 
-def _find(header: Header, entries: Sequence[TensorEntry], text: bytes) -> _LayoutMatch | None:
+def _find(header: Header, entries: Sequence[TensorEntry], text: bytes) -> _Found | None:
     layout, first, suffix = header.layout, entries[0], text.decode()
     numbers = [header.rows.get((e.name if e.alias is None else e.alias) + suffix, -1) for e in entries]
     shapes = {layout.shapes[n] for n in numbers if n >= 0}
@@ -71,4 +71,4 @@ def _find(header: Header, entries: Sequence[TensorEntry], text: bytes) -> _Layou
     assert layout.ends is not None
     rows = np.array(numbers, dtype=np.int64)
     boxes = layout.ends[rows][:, None] + np.arange(-len(text), 0)
-    return _LayoutMatch(layout, entries, rows, boxes, len(text), shapes.pop())
+    return _Found(layout, entries, rows, boxes, len(text), shapes.pop())

@@ -45,9 +45,9 @@ class Machine:
         end = self.at + length
         if length < 0 or end > len(self.data):
             self.fail(f"{length:,} bytes are announced and {len(self.data) - self.at:,} are left")
-        found = self.data[self.at : end]
+        data = self.data[self.at : end]
         self.at = end
-        return found
+        return data
 
     def number(self, length: int) -> int:
         """The next bytes as an unsigned little-endian number."""
@@ -56,9 +56,9 @@ class Machine:
     def line(self) -> bytes:
         """The bytes up to the end of the line, which is skipped."""
         end = self.data.index(b"\n", self.at)
-        found = self.data[self.at : end]
+        text = self.data[self.at : end]
         self.at = end + 1
-        return found
+        return text
 
     def text_line(self) -> str:
         return codecs.decode(self.line(), "utf-8")
@@ -73,12 +73,12 @@ class Machine:
         """The stand-in for a name."""
         if type(module) is not str or type(name) is not str or not 0 < len(name) <= MAX_NAME or len(module) > MAX_NAME:
             self.fail("the name of a class or function is no name")
-        found = self._globals.get((module, name))
-        if found is None:
+        known = self._globals.get((module, name))
+        if known is None:
             if not (module + name).isprintable():
                 self.fail("the name of a class or function cannot be printed")
-            found = self._globals[module, name] = GlobalName(_MODULES.get(module, module), name)
-        return found
+            known = self._globals[module, name] = GlobalName(_MODULES.get(module, module), name)
+        return known
 
 
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}

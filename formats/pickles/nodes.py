@@ -57,29 +57,29 @@ class NodeMaker:
             return tree.encode(value, path, _unknown)
         if depth > MAX_DEPTH:
             self.values.damaged(f"values nested more than {MAX_DEPTH} deep, or one that contains itself,")
-        found = self.values.meaning(value)
-        if found is not value and type(found) in _SCALARS:
-            return self.node(found, path, depth)
-        kind = type(found)
+        meant = self.values.meaning(value)
+        if meant is not value and type(meant) in _SCALARS:
+            return self.node(meant, path, depth)
+        kind = type(meant)
         if kind in _CONTAINERS:
-            return self._container(found, path, depth)
+            return self._container(meant, path, depth)
         if kind in (StoredView, StoredPart):
-            return self._tensor(found, path)
+            return self._tensor(meant, path)
         if kind in (Persistent, StoredStorage):
             self.values.refuse(f"a storage outside of any tensor, at {path!r},")
-        return self._object(found, path, depth)
+        return self._object(meant, path, depth)
 
     def _charge(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             self.values.damaged("a few values that unfold to very many")
 
-    def _tensor(self, found: StoredView | StoredPart, path: str) -> Node:
+    def _tensor(self, tensor: StoredView | StoredPart, path: str) -> Node:
         if not 0 < len(path.encode("utf-8", "surrogatepass")) <= _MAX_NAME or "\0" in path:
             if not path:
-                return self.place(found, "tensor")
+                return self.place(tensor, "tensor")
             self.values.damaged("a tensor whose name is too long, or has a NUL,")
-        return self.place(found, path)
+        return self.place(tensor, path)
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
         if isinstance(value, dict):
@@ -142,15 +142,15 @@ class NodeMaker:
         of, args = made.of, made.args
         if made.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
             of, args = args[0], ()
-        said: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
+        fields: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
         self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
         parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
         parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
-        said |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
-        return self._mapping(said, path, depth + 1)
+        fields |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
+        return self._mapping(fields, path, depth + 1)
 
 
-def _no_tensor(found: object, path: str) -> Node:
+def _no_tensor(tensor: object, path: str) -> Node:
     raise CorruptError("the file has a tensor in the key of a mapping, or in a set", where=path, hint="the file is damaged")
 
 

@@ -221,9 +221,9 @@ def _newobj_ex(m: Machine) -> None:
     args = m.stack.pop()
     if type(kwargs) is not dict:
         m.fail("keyword arguments that are no dict")
-    found = _made(m, m.stack.pop(), args)
-    found.kwargs = kwargs
-    m.stack.append(found)
+    made = _made(m, m.stack.pop(), args)
+    made.kwargs = kwargs
+    m.stack.append(made)
 
 
 def _made(m: Machine, of: Any, args: Any) -> Made:

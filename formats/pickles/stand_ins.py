@@ -44,11 +44,11 @@ class Made:
     def attributes(self) -> dict[str, Any]:
         """The attributes that an object of a plain class would have; those in slots count too."""
         states = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for state in states:
             if isinstance(state, dict):
-                found.update((k, v) for k, v in state.items() if isinstance(k, str))
-        return found
+                attributes.update((k, v) for k, v in state.items() if isinstance(k, str))
+        return attributes
 
 
 _QUICK_KEYS = frozenset({str, float, bool, bytes, type(None), GlobalName, Made})

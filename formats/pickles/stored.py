@@ -104,7 +104,7 @@ def counts(value: Any) -> tuple[int, ...]:
 
 def shape_of(value: Any, itemsize: int) -> tuple[int, ...]:
     """A shape whose elements of ``itemsize`` bytes could be stored."""
-    found = counts(value)
-    if math.prod(found) * itemsize >= _MAX_BYTES:
+    shape = counts(value)
+    if math.prod(shape) * itemsize >= _MAX_BYTES:
         raise ValueError("more elements than can be")
-    return found
+    return shape

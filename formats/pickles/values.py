@@ -69,16 +69,16 @@ class PickleValues:
 
     def view(self, storage: Any, offset: Any, shape: Any, strides: Any, name: str | None, extra: Any) -> StoredView:
         """A checked view: all of its elements lie in its storage."""
-        held = self.storage(storage)
-        name = name or held.dtype or "uint8"
+        stored = self.storage(storage)
+        name = name or stored.dtype or "uint8"
         sizes = shape_of(shape, DTYPES[name].itemsize)
-        found = StoredView(storage=held, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
-        if len(found.shape) != len(found.strides):
-            self.damaged(f"a tensor of {len(found.shape)} dimensions and {len(found.strides)} strides")
-        last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
-        if math.prod(found.shape) and (last + 1) * found.itemsize > held.nbytes:
-            self.damaged(f"a tensor that reaches to byte {(last + 1) * found.itemsize:,} of a storage of {held.nbytes:,}")
-        return found
+        view = StoredView(storage=stored, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
+        if len(view.shape) != len(view.strides):
+            self.damaged(f"a tensor of {len(view.shape)} dimensions and {len(view.strides)} strides")
+        last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+        if math.prod(view.shape) and (last + 1) * view.itemsize > stored.nbytes:
+            self.damaged(f"a tensor that reaches to byte {(last + 1) * view.itemsize:,} of a storage of {stored.nbytes:,}")
+        return view
 
     def dtype_name(self, value: Any) -> str:
         """The name of a ``torch.dtype``."""
@@ -142,11 +142,11 @@ def _of_subclass(v: PickleValues, kind: Any, made: Made) -> Any:
 
 
 def _mapping(v: PickleValues, made: Made) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for group in (*(arg for arg in made.args if type(arg) in (list, tuple, dict)), made.pairs or []):
         for key, value in group.items() if type(group) is dict else group:
-            found[_key(v, key)] = value
-    return found
+            mapping[_key(v, key)] = value
+    return mapping
 
 
 def _key(v: PickleValues, value: Any) -> Any:
@@ -177,20 +177,20 @@ def _encode(v: PickleValues, made: Made) -> bytes:
 
 
 def _bytearray(v: PickleValues, made: Made) -> bytes:
-    found = v.meaning(made.args[0]) if made.args else b""
-    if type(found) is not bytes:
+    data = v.meaning(made.args[0]) if made.args else b""
+    if type(data) is not bytes:
         raise ValueError("no bytes")
-    return found
+    return data
 
 
 def _array(v: PickleValues, made: Made) -> Any:
     """``numpy._reconstruct``, whose state has all: version, shape, dtype, whether column-major, bytes."""
     _, shape, kind, fortran, data = made.state
-    found, raw = _numpy_dtype(v, kind), v.meaning(data)
+    dtype_of, raw = _numpy_dtype(v, kind), v.meaning(data)
     sizes = counts(shape)
-    if found is None or type(raw) is not bytes:
+    if dtype_of is None or type(raw) is not bytes:
         return made
-    return _array_bytes(found, sizes, raw, column_major=bool(fortran))
+    return _array_bytes(dtype_of, sizes, raw, column_major=bool(fortran))
 
 
 def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, column_major: bool) -> Array:
@@ -202,15 +202,15 @@ def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, col
 def _array_of_buffer(v: PickleValues, made: Made) -> Any:
     """How protocol 5 writes arrays: bytes, dtype, shape, and whether row-major (``C``) or not (``F``)."""
     data, kind, shape, order = made.args
-    found, raw = _numpy_dtype(v, kind), v.meaning(data)
-    if found is None or type(raw) not in (bytes, bytearray):
+    dtype_of, raw = _numpy_dtype(v, kind), v.meaning(data)
+    if dtype_of is None or type(raw) not in (bytes, bytearray):
         return made
-    return _array_bytes(found, counts(shape), bytes(raw), column_major=order == "F")
+    return _array_bytes(dtype_of, counts(shape), bytes(raw), column_major=order == "F")
 
 
 def _numpy_scalar(v: PickleValues, made: Made) -> Any:
-    found, raw = _numpy_dtype(v, made.args[0]), v.meaning(made.args[1])
-    return made if found is None or type(raw) is not bytes else _little(found, None, raw, 1)
+    dtype_of, raw = _numpy_dtype(v, made.args[0]), v.meaning(made.args[1])
+    return made if dtype_of is None or type(raw) is not bytes else _little(dtype_of, None, raw, 1)
 
 
 def _little(kind: np.dtype[Any], shape: tuple[int, ...] | None, raw: bytes, count: int) -> Array:
@@ -224,8 +224,8 @@ def _numpy_dtype(v: PickleValues, made: Any) -> np.dtype[Any] | None:
     if type(made) is not Made or made.name != "numpy.dtype" or type(made.args[0]) is not str or made.args[0] not in _NUMPY_CODES:
         return None
     order = made.state[1] if type(made.state) is tuple else "|"
-    found: np.dtype[Any] = np.dtype(made.args[0]).newbyteorder(">" if order == ">" else "<")
-    return found
+    kind: np.dtype[Any] = np.dtype(made.args[0]).newbyteorder(">" if order == ">" else "<")
+    return kind
 
 
 _NUMPY_CODES = frozenset(f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes) | {

@@ -72,17 +72,17 @@ def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> di
     Raises:
         CorruptError: two files have the same name.
     """
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for header, path in zip(headers, paths, strict=True):
-        twice = [name for name in header.tensors if name in found]
+        twice = [name for name in header.tensors if name in owners]
         if twice:
             raise CorruptError(
-                f"both {found[twice[0]]} and {path} have {shown(twice)}",
+                f"both {owners[twice[0]]} and {path} have {shown(twice)}",
                 where=url,
                 hint="files of two models are mixed: remove those that do not belong here, or open one file by its own URL",
             )
-        found |= dict.fromkeys(header.tensors, path)
-    return found
+        owners |= dict.fromkeys(header.tensors, path)
+    return owners
 
 
 class _Part(NamedTuple):
@@ -105,7 +105,7 @@ class _TensorSpans:
             for name, stored in header.tensors.items():
                 offset = boxes[row].get(name, (0,) * len(stored.shape))
                 parts.setdefault(name, []).append(_Part(row, offset, stored))
-        self.entries = [self._entry(name, held, url) for name, held in parts.items()]
+        self.entries = [self._entry(name, own, url) for name, own in parts.items()]
 
     def _entry(self, name: str, parts: Sequence[_Part], url: str) -> TensorEntry:
         kind = parts[0].stored.dtype
@@ -117,18 +117,18 @@ class _TensorSpans:
             self._places[name] = [(part.file, part.stored.offset)]
             return TensorEntry(name=name, dtype=kind, shape=part.stored.shape, grid=whole(part.stored.shape, part.file))
         shape = tuple(max(p.offset[d] + p.stored.shape[d] for p in parts) for d in range(ndim))
-        held = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
-        grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in held], [p.file for p in held], url)
-        self._places[name] = [(held[i].file, held[i].stored.offset) for i in order]
+        filled = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
+        grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in filled], [p.file for p in filled], url)
+        self._places[name] = [(filled[i].file, filled[i].stored.offset) for i in order]
         return TensorEntry(name=name, dtype=kind, shape=shape, grid=grid)
 
     def locate(self, wanted: ChunkRequests) -> list[Extent]:
-        found = []
+        extents = []
         for entry, number in wanted:
             file, offset = self._places[entry.name][number]
             length = entry.nbytes if entry.grid.single else entry.grid.box(number).numel * entry.dtype.itemsize
-            found.append(Extent(self._files[file].path, offset, length, None))
-        return found
+            extents.append(Extent(self._files[file].path, offset, length, None))
+        return extents
 
 
 def _saved_offsets(header: FileHeader, where: str) -> Mapping[str, tuple[int, ...]]:
@@ -137,12 +137,12 @@ def _saved_offsets(header: FileHeader, where: str) -> Mapping[str, tuple[int, ..
     if text is None:
         return {}
     try:
-        found = {name: tuple(said["saved_offsets"]) for name, said in json.loads(text).items()}
+        by_name = {name: tuple(fields["saved_offsets"]) for name, fields in json.loads(text).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again") from err
-    if not all(type(n) is int and 0 <= n < 1 << 62 for offsets in found.values() for n in offsets):
+    if not all(type(n) is int and 0 <= n < 1 << 62 for offsets in by_name.values() for n in offsets):
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again")
-    return found
+    return by_name
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_safetensors)

@@ -57,29 +57,29 @@ def read_header(backend: Backend, path: str, size: int) -> FileHeader:
         _damaged(where, f"a header of {length:,} bytes in a file of {size:,}")
     if 8 + length > len(data):
         data += backend.read(path, len(data), 8 + length - len(data))
-    found = _json(data[8 : 8 + length], where)
-    metadata = found.pop("__metadata__", None) or {}
+    content = _json(data[8 : 8 + length], where)
+    metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         _damaged(where, "metadata that are no texts")
-    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in found.items()}
+    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in content.items()}
     _check_cover(tensors, 8 + length, size, where)
     return FileHeader(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        by_name = dict(pairs)
+        if len(by_name) != len(pairs):
             _damaged(where, f"the same name twice in its header: {_twice([k for k, _ in pairs])!r}")
-        return found
+        return by_name
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=once)
+        by_name = json.loads(data.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as err:
         _damaged(where, f"a header that is not JSON ({err})", err)
-    if not isinstance(found, dict):
+    if not isinstance(by_name, dict):
         _damaged(where, "a header that is no object")
-    return found
+    return by_name
 
 
 def _twice(names: list[str]) -> str:
@@ -89,10 +89,10 @@ def _twice(names: list[str]) -> str:
 def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:
     try:
         spelled, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, stop))
+        counts = all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as err:
         _damaged(where, f"a malformed entry for {name!r}", err)
-    if not whole or not isinstance(shape, list) or not isinstance(spelled, str) or not name or len(name) > 4096 or "\0" in name:
+    if not counts or not isinstance(shape, list) or not isinstance(spelled, str) or not name or len(name) > 4096 or "\0" in name:
         _damaged(where, f"a malformed entry for {name[:80]!r}")
     kind = FROM_SAFETENSORS.get(spelled)
     if kind is None:
@@ -100,10 +100,10 @@ def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:
         raise FormatError(f"tensor {name} has the unknown dtype {spelled!r}", where=where, hint=f"known dtypes: {known}")
     if spelled == "F4":
         shape = _packed(name, shape, where)
-    found = TensorSpan(kind, tuple(shape), base + start)
-    if found.length != stop - start:
-        _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {found.length:,}")
-    return found
+    span = TensorSpan(kind, tuple(shape), base + start)
+    if span.length != stop - start:
+        _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {span.length:,}")
+    return span
 
 
 def _packed(name: str, shape: list[int], where: str) -> list[int]:

@@ -83,8 +83,8 @@ class Archive:
             header = self._window.read(record.header, header_length(record))
             data = self._window.read(data_offset(record, header, self.where), record.size)
             if record.crc and zlib.crc32(data) != record.crc:
-                told = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
-                raise CorruptError(told, where=self.where, hint="get the file again")
+                message = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
+                raise CorruptError(message, where=self.where, hint="get the file again")
             return data
 
         return self._window.checked(read)
@@ -105,8 +105,8 @@ class Archive:
             headers = [window.read(r.header, header_length(r)) for r in wanted.values()]
         else:
             headers = read_ranges(self._backend, [Range(window.path, window.start + r.header, header_length(r)) for r in wanted.values()])
-        found = zip(wanted.items(), headers, strict=True)
-        return {key: window.start + data_offset(record, header, self.where) for (key, record), header in found}
+        located = zip(wanted.items(), headers, strict=True)
+        return {key: window.start + data_offset(record, header, self.where) for (key, record), header in located}
 
     def _record(self, storage: StoredStorage) -> ZipRecord:
         record = self._records.get(f"data/{storage.key}")

@@ -77,11 +77,11 @@ def node_maker(table: TensorTable, file: int) -> NodeMaker:
     """Makes the nodes of an archive's object graph; puts its tensors into the table."""
     archive = table.archives[file]
 
-    def place(found: StoredView | StoredPart, path: str) -> Any:
-        if isinstance(found, StoredPart):
+    def place(value: StoredView | StoredPart, path: str) -> Any:
+        if isinstance(value, StoredPart):
             _refuse_part(archive, path)
         else:
-            table.add(path, file, found)
+            table.add(path, file, value)
         return {"$tensor": path}
 
     return NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
@@ -100,11 +100,11 @@ def _open_shards(backend: Backend, index: str) -> ExternalCatalog:
     paths = sorted(set(weights.values()))
     files = [ExternalFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     table = TensorTable([open_archive(backend, path) for path in paths], files)
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for number, path in enumerate(paths):
         node_maker(table, number).root(table.archives[number].load())
-        found |= {name: path for name in table.entries if name not in found}
-    check_index(weights, found, f"{backend.url.rstrip('/')}/{index}")
+        owners |= {name: path for name in table.entries if name not in owners}
+    check_index(weights, owners, f"{backend.url.rstrip('/')}/{index}")
     return ExternalCatalog(
         backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate, storages=table.storages
     )

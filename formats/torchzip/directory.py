@@ -87,7 +87,7 @@ def _whole(window: FileRange, disk: int, disk_of: int, here: int, count: int) ->
 
 
 def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, ZipRecord]:
-    found: list[ZipRecord] = []
+    records: list[ZipRecord] = []
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
@@ -102,9 +102,9 @@ def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, 
         if method or flags & 0x41 or size != packed:
             how = "encrypted" if flags & 0x41 else "compressed"
             raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
-        found.append(ZipRecord(name, header, size, 0, crc))
+        records.append(ZipRecord(name, header, size, 0, crc))
         at = stop
-    return _checked(window, found, end)
+    return _checked(window, records, end)
 
 
 def _name(window: FileRange, raw: bytes) -> str:
@@ -126,20 +126,20 @@ def _long_sizes(window: FileRange, extra: bytes, size: int, packed: int, header:
         kind, length = struct.unpack_from("<2H", extra, at)
         if kind == 1:
             numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra[: at + 4 + length], at + 4))
-            found = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
-            size, packed, header = found
+            sizes = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
+            size, packed, header = sizes
         at += 4 + length
     if min(size, packed, header) < 0 or _FULL in (size, packed, header):
         _damaged(window, "a record whose size is not said")
     return size, packed, header
 
 
-def _checked(window: FileRange, found: list[ZipRecord], end: int) -> dict[str, ZipRecord]:
+def _checked(window: FileRange, listed: list[ZipRecord], end: int) -> dict[str, ZipRecord]:
     """Each record has to end before the next one, or the directory at ``end``, begins."""
-    found.sort(key=lambda r: r.header)
-    limits = [*(after.header for _, after in pairwise(found)), end]
+    listed.sort(key=lambda r: r.header)
+    limits = [*(after.header for _, after in pairwise(listed)), end]
     records: dict[str, ZipRecord] = {}
-    for record, limit in zip(found, limits, strict=True):
+    for record, limit in zip(listed, limits, strict=True):
         if record.name in records:
             _damaged(window, f"two records called {record.name!r}")
         if record.header + LOCAL_SIZE + len(record.name.encode()) + record.size > limit:

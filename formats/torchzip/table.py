@@ -176,15 +176,15 @@ class TensorTable:
         """All copies of boxes that are stored more than once, besides those that are read; without those that are not stored row by row,
         or whose elements have more than 8 bytes."""
         known = [c for c in self._copies if c[0] not in self._problems and self.entries[c[0]].dtype.itemsize <= 8]
-        found = self._extents([block for _, _, block in known])
-        return [Replica(name, box, extent) for (name, box, _), extent in zip(known, found, strict=True)]
+        extents = self._extents([block for _, _, block in known])
+        return [Replica(name, box, extent) for (name, box, _), extent in zip(known, extents, strict=True)]
 
     def storages(self) -> list[Extent]:
         """Storages with a checksum that tensors are only parts of."""
-        blocks = [b for found in self._blocks.values() for b in found if b.length]
+        blocks = [b for stored in self._blocks.values() for b in stored if b.length]
         parts = {(b.file, b.storage.key): b for b in blocks if self.archives[b.file].crc32(b.storage, b.offset, b.length) is None}
-        whole = [StorageBlock(b.file, b.storage, 0, self.archives[b.file].record_size(b.storage)) for b in parts.values()]
-        return [extent for extent in self._extents(whole) if extent.crc32 is not None]
+        whole_storages = [StorageBlock(b.file, b.storage, 0, self.archives[b.file].record_size(b.storage)) for b in parts.values()]
+        return [extent for extent in self._extents(whole_storages) if extent.crc32 is not None]
 
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None
@@ -232,8 +232,8 @@ class TensorTable:
 
 
 def _by_file(blocks: Sequence[StorageBlock]) -> Mapping[int, list[StorageBlock]]:
-    found: dict[int, list[StorageBlock]] = {}
+    by_file: dict[int, list[StorageBlock]] = {}
     for block in blocks:
         if block.length:
-            found.setdefault(block.file, []).append(block)
-    return found
+            by_file.setdefault(block.file, []).append(block)
+    return by_file

@@ -46,22 +46,22 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
         UsageError: nobody says how many attention heads are to be divided, they cannot be, or a size of the vocabulary cannot be.
         CorruptError: a configuration beside the source cannot be read.
     """
-    said = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
-    if said.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
+    given_arguments = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
+    if given_arguments.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
         raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
-    found = {**_soft(model), **said, **_facts(model), **_of_parallel(parallel)}
-    if "num_attention_heads" in found:
-        _check_heads(found, parallel.tensor, catalog.url)
-    elif not _divided_before(said.get("tensor_model_parallel_size"), parallel.tensor):
+    arguments = {**_soft(model), **given_arguments, **_facts(model), **_of_parallel(parallel)}
+    if "num_attention_heads" in arguments:
+        _check_heads(arguments, parallel.tensor, catalog.url)
+    elif not _divided_before(given_arguments.get("tensor_model_parallel_size"), parallel.tensor):
         hint = "--arg num_attention_heads=…; also num_query_groups and kv_channels"
         what = f"nothing says how many attention heads the model has, which {parallel.tensor} tensor-parallel ranks divide"
         raise UsageError(what, where=catalog.url, hint=hint)
-    per_chunk, rest = divmod(found["num_layers"], parallel.pipeline * parallel.virtual)
-    if parallel.virtual > 1 and not rest and not any(found.get(name) for name in _OF_ONE_PIPELINE):
-        found["num_layers_per_virtual_pipeline_stage"] = per_chunk
-    found.setdefault("expert_tensor_parallel_size", parallel.tensor)
-    return found | _vocabulary(found, model, catalog.url, given=parallel.arguments)
+    per_chunk, rest = divmod(arguments["num_layers"], parallel.pipeline * parallel.virtual)
+    if parallel.virtual > 1 and not rest and not any(arguments.get(name) for name in _OF_ONE_PIPELINE):
+        arguments["num_layers_per_virtual_pipeline_stage"] = per_chunk
+    arguments.setdefault("expert_tensor_parallel_size", parallel.tensor)
+    return arguments | _vocabulary(arguments, model, catalog.url, given=parallel.arguments)
 
 
 def _divided_before(source: Any, ranks: int) -> bool:
@@ -69,34 +69,34 @@ def _divided_before(source: Any, ranks: int) -> bool:
     return ranks == 1 or (isinstance(source, int) and source > 0 and source % ranks == 0)
 
 
-def _check_heads(found: Arguments, ranks: int, where: str) -> None:
+def _check_heads(arguments: Arguments, ranks: int, where: str) -> None:
     """Raise UsageError if Megatron would not divide heads and groups so.
 
     (Source: ``TransformerConfig`` of Megatron-LM; since version 0.16 a rank may have a part of a group.)
     """
-    heads = found["num_attention_heads"]
-    groups = (found.get("num_query_groups") if found.get("group_query_attention", True) else None) or heads
+    heads = arguments["num_attention_heads"]
+    groups = (arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None) or heads
     parts = {f"{heads} attention heads": heads % ranks == 0, f"{groups} query groups": 0 in (groups % ranks, ranks % groups)}
     for what, fits in parts.items():
         if not fits:
             raise UsageError(f"{what} cannot be divided among {ranks} tensor-parallel ranks", where=where, hint="--tp")
 
 
-def _vocabulary(found: Arguments, model: Mapping[str, OutputTensor], where: str, *, given: Mapping[str, Any]) -> Arguments:
+def _vocabulary(arguments: Arguments, model: Mapping[str, OutputTensor], where: str, *, given: Mapping[str, Any]) -> Arguments:
     """Rows of the embedding: real ones, if it is known which these are, and with padding."""
     embedding = model.get(EMBEDDING)
     if embedding is None:
         hint = "convert all of the model, under Megatron's names: --names llama --spelling megatron"
         raise UsageError(f"there is no tensor {EMBEDDING}", where=where, hint=hint)
     stored = embedding.shape[0]
-    real = given.get("vocab_size") or (embedding.logical or (None,))[0] or found.get("vocab_size") or stored
-    divisor = found.get("make_vocab_size_divisible_by") or DIVISOR
-    ranks = found["tensor_model_parallel_size"]
+    real = given.get("vocab_size") or (embedding.logical or (None,))[0] or arguments.get("vocab_size") or stored
+    divisor = arguments.get("make_vocab_size_divisible_by") or DIVISOR
+    ranks = arguments["tensor_model_parallel_size"]
     rows = given.get("padded_vocab_size") or padded_vocabulary(real, divisor=divisor, tensor_parallel=ranks)
     if not 0 < real <= min(stored, rows) or rows % ranks:
-        told = f"a vocabulary of {real}, padded to {rows} rows on {ranks} tensor-parallel ranks, of an embedding with {stored}"
-        raise UsageError(told, where=where, hint="--arg vocab_size=… --arg padded_vocab_size=…")
-    known = {"vocab_size": real} if real != rows or "vocab_size" in found else {}
+        message = f"a vocabulary of {real}, padded to {rows} rows on {ranks} tensor-parallel ranks, of an embedding with {stored}"
+        raise UsageError(message, where=where, hint="--arg vocab_size=… --arg padded_vocab_size=…")
+    known = {"vocab_size": real} if real != rows or "vocab_size" in arguments else {}
     return {**known, "padded_vocab_size": rows, "make_vocab_size_divisible_by": divisor}
 
 
@@ -104,12 +104,12 @@ def _told(catalog: Catalog, parallel: MegatronParallel) -> Arguments:
     """Those of the source, if it is Megatron's or was made of one, but for what is true of its ranks alone."""
     node = catalog.state.get("args") if isinstance(catalog.state, dict) else None
     pairs = [] if node is None or tree.tag_of(node) is not None else tree.pairs_of(node) or []
-    told = {str(k): v for k, v in pairs if v is None or isinstance(v, (bool, int, float, str, list))}
-    pipeline = (told.get("pipeline_model_parallel_size", 1), told.get("virtual_pipeline_model_parallel_size") or 1)
+    stored = {str(k): v for k, v in pairs if v is None or isinstance(v, (bool, int, float, str, list))}
+    pipeline = (stored.get("pipeline_model_parallel_size", 1), stored.get("virtual_pipeline_model_parallel_size") or 1)
     dropped = {*_OF_ONE_JOB, "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage"}
     if pipeline != (parallel.pipeline, parallel.virtual):
         dropped |= set(_OF_ONE_PIPELINE)
-    return {k: v for k, v in told.items() if k not in dropped}
+    return {k: v for k, v in stored.items() if k not in dropped}
 
 
 def _of_parallel(parallel: MegatronParallel) -> Arguments:
@@ -150,7 +150,7 @@ def _soft(model: Mapping[str, OutputTensor]) -> Arguments:
     biased = _inner(model, ".linear_proj.bias") is not None
     latent = _inner(model, ".linear_kv_up_proj.layer_norm_weight") is not None
     learned = "embedding.position_embeddings.weight" in model
-    found: Arguments = {
+    guessed: Arguments = {
         "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in model else "RMSNorm",
         "swiglu": bool(gated_layers({n: w.shape for n, w in model.items()})),
         "add_bias_linear": biased,
@@ -163,17 +163,17 @@ def _soft(model: Mapping[str, OutputTensor]) -> Arguments:
     }
     hidden = dense or routed
     if hidden is not None:
-        found["ffn_hidden_size"] = hidden.shape[1]
+        guessed["ffn_hidden_size"] = hidden.shape[1]
     if routed is not None:
-        found["moe_ffn_hidden_size"] = routed.shape[1]
-        found["moe_layer_freq"] = _frequency(model)
-        found["moe_router_enable_expert_bias"] = _inner(model, ".router.expert_bias") is not None
-        if found["moe_router_enable_expert_bias"]:
-            found["moe_router_score_function"] = "sigmoid"  # the only one that Megatron has a bias with
+        guessed["moe_ffn_hidden_size"] = routed.shape[1]
+        guessed["moe_layer_freq"] = _frequency(model)
+        guessed["moe_router_enable_expert_bias"] = _inner(model, ".router.expert_bias") is not None
+        if guessed["moe_router_enable_expert_bias"]:
+            guessed["moe_router_score_function"] = "sigmoid"  # the only one that Megatron has a bias with
     if shared is not None:
-        found["moe_shared_expert_intermediate_size"] = shared.shape[1]
-        found["moe_shared_expert_gate"] = _inner(model, ".shared_experts.gate_weight") is not None
-    return found
+        guessed["moe_shared_expert_intermediate_size"] = shared.shape[1]
+        guessed["moe_shared_expert_gate"] = _inner(model, ".shared_experts.gate_weight") is not None
+    return guessed
 
 
 def _frequency(model: Mapping[str, OutputTensor]) -> int | list[int]:
@@ -205,13 +205,13 @@ def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
     """
     for backend in _beside(catalog):
         try:
-            said = json.loads(backend.read_whole(CONFIG, RECORD_LIMIT))
+            config = json.loads(backend.read_whole(CONFIG, RECORD_LIMIT))
         except NotFoundError:
             continue
         except ValueError as err:
             raise CorruptError(f"{CONFIG} cannot be read: {err}", where=backend.url, hint="restore it") from err
-        if isinstance(said, dict):
-            return said
+        if isinstance(config, dict):
+            return config
     return {}
 
 
@@ -224,18 +224,18 @@ def _of_config(config: Mapping[str, Any]) -> Arguments:
     text = config.get("text_config", config)
     rope = text.get("rope_parameters") or {}
     known = of_config(config)
-    found = {ours: value for theirs, ours in _SAME.items() if (value := text.get(theirs, rope.get(theirs))) is not None}
+    arguments = {ours: value for theirs, ours in _SAME.items() if (value := text.get(theirs, rope.get(theirs))) is not None}
     if "heads" in known:
-        found |= {"num_attention_heads": known["heads"], "num_query_groups": known["query_groups"]}
-        found["group_query_attention"] = known["query_groups"] != known["heads"]
+        arguments |= {"num_attention_heads": known["heads"], "num_query_groups": known["query_groups"]}
+        arguments["group_query_attention"] = known["query_groups"] != known["heads"]
     if "head_size" in known:
-        found["kv_channels"] = known["head_size"]
+        arguments["kv_channels"] = known["head_size"]
     if "vocabulary" in known:
-        found["vocab_size"] = known["vocabulary"]
-    if "max_position_embeddings" in found:
-        found["seq_length"] = found["max_position_embeddings"]
+        arguments["vocab_size"] = known["vocabulary"]
+    if "max_position_embeddings" in arguments:
+        arguments["seq_length"] = arguments["max_position_embeddings"]
     if "tie_word_embeddings" in config:
-        found["untie_embeddings_and_output_weights"] = not config["tie_word_embeddings"]
+        arguments["untie_embeddings_and_output_weights"] = not config["tie_word_embeddings"]
     if "norm_topk_prob" in text:
-        found["moe_router_pre_softmax"] = not text["norm_topk_prob"]
-    return found
+        arguments["moe_router_pre_softmax"] = not text["norm_topk_prob"]
+    return arguments

@@ -83,15 +83,15 @@ class _Buffers:
 
     def part(self, experts: bool | None) -> dict[Any, Any]:  # noqa: FBT001  None: all parameters
         """The buffers of one optimizer: for each chunk and dtype, numbered."""
-        found: dict[Any, Any] = {"buckets_coalesced": True}
+        content: dict[Any, Any] = {"buckets_coalesced": True}
         for number, chunk in enumerate(self.chunks):
             trained = [p for p in chunk if not p.name.endswith(NOT_TRAINED)]
             wanted = [i for i, p in enumerate(trained) if experts is None or p.of_expert == experts]
             for dtype in dict.fromkeys(trained[i].dtype for i in wanted):
                 own = [i for i in wanted if trained[i].dtype == dtype]
                 grad = torch_dtype(dtype) if self.arguments.get("accumulate_allreduce_grads_in_fp32") is False else torch.float32
-                found[len(found) - 1] = {(torch_dtype(dtype), grad): self._buffer(number, [trained[i] for i in own], own)}
-        return found
+                content[len(content) - 1] = {(torch_dtype(dtype), grad): self._buffer(number, [trained[i] for i in own], own)}
+        return content
 
     def _buffer(self, number: int, params: Sequence[RankParam], places: Sequence[int]) -> dict[str, Any]:
         members = [BufferParam(math.prod(p.shape), self.ranks.is_shared(p)) for p in params]

@@ -54,9 +54,9 @@ def check_names(names: Iterable[str], head: str, where: str) -> None:
             tensor_parallel_axis(name)
             order_key(name, ORDERS[0])
         except KeyError:
-            told = f"Megatron's GPTModel has no parameter {head + name!r}, or none whose place and division are known here"
+            message = f"Megatron's GPTModel has no parameter {head + name!r}, or none whose place and division are known here"
             hint = "give it Megatron's names (--names llama --spelling megatron), or leave it out (--exclude)"
-            raise UsageError(told, where=where, hint=hint) from None
+            raise UsageError(message, where=where, hint=hint) from None
 
 
 class Ranks:
@@ -97,11 +97,11 @@ class Ranks:
     # ---- what the model is
 
     def _count(self, what: str, numbers: set[int]) -> int:
-        found = numbers - {_OUTSIDE}
-        missing = sorted(set(range(len(found))) - found)
+        indices = numbers - {_OUTSIDE}
+        missing = sorted(set(range(len(indices))) - indices)
         if missing:
-            self._refuse(f"{what} {missing[0]} is missing: the numbers go to {max(found)}", "convert all of them")
-        return len(found)
+            self._refuse(f"{what} {missing[0]} is missing: the numbers go to {max(indices)}", "convert all of them")
+        return len(indices)
 
     def _experts_in(self, layer: int) -> int:
         return self._count(f"layer {layer}: expert", {self._number[name] for name in self._by_layer[layer]})
@@ -117,11 +117,11 @@ class Ranks:
                 "say how: --arg decoder_first_pipeline_num_layers=… or --arg pipeline_model_parallel_layout=…",
             )
 
-    def _expert_tensor(self, said: Any) -> int:
+    def _expert_tensor(self, given: Any) -> int:
         """Tensor-parallel ranks of experts."""
-        if said not in (None, 1, self.parallel.tensor):
-            self._refuse(f"experts on {said} tensor-parallel ranks, and all else on {self.parallel.tensor}", "1, or as many as --tp")
-        return self.parallel.tensor if said is None else int(said)
+        if given not in (None, 1, self.parallel.tensor):
+            self._refuse(f"experts on {given} tensor-parallel ranks, and all else on {self.parallel.tensor}", "1, or as many as --tp")
+        return self.parallel.tensor if given is None else int(given)
 
     # ---- what a rank has
 
@@ -187,12 +187,12 @@ class Ranks:
             expert = self._number[name]
             if name not in self.model or (expert != _OUTSIDE and expert // own != at.expert):
                 continue
-            found = self._parameter(name, name, at, first)
+            parameter = self._parameter(name, name, at, first)
             if expert == _OUTSIDE or self.spelling.experts != "transposed":
-                yield found
+                yield parameter
                 continue
-            which = f"{found.name[: found.name.index('local_experts.')]}weight{1 if '.linear_fc1.' in name else 2}"
-            joined.setdefault(which, []).append(found)
+            which = f"{parameter.name[: parameter.name.index('local_experts.')]}weight{1 if '.linear_fc1.' in name else 2}"
+            joined.setdefault(which, []).append(parameter)
             if len(joined[which]) == own:
                 yield self._transposed(which, joined[which])
 

@@ -48,12 +48,12 @@ def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     if root is None:
         root = "model" if any(name.startswith(MODEL) for name in chosen.tensors) else ""
     head = f"{root}." if root else ""
-    whole = {n: w for n, w in chosen.tensors.items() if n.startswith(head) and w.rank is None and not n.endswith(EXTRA_STATE)}
+    model_tensors = {n: w for n, w in chosen.tensors.items() if n.startswith(head) and w.rank is None and not n.endswith(EXTRA_STATE)}
     if not root:
-        whole = {n: w for n, w in whole.items() if not n.startswith("optimizer.")}
-    if not whole:
+        model_tensors = {n: w for n, w in model_tensors.items() if not n.startswith("optimizer.")}
+    if not model_tensors:
         raise UsageError(f"no tensor of a model lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
-    named = {n.removeprefix(head): chosen.tensors[w.alias] if w.alias in whole else w for n, w in whole.items()}
+    named = {n.removeprefix(head): chosen.tensors[w.alias] if w.alias in model_tensors else w for n, w in model_tensors.items()}
     if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
         del named[OUTPUT]  # tied
     check_names(named, head, catalog.url)
@@ -124,8 +124,8 @@ def directory(at: ModelRank, parallel: MegatronParallel) -> str:
 
 def _values(chosen: OutputSet, *, trained: bool) -> dict[str, Any]:
     """The values of the state that Megatron keeps too. Without an optimizer, iteration 0 is none."""
-    found = nested_state(replace(chosen, tensors={}), lambda wanted: None)
-    kept = {k: found[k] for k in ("iteration", *_KEPT) if k in found} if isinstance(found, dict) else {}
+    nested = nested_state(replace(chosen, tensors={}), lambda wanted: None)
+    kept = {k: nested[k] for k in ("iteration", *_KEPT) if k in nested} if isinstance(nested, dict) else {}
     iteration = kept.pop("iteration", None)
     return {"iteration": iteration, **kept} if isinstance(iteration, int) and (iteration > 0 or trained) else kept
 

@@ -44,15 +44,15 @@ def optimizer_of(
     """The optimizer of ``parameters``, which lie below the key ``root`` of the ``state``. None if something is missing that Megatron asks
     for: one of ``STATES`` of a parameter that is trained, groups that ``fits`` says yes to, or one step for all parameters of a group."""
     trained = {name: wanted for name, wanted in parameters.items() if not name.endswith(NOT_TRAINED)}
-    found: dict[str, dict[str, OutputTensor]] = {key: {} for key in STATES}
+    by_key: dict[str, dict[str, OutputTensor]] = {key: {} for key in STATES}
     for key, called in STATES.items():
         for name, wanted in trained.items():
             own = tensors.get(f"{HEAD}{root}.{name}.{called}")
             if own is None or own.shape != wanted.shape:
                 return None
-            found[key][name] = own
+            by_key[key][name] = own
     groups = _groups(state.get("optimizer") if isinstance(state, dict) else None)
-    return Optimizer(states=found, groups=groups) if groups and all(map(fits, groups)) else None
+    return Optimizer(states=by_key, groups=groups) if groups and all(map(fits, groups)) else None
 
 
 def _groups(node: tree.Node) -> list[Group]:
@@ -65,21 +65,21 @@ def _groups(node: tree.Node) -> list[Group]:
         asked = [(group["options"], group["params"]) for group in named["$param_groups"]]
     else:
         asked = [(options, ()) for options in plain] if isinstance(plain, list) else []
-    found: list[Group] = []
+    groups: list[Group] = []
     for options, params in asked:
-        said = {steps.get(p) for p in params} - {None} or {*steps.values()} - {None}  # a group may have no parameters
-        if len(said) != 1 or not isinstance(options, dict) or tree.tag_of(options) is not None:
+        step_values = {steps.get(p) for p in params} - {None} or {*steps.values()} - {None}  # a group may have no parameters
+        if len(step_values) != 1 or not isinstance(options, dict) or tree.tag_of(options) is not None:
             return []
-        found.append({**options, "step": said.pop()})
-    return found
+        groups.append({**options, "step": step_values.pop()})
+    return groups
 
 
 def _step(node: tree.Node) -> int | float | None:
     """The step of one parameter, which torch's optimizers keep in a tensor. A whole number is an int: what fused optimizers take."""
-    said = tree.find(node, ["step"])
-    if isinstance(said, dict) and "$inline" in said:
-        held = decode_inline(said["$inline"])
-        said = held.item() if held.numel() == 1 else None
-    if isinstance(said, float) and said.is_integer():
-        return int(said)
-    return said if isinstance(said, (int, float)) else None
+    step_node = tree.find(node, ["step"])
+    if isinstance(step_node, dict) and "$inline" in step_node:
+        value = decode_inline(step_node["$inline"])
+        step_node = value.item() if value.numel() == 1 else None
+    if isinstance(step_node, float) and step_node.is_integer():
+        return int(step_node)
+    return step_node if isinstance(step_node, (int, float)) else None
