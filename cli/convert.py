@@ -104,11 +104,11 @@ def command(
     \b
     Example:
       ckpt convert --to hf --config hf/Llama-3-8B runs/a/step-00001000 out/
-      ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
+      ckpt convert --to hf --names llama --convention huggingface m/step-100 out/
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       ckpt convert --to native --repair megatron/iter_0001000 mended/
-      ckpt convert --to megatron --tp 4 --names llama --spelling megatron hf/ m/
+      ckpt convert --to megatron --tp 4 --names llama --convention megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     from ckpt.converters.convert import convert
@@ -145,7 +145,9 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
 def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) -> None:
     """What an export lacks before ``from_pretrained`` takes it."""
     if report.source_format.startswith("Megatron") and not translated:
-        output.talk("names are still those of Megatron, which transformers does not load: --names llama --spelling huggingface, or another")
+        output.talk(
+            "names are still those of Megatron, which transformers does not load: --names llama --convention huggingface, or another"
+        )
     if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).children():
         output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
 

@@ -60,7 +60,7 @@ def command(
     Example:
       ckpt diff runs/a/step-100 runs/b/step-100
       ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
-      ckpt diff --names llama --spelling megatron /models/Llama-3-8B imports/m
+      ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
     """

@@ -1,4 +1,4 @@
-"""Options of commands that can give tensors other names: which translation, into which spelling, and what of the source is not meant."""
+"""Options of commands that can give tensors other names: which translation, into which naming convention, and what to skip."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _NAMES = (
     "Translate names and layouts: llama (Mistral and Qwen too), mixtral, qwen-moe, deepseek-v3, llama-plain, transformers-moe, "
     "transformers-mixtral, or a .toml file (docs/translations.md)."
 )
-_SPELLING = "Into whose names, those that you want: huggingface, megatron, plain, transformers."
+_CONVENTION = "The naming convention that you want: huggingface, megatron, plain, transformers."
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class TranslationChoice:
-    """What ``--names``, ``--spelling`` and ``--set`` were given as."""
+    """What ``--names``, ``--convention`` and ``--set`` were given as."""
 
     names: str | None
-    spelling: str | None
+    convention: str | None
     numbers: tuple[str, ...]
 
 
 def translating(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--names``, ``--spelling`` and ``--set``; the command takes them as one ``translation``."""
+    """``--names``, ``--convention`` and ``--set``; the command takes them as one ``translation``."""
 
     @wraps(command)
-    def with_translation(*args: Any, names: str | None, spelling: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
-        return command(*args, translation=TranslationChoice(names, spelling, numbers), **options)
+    def with_translation(*args: Any, names: str | None, convention: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
+        return command(*args, translation=TranslationChoice(names, convention, numbers), **options)
 
     number = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")
-    target = click.option("--spelling", metavar="SPELLING", help=_SPELLING)
+    target = click.option("--convention", metavar="NAME", help=_CONVENTION)
     return click.option("--names", metavar="NAMES", help=_NAMES)(target(number(with_translation)))
 
 
@@ -58,17 +58,17 @@ def views_of(
     Raises:
         UsageError: one of them is missing or wrong.
     """
-    if (translation.spelling is None) != (translation.names is None):
-        raise UsageError("--names and --spelling belong together", hint="--names llama --spelling megatron")
-    if translation.spelling is None or translation.names is None:
+    if (translation.convention is None) != (translation.names is None):
+        raise UsageError("--names and --convention belong together", hint="--names llama --convention megatron")
+    if translation.convention is None or translation.names is None:
         if translation.numbers:
-            raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
+            raise UsageError("--set is for a translation", hint="--names llama --convention megatron")
         return None
-    from ckpt.converters.mapping.convention import translated
+    from ckpt.converters.mapping.convention import translated_views
     from ckpt.converters.targets.hf_config import read_configuration
 
     numbers = {**read_configuration(config).numbers, **numbers_in(translation.numbers, "--set", "query_groups=8")}
-    return translated(source, translation.names, translation.spelling, numbers)
+    return translated_views(source, translation.names, translation.convention, numbers)
 
 
 def left_out(names: Sequence[str]) -> str:

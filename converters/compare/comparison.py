@@ -114,7 +114,7 @@ def compare(
     is compared with the tensor of the other. Values about how a checkpoint is stored (``about_storage`` of a catalog) are not compared.
 
     Args:
-        views: from the shapes of the left side's tensors to what they are on the right side, for another spelling.
+        views: from the shapes of the left side's tensors to what they are on the right side, for another naming convention.
         rename: from what names and paths of the left side begin with to what they begin with on the right side. The longest one counts.
         root: key of the left side's state that has the model: only what lies below it is compared, by its names there, and no values.
         only: globs of names and paths; others are left out.

@@ -86,7 +86,7 @@ class Delivery:
     def _run_windows(self, peers: Peers | None, threads: int, alive: Callable[[], None]) -> None:
         rounds: dict[int, list[WriteWindow]] = defaultdict(list)
         for window in self.gathering.windows:
-            if window.keeper == self.rank or self.rank in window.sizes:
+            if window.aggregator == self.rank or self.rank in window.sizes:
                 rounds[window.round].append(window)
         writing: Pending[None] | None = None
         try:
@@ -109,11 +109,11 @@ class Delivery:
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         images = []
         for window in windows:
-            if window.keeper == self.rank:
+            if window.aggregator == self.rank:
                 images.append(self._image(window))
                 self._expect(images[-1], incoming, later)
             else:
-                outgoing[window.keeper] += [
+                outgoing[window.aggregator] += [
                     self._values(piece, self._dtype(window, segment)) for rank, segment, piece in self._moves(window) if rank == self.rank
                 ]
             alive()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, tree, units
 from ckpt.adapters.collect import Collected, collect
-from ckpt.converters.mapping.convention import respelled
+from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.mapping.model_numbers import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, apart
 from ckpt.converters.select.selection import OutputSet, SelectOptions
@@ -74,7 +74,7 @@ class ExportOptions:
     """What all ranks have to give alike; see ``export``."""
 
     names: str | None
-    spelling: str
+    convention: str
     numbers: Mapping[str, int]
     only: Sequence[str]
     exclude: Sequence[str]
@@ -87,7 +87,7 @@ class ExportOptions:
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
         """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
         return SelectOptions(
-            views=None if self.names is None else respelled(self.names, self.spelling, numbers),
+            views=None if self.names is None else model_views(self.names, self.convention, numbers),
             only=self.only,
             exclude=self.exclude,
             dtype=self.dtype,
@@ -100,7 +100,7 @@ def export(
     state: Module | Mapping[str, Any],
     *,
     names: str | None = None,
-    spelling: str = "huggingface",
+    convention: str = "huggingface",
     numbers: Mapping[str, int] | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -124,7 +124,7 @@ def export(
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
         state: a model, or a state as ``ckpt.save`` takes it.
-        names: a translation, such as ``"llama"``, into ``spelling``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
+        names: a translation, such as ``"llama"``, into ``convention``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
         dtype: of floating-point tensors: ``"bfloat16"`` or ``torch.bfloat16`` and the like. By default as they are.
@@ -144,7 +144,7 @@ def export(
     """
     options = ExportOptions(
         names=names,
-        spelling=spelling,
+        convention=convention,
         numbers=dict(numbers or {}),
         only=several(only),
         exclude=several(exclude),
@@ -327,7 +327,7 @@ def _way(parts: Sequence[int] | None) -> Way:
 
 def _opened(planner: WritePlanner, gathering: WritePlan, rank: int) -> list[int]:
     """The files that a rank writes to."""
-    numbers = {w.file for w in gathering.windows if w.keeper == rank}
+    numbers = {w.file for w in gathering.windows if w.aggregator == rank}
     numbers |= {f for f, head in enumerate(gathering.heads) if head == rank}
     numbers |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
     return sorted(numbers)

@@ -1,8 +1,9 @@
 """Who writes which bytes of files that all ranks of a job write together. Every rank computes the same, without talking. Pure.
 
 Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``LONG`` bytes at a time or
-all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one rank, its *keeper*,
-puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes through windows.
+all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one rank, its
+*aggregator*, puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes through
+windows.
 
 Invariants: windows and direct pieces tile the items of all files. What a rank keeps and sends in one round is at most ``budget`` bytes,
 unless one window alone is more.
@@ -52,7 +53,7 @@ class WriteWindow(NamedTuple):
     stop: int
     segments: tuple[FileSegment, ...]
     sizes: Mapping[int, int]
-    keeper: int
+    aggregator: int
     round: int
 
 
@@ -92,25 +93,25 @@ class WritePlanner:
             alone = self.ranks[f % len(self.ranks)] if way == "files" else None
             for start, stop, segments in self._cut(f, part or WINDOW, skipped, head=way != "ranges"):
                 sizes = self._sizes(f, segments)
-                keeper, round = pacer.place(stop - start, sizes, alone)
-                windows.append(WriteWindow(f, start, stop, tuple(segments), sizes, keeper, round))
+                aggregator, round = pacer.place(stop - start, sizes, alone)
+                windows.append(WriteWindow(f, start, stop, tuple(segments), sizes, aggregator, round))
         heads = tuple(self.ranks[f % len(self.ranks)] if way == "ranges" else None for f in range(len(self.files)))
         return WritePlan(windows=tuple(windows), direct=tuple(direct), heads=heads)
 
     def moves(self, f: int, segment: FileSegment) -> Iterator[Move]:
         """Who has what of a segment of a file, in an order that is the same everywhere."""
-        return (Move(rank, within(piece, box)) for rank, piece, box in self._held(f, segment))
+        return (Move(rank, within(piece, box)) for rank, piece, box in self._owned(f, segment))
 
     def _sizes(self, f: int, segments: Sequence[FileSegment]) -> dict[int, int]:
         """Bytes of segments that each rank has."""
         sizes: dict[int, int] = {}
         for segment in segments:
             itemsize = self.files[f].items[segment.item].itemsize
-            for rank, _, box in self._held(f, segment):
+            for rank, _, box in self._owned(f, segment):
                 sizes[rank] = sizes.get(rank, 0) + box.numel * itemsize
         return sizes
 
-    def _held(self, f: int, segment: FileSegment) -> Iterator[tuple[int, Piece, Box]]:
+    def _owned(self, f: int, segment: FileSegment) -> Iterator[tuple[int, Piece, Box]]:
         """Rank, piece, and the box of its stored tensor that the rank has."""
         for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
             owners = self.catalog.owners[piece.source]
@@ -187,7 +188,7 @@ def _is_long(view: View, piece: Piece, itemsize: int) -> bool:
 
 
 class _Pacer:
-    """Chooses keepers and rounds. A window is kept by a rank that has much of it, the one that has kept least so far; its round is the
+    """Chooses aggregators and rounds. A window is kept by a rank that has much of it, the one that has kept least so far; its round is the
     first in which all that take part still have room."""
 
     def __init__(self, ranks: Sequence[int], budget: int) -> None:
@@ -200,13 +201,13 @@ class _Pacer:
         """Keeper and round of a window of ``size`` bytes of which ranks have ``sizes``; ``alone`` is the only one that may keep it."""
         most = max(sizes.values(), default=0)
         able = [r for r, n in sizes.items() if 2 * n >= most] or list(self.kept)
-        keeper = alone if alone is not None else min(able, key=lambda r: (self.kept[r], r))
-        self.kept[keeper] += size
-        takes = {r: n for r, n in sizes.items() if r != keeper} | {keeper: size}
+        aggregator = alone if alone is not None else min(able, key=lambda r: (self.kept[r], r))
+        self.kept[aggregator] += size
+        takes = {r: n for r, n in sizes.items() if r != aggregator} | {aggregator: size}
         round = max(self.at[r] for r in takes)
         while any(self.at[r] == round and self.used[r] and self.used[r] + n > self.budget for r, n in takes.items()):
             round += 1
         for r, n in takes.items():
             self.used[r] = n + (self.used[r] if self.at[r] == round else 0)
             self.at[r] = round
-        return keeper, round
+        return aggregator, round

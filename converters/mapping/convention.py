@@ -1,4 +1,4 @@
-"""A checkpoint's tensors in another spelling: which way a translation goes, and what numbers the checkpoint itself tells."""
+"""A checkpoint's tensors in another naming convention: which way a translation goes, and what numbers the checkpoint itself tells."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ MEGATRON = {"num_layers", "num_attention_heads", "padded_vocab_size"}
 """Some of them: others keep arguments, too."""
 
 
-def translated(url: str, translation: str, spelling: str, numbers: Mapping[str, int]) -> Views:
-    """From the shapes of the tensors at ``url`` to the same in ``spelling``. ``numbers`` go before what the files tell.
+def translated_views(url: str, translation: str, convention: str, numbers: Mapping[str, int]) -> Views:
+    """From the shapes of the tensors at ``url`` to the same in ``convention``. ``numbers`` go before what the files tell.
 
     Raises:
-        UsageError: there is no such translation, or it is not one to or from this spelling.
+        UsageError: there is no such translation, or it is not one to or from this convention.
     """
-    return respelled(translation, spelling, numbers, stored_numbers=told_by(url))
+    return model_views(translation, convention, numbers, stored_numbers=numbers_of_files(url))
 
 
-def respelled(translation: str, spelling: str, numbers: Mapping[str, int], *, stored_numbers: Mapping[str, int] | None = None) -> Views:
-    """From the shapes of a model's tensors to the same in ``spelling``; ``numbers`` are those that the translation's terms name, and go
+def model_views(translation: str, convention: str, numbers: Mapping[str, int], *, stored_numbers: Mapping[str, int] | None = None) -> Views:
+    """From the shapes of a model's tensors to the same in ``convention``; ``numbers`` are those that the translation's terms name, and go
     before those that files have ``stored_numbers``.
 
     Raises:
-        UsageError: there is no such translation, or it is not one to or from this spelling, or there is no such number.
+        UsageError: there is no such translation, or it is not one to or from this convention, or there is no such number.
     """
     rules = load_translation(translation)
-    direction = _direction(rules, spelling)
+    direction = _direction(rules, convention)
     _check_names(numbers, [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))])
     known = changed(stored_numbers or {}, numbers)
 
@@ -54,7 +54,7 @@ def respelled(translation: str, spelling: str, numbers: Mapping[str, int], *, st
     return views
 
 
-def told_by(url: str) -> Dimensions:
+def numbers_of_files(url: str) -> Dimensions:
     """Numbers that the files of a checkpoint tell: transformers' ``config.json``, or the arguments that Megatron keeps, also where they
     were converted or imported. None if there are neither.
 
@@ -83,11 +83,11 @@ def _config(url: str) -> bytes | None:
         return None
 
 
-def _direction(rules: Translation, spelling: str) -> Direction:
-    if spelling not in (rules.left, rules.right):
-        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {spelling!r}"
-        raise UsageError(message, hint=f"the spelling that you want: {rules.left} or {rules.right}")
-    return "rightwards" if spelling == rules.right else "leftwards"
+def _direction(rules: Translation, convention: str) -> Direction:
+    if convention not in (rules.left, rules.right):
+        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {convention!r}"
+        raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
+    return "rightwards" if convention == rules.right else "leftwards"
 
 
 def _check_names(numbers: Mapping[str, int], known: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Terms of a translation: how tensors of one spelling make a tensor of another, and the way back.
+"""Terms of a translation: how tensors of one naming convention make a tensor of another, and the way back.
 
 A term has one or several patterns on the left, one on the right, and steps between them: ``concat``, ``interleave``, ``stack``,
 ``transpose``, ``rotary``, ``pad``. In a pattern ``{layer}`` stands for a number; a number that a step goes ``over`` is on the left alone.
@@ -116,7 +116,7 @@ class Term:
 
     def takes(self, matched: MatchedTensor, names: Container[str]) -> bool:
         """Whether a name of the left that fits one of the patterns is meant."""
-        return self.beside is None or spelled(self.beside, dict(matched.numbers)) in names
+        return self.beside is None or name_of(self.beside, dict(matched.numbers)) in names
 
     @property
     def over(self) -> str | None:
@@ -132,7 +132,7 @@ class Term:
         """
         made = {}
         for key, names in _grouped(matched, self.over).items():
-            target = spelled(self.right, dict(key))
+            target = name_of(self.right, dict(key))
             rows = self._complete(target, names)
             made[target] = self._joined([[views.whole(name, shape_of(name)) for name in row] for row in rows], numbers, target)
         return made
@@ -145,7 +145,7 @@ class Term:
         for name, (_, at) in matched.items():
             for i, row in enumerate(self._parted(views.whole(name, shape_of(name)), numbers, name)):
                 own = dict(at) if self.over is None else {**dict(at), self.over: i}
-                made.update({spelled(pattern, own): view for pattern, view in zip(self.left, row, strict=True)})
+                made.update({name_of(pattern, own): view for pattern, view in zip(self.left, row, strict=True)})
         return made
 
     def _complete(self, target: str, names: Mapping[tuple[int, int], str]) -> list[list[str]]:
@@ -269,7 +269,7 @@ def numbers_of(pattern: str) -> list[str]:
     return re.findall(r"\{(\w+)\}", pattern)
 
 
-def spelled(pattern: str, numbers: Mapping[str, int]) -> str:
+def name_of(pattern: str, numbers: Mapping[str, int]) -> str:
     """The name that a pattern gives with these numbers."""
     return re.sub(r"\{(\w+)\}", lambda m: str(numbers[m[1]]), pattern)
 

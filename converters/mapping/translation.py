@@ -1,4 +1,4 @@
-"""Translations between spellings of a model: ``huggingface``, ``megatron``, ``plain``. Rules are data, and strict both ways.
+"""Translations between naming conventions of a model: ``huggingface``, ``megatron``, ``plain``. Rules are data, and strict both ways.
 
 A translation is a TOML file (docs/translations.md)::
 
@@ -28,7 +28,7 @@ from ckpt.plan.match import report_names
 from ckpt.plan.views import View, whole
 
 from .model_numbers import NUMBERS, PARTS
-from .terms import Dimensions, Kind, MatchedTensor, Patterns, Term, TermStep, spelled
+from .terms import Dimensions, Kind, MatchedTensor, Patterns, Term, TermStep, name_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +40,7 @@ Direction = Literal["rightwards", "leftwards"]
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """``left`` and ``right`` are names of spellings; names that fit a glob of ``left_ignores`` or ``right_ignores`` are left out. With
+    """``left`` and ``right`` are names of conventions; names that fit a glob of ``left_ignores`` or ``right_ignores`` are left out. With
     ``keeps_others`` names that no term takes are the same on both sides."""
 
     left: str
@@ -61,7 +61,7 @@ class Translation:
             NamesError: names that no term takes, terms that no name fits, or layers or experts that are not there.
             UsageError: a name fits two terms, a tensor's partners are missing, or shapes do not fit the steps; all of them in one message.
         """
-        matched, others = self._found(shapes, direction, partial=partial)
+        matched, others = self._matched(shapes, direction, partial=partial)
         known = Dimensions(numbers or {})
         lost = [] if partial else list(self._lost(matched, shapes, direction, known))
         if lost:
@@ -87,7 +87,7 @@ class Translation:
         """Whether a term takes a name of the side that ``direction`` leads from."""
         return bool((self._left_patterns if direction == "rightwards" else self._right_patterns).find(name))
 
-    def _found(
+    def _matched(
         self, shapes: Mapping[str, Sequence[int]], direction: Direction, *, partial: bool
     ) -> tuple[list[dict[str, MatchedTensor]], list[str]]:
         """For each term the names that fit it; and the names that stay as they are."""
@@ -121,7 +121,7 @@ class Translation:
         for term, of_term in rows:
             if not any("layer" in numbers for numbers in of_term) or (term.beside is not None and direction == "leftwards"):
                 continue
-            wanted = {n for n in layers if term.beside is None or spelled(term.beside, {"layer": n}) in shapes}
+            wanted = {n for n in layers if term.beside is None or name_of(term.beside, {"layer": n}) in shapes}
             lost = sorted(wanted - {numbers["layer"] for numbers in of_term})
             if lost:
                 yield f"  {term} is not there for layers {lost[:8]}{' and more' * (len(lost) > 8)}"
@@ -152,7 +152,7 @@ class Translation:
         lines += report_names("tensors that no term takes", strange) + report_names("terms that no tensor fits", idle)
         back: Direction = "leftwards" if direction == "rightwards" else "rightwards"
         if strange and all(self.knows(name, back) for name in strange):
-            hint = f"they have the names of {sides[1]} already: leave out --names, or --spelling {sides[0]} for the other way"
+            hint = f"they have the names of {sides[1]} already: leave out --names, or --convention {sides[0]} for the other way"
         else:
             hint = "choose another translation, or extend this one (docs/translations.md)"
         return NamesError("\n".join(lines), hint=hint)

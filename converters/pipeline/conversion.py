@@ -54,14 +54,14 @@ class Conversion:
         self.backend: Backend = open_backend(self.root)
         if self.name is None:
             check_no_link(self.backend)
-        self._said = (
+        self._options_digested = (
             format.name,
             options.shard_size,
             options.parallel,
             *([repair] if repair is not None and repair.needed else []),
             *([self.beside] if self.beside else []),
         )
-        self.digest = digest_of(chosen, *self._said)
+        self.digest = digest_of(chosen, *self._options_digested)
         self.record: ConversionJournal | None = None
         self.part = (0, 1)
         self._new = False
@@ -273,7 +273,7 @@ class Conversion:
     def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:
         """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
         try:
-            check_source(self.chosen, self.digest, *self._said)
+            check_source(self.chosen, self.digest, *self._options_digested)
         except CorruptError:
             if find(self.backend, self.name, self.digest) is not None:  # else another process has finished it before that
                 for file in planned.files:

@@ -108,7 +108,7 @@ class FileStream:
         """
         total = sum(self.planned.files[n].size for n in numbers)
 
-        def told() -> None:
+        def on_written() -> None:
             if progress is not None:
                 progress(self.written, total)
 
@@ -119,7 +119,7 @@ class FileStream:
                 file = self.planned.files[number]
                 self._begin(number)
                 opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
-                self._fill(opened[-1], told)
+                self._fill(opened[-1], on_written)
                 last.result()
                 last = Pending(partial(self._end, number, opened[-1]), "ckpt-convert")
             last.result()
@@ -130,7 +130,7 @@ class FileStream:
                     begun.writer.abort()  # does nothing to one that is durable
             raise
         self.written = total
-        told()
+        on_written()
 
     def _fill(self, opened: _Open, on_written: Callable[[], None]) -> None:
         """Everything but the ends: first what goes straight from file to file, then the rest, in windows."""

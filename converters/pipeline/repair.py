@@ -14,10 +14,10 @@ from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.base import MegatronCatalog
-from ckpt.formats.megatron.job import NAMES, Buckets, likely_buckets
-from ckpt.formats.megatron.mended import MendedTensor, mended_catalog
+from ckpt.formats.megatron.bucket_sizes import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.names import EMBEDDING
 from ckpt.formats.megatron.repair import repaired_states
+from ckpt.formats.megatron.repaired_catalog import RepairedTensor, repaired_catalog
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE
 
 HINT = "say how the job put parameters into buckets: --job ddp_bucket_size=N, --job data_parallel_size=N, or another of its arguments"
@@ -37,7 +37,7 @@ class RepairReport:
     bucket_size: int | None = None
     data_parallel: int | None = None
     divisor: int | None = None
-    tensors: tuple[MendedTensor, ...] = ()
+    tensors: tuple[RepairedTensor, ...] = ()
     """Those of the conversion that were mended or filled."""
 
     @property
@@ -119,7 +119,7 @@ def _marked(state: tree.Node) -> tree.Node:
 
 def _mended(
     catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, object], threads: int | None
-) -> tuple[MegatronCatalog, tuple[MendedTensor, ...]] | None:
+) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
         states = repaired_states(
@@ -127,6 +127,6 @@ def _mended(
         )
     except UsageError:
         return None
-    mended, tensors = mended_catalog(catalog, states)
+    mended, tensors = repaired_catalog(catalog, states)
     _, problems = misfit_masters(mended, threads=threads, first=True)
     return None if problems else (mended, tensors)

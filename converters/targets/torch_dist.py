@@ -24,7 +24,7 @@ from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOpti
 from ckpt.converters.targets.megatron.states import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
-from ckpt.formats.megatron.keys import are_alike, are_listed, extra_states, is_known, place_of, spelled
+from ckpt.formats.megatron.keys import are_alike, are_listed, extra_states, is_known, place_of, stored_names
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT
 from ckpt.formats.megatron.params import gated_layers
 from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME, RESHARDABLE
@@ -70,7 +70,7 @@ def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParamete
     chosen = choose(catalog, choice)
     head = "model" if choice.root is None else choice.root
     weights = _weights(chosen, f"{head}.")
-    optimizer = optimizer_of(chosen.tensors, weights, chosen.state, root=head, fits=is_told_apart)
+    optimizer = optimizer_of(chosen.tensors, weights, chosen.state, root=head, fits=is_identified)
     fields = chosen.state if isinstance(chosen.state, dict) else {}
     arguments = fields["args"] if isinstance(fields.get("args"), dict) else {}
     stacked = not are_listed(arguments) and are_alike({n: (w.shape, w.dtype.name) for n, w in weights.items()})
@@ -94,7 +94,7 @@ def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
     if len({weights[n].alias or weights[n].name for n in (EMBEDDING, OUTPUT) if n in weights}) == 1 and EMBEDDING in weights:
         weights.pop(OUTPUT, None)
     if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in weights):
-        hint = "give a translation (--names llama --spelling megatron), or the key that the model has (--root)"
+        hint = "give a translation (--names llama --convention megatron), or the key that the model has (--root)"
         raise UsageError("the tensors do not have the names of Megatron-Core's parameters", where=chosen.catalog.url, hint=hint)
     odd = [] if chosen.catalog.format == FORMAT_NAME else sorted(n for n in weights if not is_known(n))
     if odd:
@@ -106,7 +106,7 @@ def _members(
     weights: Mapping[str, OutputTensor], optimizer: Optimizer | None, *, stacked: bool, local: bool
 ) -> dict[str, list[StackedTensor]]:
     """Of each tensor that is stored what it is made of."""
-    called, gated = spelled(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
+    called, gated = stored_names(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
     members: dict[str, list[StackedTensor]] = {}
 
     def add(prefix: str, name: str, wanted: OutputTensor) -> None:
@@ -207,7 +207,7 @@ TARGET = Target(name="torch_dist", choose=choose_parameters, plan=plan)
 # (Source: Megatron-LM training/checkpointing.py and core/optimizer/{optimizer,distrib_optimizer}.py, versions 0.14 to 0.17.)
 
 
-def is_told_apart(group: Group) -> bool:
+def is_identified(group: Group) -> bool:
     """Whether a group has what Megatron knows its groups by when it loads them."""
     return bool({"wd_mult", "pre_wd_mult"} & group.keys()) and not tree.refers(dict(group))
 

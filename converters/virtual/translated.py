@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckpt.converters.mapping.convention import translated as views_of
+from ckpt.converters.mapping.convention import translated_views as views_of
 
 from .importer import import_in_memory
 
@@ -13,7 +13,7 @@ def translated(
     url: str,
     *,
     names: str,
-    spelling: str,
+    convention: str,
     numbers: Mapping[str, int] | None = None,
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -25,7 +25,7 @@ def translated(
     Args:
         url: a checkpoint of any format, but no virtual one.
         names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/translations.md).
-        spelling: into whose names.
+        convention: the naming convention that the state has, such as ``"huggingface"``.
         numbers: of the model, where the checkpoint does not tell them: ``{"query_groups": 8}``.
         skip: globs of stored names: these tensors are left out, and no rule of the translation has to take them.
         only: globs of new names and of paths of values: others are left out.
@@ -36,4 +36,4 @@ def translated(
         UsageError: there is no such translation, or the tensors, steps or options do not fit it.
         CoverageError: a tensor would have elements that no file has.
     """
-    return import_in_memory(url, views=views_of(url, names, spelling, numbers or {}), only=only, skip=skip)
+    return import_in_memory(url, views=views_of(url, names, convention, numbers or {}), only=only, skip=skip)

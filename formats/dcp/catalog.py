@@ -20,7 +20,7 @@ from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
 
-from .alike import Places
+from .item_templates import Places
 from .items import open_items
 from .metadata import METADATA, DcpBox, DcpTensor, Metadata, read_metadata
 

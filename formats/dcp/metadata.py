@@ -79,7 +79,7 @@ class _MetadataReader:
     def __init__(self, where: str) -> None:
         self.where = where
         self.values = PickleValues(where)
-        self._paths_found: set[str] = set()
+        self._known_paths: set[str] = set()
         self._counted: dict[int, tuple[int, ...]] = {}
 
     def read(self, data: bytes) -> Metadata:
@@ -120,7 +120,7 @@ class _MetadataReader:
     def _items(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], DcpItem]:
         items = {}
         for index, info in stored.items():
-            key, place = _said(index), _said(info)
+            key, place = _fields(index), _fields(info)
             if type(key["fqn"]) is not str:
                 self.damaged(f"a {type(key['fqn']).__name__} as a name")
             transforms = place.get("transform_descriptors")
@@ -129,7 +129,7 @@ class _MetadataReader:
                 through = ", ".join(t if type(t) is str else type(t).__name__ for t in transforms)
                 raise FormatError(f"{key['fqn']} is stored through {through}", where=self.where, hint=hint)
             path = place["relative_path"]
-            if path not in self._paths_found:
+            if path not in self._known_paths:
                 self._check_path(path, key["fqn"])
             offset, length = counts((place["offset"], place["length"]))
             at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
@@ -140,7 +140,7 @@ class _MetadataReader:
         problem = path_problem(path) if type(path) is str else "no path"
         if problem is not None:
             self.damaged(f"{name} lies in a file that cannot be: {problem}")
-        self._paths_found.add(path)
+        self._known_paths.add(path)
 
     def _counts(self, value: Any) -> tuple[int, ...]:
         """``counts``; boxes and items have the same offsets."""
@@ -160,7 +160,7 @@ class _MetadataReader:
         shape = shape_of(fields["size"], DTYPES[kind].itemsize)
         boxes = []
         for chunk in fields["chunks"]:
-            place = _said(chunk)
+            place = _fields(chunk)
             offset, sizes = self._counts(place["offsets"]), self._counts(place["sizes"])
             if len(offset) != len(shape) or any(o + n > size for o, n, size in zip(offset, sizes, shape, strict=True)):
                 self.damaged(f"a box {list(sizes)} at {list(offset)} does not lie in {name} {list(shape)}")
@@ -184,6 +184,6 @@ class _MetadataReader:
         raise CorruptError(f"the metadata are damaged: {what}", where=self.where, hint="copy the checkpoint again") from cause
 
 
-def _said(made: Made) -> Mapping[str, Any]:
+def _fields(made: Made) -> Mapping[str, Any]:
     """The attributes of an object, by names that are asked for one by one."""
     return made.state if type(made.state) is dict else made.attributes()

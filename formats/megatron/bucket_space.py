@@ -15,9 +15,9 @@ from ckpt.formats.dcp.metadata import DcpTensor
 from .buffers import BufferParam, layout_in
 from .flat import FlatStates, coalesced_layout, members_of
 from .names import ORDERS
+from .parallel_layout import ParallelLayout
 from .params import LocalParam
 from .pieces import PieceTable
-from .spread import Spread
 from .stored_buffers import BucketState, Buffer, GroupOf, Values, collect
 
 
@@ -29,7 +29,7 @@ def add_bucket_space(table: PieceTable, tensors: Mapping[str, DcpTensor], values
     """
     collected = collect(table, tensors, values)
     buffers = collected.buffers
-    spread = Spread(table, arguments, buffers)
+    spread = ParallelLayout(table, arguments, buffers)
     states = FlatStates(table)
     for group, own in sorted(buffers.items()):
         for number, (names, buffer) in enumerate(spread.paired(group, own)):
@@ -40,7 +40,7 @@ def add_bucket_space(table: PieceTable, tensors: Mapping[str, DcpTensor], values
 
 
 def _chosen(
-    spread: Spread, group: GroupOf, number: int, names: Sequence[str], buffer: Buffer, arguments: Mapping[str, Any]
+    spread: ParallelLayout, group: GroupOf, number: int, names: Sequence[str], buffer: Buffer, arguments: Mapping[str, Any]
 ) -> list[tuple[LocalParam, int]]:
     """The parameters of a buffer and where they begin, in the one order of the model that fits what is stored."""
     by_buffer: dict[Any, tuple[list[LocalParam], list[int]]] = {}

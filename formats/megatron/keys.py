@@ -37,7 +37,7 @@ def place_of(name: str, *, stacked: bool) -> StackedKey:
     return StackedKey(before + inner, (int(layer), *experts)) if stacked else StackedKey(f"{before}{layer}.{inner}", experts)
 
 
-def spelled(names: Iterable[str], *, local: bool) -> dict[str, str]:
+def stored_names(names: Iterable[str], *, local: bool) -> dict[str, str]:
     """What Megatron-Core calls each parameter when it saves. ``local`` is the specification of layers without Transformer Engine, which
     names the norm in front of a router after the linear layer that is not there."""
     return {name: _LOCAL_NORM.sub(r"\1mlp.linear_fc1.layer_norm_", name) if local else name for name in names}

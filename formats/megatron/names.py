@@ -1,6 +1,6 @@
-"""Names of parameters of Megatron-Core's GPTModel: one spelling for all of its formats, and how tensor parallelism cuts each. Pure.
+"""Names of parameters of Megatron-Core's GPTModel: one convention for all of its formats, and how tensor parallelism cuts each. Pure.
 
-The spelling: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
+The convention: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
 with the linear layer that follows it. (Sources: Megatron-LM core/models/gpt, core/transformer/{transformer_layer,mlp,attention,
 multi_latent_attention}.py and core/transformer/moe/experts.py, versions 0.12 to 0.20.)
 """

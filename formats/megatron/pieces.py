@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.alike import Places
+from ckpt.formats.dcp.item_templates import Places
 from ckpt.formats.dcp.metadata import DcpBox, DcpItem
 from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
 from ckpt.formats.external.elements import read_extent

@@ -13,13 +13,13 @@ from ckpt.errors import FormatError, UsageError
 from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 
 from .base import MegatronCatalog
+from .bucket_sizes import count
 from .buffers import BUCKET_DIVISOR, BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
 from .flat import members_of
-from .job import count
 from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
+from .parallel_layout import ParallelLayout
 from .params import LocalParam, ParamBlock
 from .pieces import PieceTable, SourcePiece
-from .spread import Spread
 from .stored_buffers import Buffer, GroupOf
 from .training import KEYS, MODEL, STATE
 
@@ -98,7 +98,7 @@ class _Repair:
         routed = next((n for n in names if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
         self.experts = experts if routed is not None else 1
         self.tensor, self.expert_tensor = self._parts(EMBEDDING, 0), self._parts(routed, 1)
-        self.spread = Spread(self.table, arguments, self._groups())
+        self.spread = ParallelLayout(self.table, arguments, self._groups())
         self.trained = {n for n in names if f"{STATE}{n}.{KEYS['param']}" in self.table.entries} | ({OUTPUT} - set(names))
         self.pieces: dict[str, list[SourcePiece]] = {}
         self.lost: dict[str, list[Box]] = {}
@@ -199,12 +199,12 @@ class _Repair:
                 hint="give bucket size and data-parallel size as the job had them",
             )
         if len(fitting) > 1:
-            fitting = [laid for laid in fitting if laid.order == self._told_order()]
+            fitting = [laid for laid in fitting if laid.order == self._stated_order()]
         if len(fitting) != 1:
             raise FormatError("several orders of the model's parameters fit what is stored", where=self.catalog.url)
         return fitting[0]
 
-    def _told_order(self) -> tuple[str, bool]:
+    def _stated_order(self) -> tuple[str, bool]:
         """The order that the arguments speak of."""
         fused = self.arguments.get("transformer_impl") == "transformer_engine"
         return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))

@@ -69,7 +69,7 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def found_global(self, module: object, name: object) -> GlobalName:
+    def global_name(self, module: object, name: object) -> GlobalName:
         """The stand-in for a name."""
         if type(module) is not str or type(name) is not str or not 0 < len(name) <= MAX_NAME or len(module) > MAX_NAME:
             self.fail("the name of a class or function is no name")

@@ -191,12 +191,12 @@ def _frame(m: Machine) -> None:
 
 def _global(m: Machine) -> None:
     module = m.text_line()
-    m.stack.append(m.found_global(module, m.text_line()))
+    m.stack.append(m.global_name(module, m.text_line()))
 
 
 def _stack_global(m: Machine) -> None:
     name = m.stack.pop()
-    m.stack.append(m.found_global(m.stack.pop(), name))
+    m.stack.append(m.global_name(m.stack.pop(), name))
 
 
 def _reduce(m: Machine) -> None:
@@ -206,7 +206,7 @@ def _reduce(m: Machine) -> None:
 
 def _inst(m: Machine) -> None:
     module = m.text_line()
-    of = m.found_global(module, m.text_line())
+    of = m.global_name(module, m.text_line())
     args = tuple(m.items())
     m.stack.append(Made(of, args))
 

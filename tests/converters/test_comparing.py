@@ -23,7 +23,7 @@ from ckpt.cli.main import cli
 from ckpt.converters.compare import comparison
 from ckpt.converters.compare.comparison import Tolerance, compare
 from ckpt.converters.compare.elements import numbers
-from ckpt.converters.mapping.convention import translated
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
@@ -239,10 +239,10 @@ def test_windows_find_what_torch_finds(
     assert (found.name, found.elements, found.max_abs, found.first) == ("w", int((apart > 0).sum()), apart.max().item(), first)
 
 
-def test_other_spellings(tmp_path: Path) -> None:
+def test_other_naming_conventions(tmp_path: Path) -> None:
     """Hugging Face weights and the same in Megatron's names and layouts are equal, and one changed element is found."""
     source = str(FIXTURES / "hf/llama")
-    views = translated(source, "llama", "megatron", {})
+    views = translated_views(source, "llama", "megatron", {})
     import_checkpoint(source, str(tmp_path / "m"), views=views)
     report = compare(source, str(tmp_path / "m"), views=views, values=False)
     assert report.same and report.tensors > 10

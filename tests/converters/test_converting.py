@@ -564,7 +564,7 @@ MODELS = {
 @pytest.mark.parametrize("names", MODELS)
 def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from ckpt.converters.mapping.convention import translated
+    from ckpt.converters.mapping.convention import translated_views
 
     kind, more, fused_name = MODELS[names]
     url, fused, back, copy = (str(tmp_path / n) for n in ("model", "fused", "back", "copy"))
@@ -572,10 +572,10 @@ def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON, **more)).save_pretrained(url)
-        convert(url, fused, to="native", views=translated(url, names, "megatron", {}))
+        convert(url, fused, to="native", views=translated_views(url, names, "megatron", {}))
         assert any(fused_name in name for name in ckpt.open(fused))
         shutil.copy(f"{url}/config.json", f"{fused}/config.json")
-        convert(fused, back, to="hf", views=translated(fused, names, "huggingface", {}), shard_size=20_000)
+        convert(fused, back, to="hf", views=translated_views(fused, names, "huggingface", {}), shard_size=20_000)
         shutil.copy(f"{url}/config.json", f"{back}/config.json")
         convert(url, copy, to="hf")
         models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (url, back, copy)]

@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file
 from ckpt import convert, export
 from ckpt.converters.export.plan import WritePlanner
 from ckpt.converters.export.transaction import Destination, ExportTransaction
-from ckpt.converters.mapping.convention import translated
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
 from ckpt.io_backends.posix_shared import PosixSharedObject
@@ -227,7 +227,7 @@ def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.Monk
         (UsageError, {"root": "nowhere"}),
         (UsageError, {"names": "nobody"}),
         (NamesError, {"only": "nothing.*"}),
-        (NamesError, {"names": "llama", "spelling": "megatron"}),
+        (NamesError, {"names": "llama", "convention": "megatron"}),
         (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
     ],
 )
@@ -259,7 +259,7 @@ def test_tensors_that_are_lost_on_the_way_are_missed(tmp_path: Path, way: str, m
 
 
 def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
-    """Into Megatron's spelling, as ``ckpt convert`` writes it."""
+    """Into Megatron's names, as ``ckpt convert`` writes it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
@@ -271,9 +271,9 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
         str(tmp_path / "hf"),
         str(tmp_path / "converted.safetensors"),
         to="hf",
-        views=translated(str(tmp_path / "hf"), "llama", "megatron", numbers),
+        views=translated_views(str(tmp_path / "hf"), "llama", "megatron", numbers),
     )
     config_json = str(tmp_path / "hf" / "config.json")
-    export(str(tmp_path / "a.safetensors"), llama, names="llama", spelling="megatron", numbers=numbers, config=config_json)
+    export(str(tmp_path / "a.safetensors"), llama, names="llama", convention="megatron", numbers=numbers, config=config_json)
     assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()

@@ -120,7 +120,7 @@ def test_every_byte_once(catalog: StateCatalog, way: Way, translate: bool, part:
         for file, ranges in zip(files, by_file, strict=True):
             assert ranges == [*pairwise([*range(0, file.size, part), file.size])]
     if way == "files":
-        assert all(w.keeper == RANKS[w.file % len(RANKS)] for w in found.windows)
+        assert all(w.aggregator == RANKS[w.file % len(RANKS)] for w in found.windows)
 
 
 def check_rounds(found: WritePlan, budget: int) -> None:
@@ -128,9 +128,9 @@ def check_rounds(found: WritePlan, budget: int) -> None:
     load: dict[tuple[int, int], list[int]] = {}
     for w in found.windows:
         for rank, n in w.sizes.items():
-            if rank != w.keeper:
+            if rank != w.aggregator:
                 load.setdefault((w.round, rank), []).append(n)
-        load.setdefault((w.round, w.keeper), []).append(w.stop - w.start)
+        load.setdefault((w.round, w.aggregator), []).append(w.stop - w.start)
     assert all(sum(sizes) <= budget or len(sizes) == 1 for sizes in load.values())
 
 
@@ -157,7 +157,7 @@ def test_the_shortest_run_of_a_grid(cuts: Any, shortest: float) -> None:
     assert min(runs) == shortest
 
 
-def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> None:
+def test_tensors_cut_by_rows_need_no_windows_and_aggregators_share_the_rest() -> None:
     shape = (1024, 4096)
     rows = Grid(cuts=((0, 256, 512, 768, 1024), (0, 4096)), files=np.zeros(1, dtype=np.int32))
     columns = Grid(cuts=((0, 1024), (0, 1024, 2048, 3072, 4096)), files=np.zeros(1, dtype=np.int32))
@@ -169,5 +169,5 @@ def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> Non
     files = plan(chosen, OutputOptions(id="", url="x", shard_size=None, name="x", previous=None)).files
     found = WritePlanner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
     assert [files[f].items[i].name for f, i in found.direct] == ["rows"]
-    kept = [sum(w.stop - w.start for w in found.windows if w.keeper == r) for r in RANKS]
+    kept = [sum(w.stop - w.start for w in found.windows if w.aggregator == r) for r in RANKS]
     assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= export_plan.WINDOW

@@ -23,7 +23,7 @@ from ckpt.converters.pipeline import conversion
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.base import MegatronCatalog
-from ckpt.formats.megatron.job import Buckets, likely_buckets
+from ckpt.formats.megatron.bucket_sizes import Buckets, likely_buckets
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked
 

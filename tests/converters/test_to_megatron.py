@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import ConvertReport, MegatronParallel
-from ckpt.converters.mapping.convention import translated
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(source: Path | str, url: Path | str, names: str | None = None, **more: Any) -> ConvertReport:
-    views = None if names is None else translated(str(source), names, "megatron", {})
+    views = None if names is None else translated_views(str(source), names, "megatron", {})
     fields = {k: more.pop(k) for k in ("tensor", "pipeline", "virtual", "expert", "arguments") if k in more}
     return ckpt.convert(str(source), str(url), to="megatron", views=views, parallel=MegatronParallel(**fields), verify=True, **more)
 
@@ -239,7 +239,7 @@ def test_mixtral_cut_by_numpy(tmp_path: Path, form: str, tps: int, owners: int) 
 )
 def test_to_megatron_and_back(tmp_path: Path, name: str, parallel: dict[str, Any]) -> None:
     convert(HF / name, tmp_path / "m", name, **parallel)
-    views = translated(str(tmp_path / "m"), name, "huggingface", {})
+    views = translated_views(str(tmp_path / "m"), name, "huggingface", {})
     ckpt.convert(str(tmp_path / "m"), str(tmp_path / "back"), to="hf", views=views)
     same(load_file(tmp_path / "back" / "model.safetensors"), stored(name))
 
@@ -281,7 +281,7 @@ def test_arguments_of_a_configuration(tmp_path: Path) -> None:
 def test_all_files_are_of_one_configuration(tmp_path: Path) -> None:
     """Each has arguments, so a conversion does not go on with others."""
     shutil.copytree(HF / "llama", tmp_path / "source")
-    url, views = str(tmp_path / "source"), translated(str(tmp_path / "source"), "llama", "megatron", {})
+    url, views = str(tmp_path / "source"), translated_views(str(tmp_path / "source"), "llama", "megatron", {})
     options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": MegatronParallel(tensor=2)}
     assert not ckpt.convert(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
     config = tmp_path / "source" / "config.json"

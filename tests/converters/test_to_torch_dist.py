@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckpt
 from ckpt import convert
-from ckpt.converters.mapping.convention import told_by, translated
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.pipeline.target import publish_once
 from ckpt.converters.targets import torch_dist
 from ckpt.converters.virtual.importer import import_checkpoint
@@ -258,11 +258,11 @@ def test_norms_are_called_as_the_layers_say(tmp_path):
 def test_there_and_back(tmp_path, names):
     """A model of transformers has no iteration: Megatron-LM calls such a checkpoint a release."""
     source, there, back = str(HF / names), str(tmp_path / "there"), str(tmp_path / "back")
-    convert(source, there, to="torch_dist", views=translated(source, names, "megatron", {}))
+    convert(source, there, to="torch_dist", views=translated_views(source, names, "megatron", {}))
     assert (tmp_path / "there" / "latest_checkpointed_iteration.txt").read_text() == "release"
     folder = tmp_path / "there" / "release"
     assert "decoder.layers.self_attention.linear_qkv.weight" in stored(folder) and "optimizer" not in common(folder)
-    convert(there, back, to="hf", views=translated(there, names, "huggingface", told_by(source)))
+    convert(there, back, to="hf", views=translated_views(there, names, "huggingface", numbers_of_files(source)))
     found = {n: t for f in (tmp_path / "back").glob("*.safetensors") for n, t in load_file(f).items()}
     expected = {n: t for f in (HF / names).glob("*.safetensors") for n, t in load_file(f).items()}
     same(found, expected)

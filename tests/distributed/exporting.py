@@ -76,7 +76,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 def translated(whole: dict[str, torch.Tensor], config: dict[str, Any], folder: str, way: str) -> None:
-    """Shard tensors in all manners over a mesh of 2 × 2, and export them in another spelling."""
+    """Shard tensors in all manners over a mesh of 2 × 2, and export them under other names."""
     use(way)
     mesh = mesh_of(dp=2, tp=2)
     manners = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import convert, export
-from ckpt.converters.mapping.convention import translated
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import GroupError, NotCommittedError
 from tests.distributed import exporting as work
 from tests.distributed.plain import world_size
@@ -35,7 +35,7 @@ def test_transformers_loads_a_translated_export(ranks: Ranks, tmp_path: Path, wa
     )
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "original")
-    views = translated(str(tmp_path / "original"), "llama", "megatron", {})
+    views = translated_views(str(tmp_path / "original"), "llama", "megatron", {})
     convert(str(tmp_path / "original"), str(tmp_path / "megatron.safetensors"), to="hf", views=views)
     whole = load_file(tmp_path / "megatron.safetensors")
     assert any("linear_qkv" in name for name in whole)

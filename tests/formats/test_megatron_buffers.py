@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ckpt.errors import FormatError
 from ckpt.formats.megatron.buffers import Bucket, BufferLayout, BufferParam, Slot, buffer_layout, layout_in, shifts
 from ckpt.formats.megatron.flat import job_layout
+from ckpt.formats.megatron.local_names import LocalNames, extra_states
 from ckpt.formats.megatron.names import fused_norms, order_key, tensor_parallel_axis
-from ckpt.formats.megatron.spelled import Spelling, extra_states
 from ckpt.formats.megatron.stages import layers_of_chunks
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -166,7 +166,7 @@ def test_buckets_of_a_job():
 
 def test_names_on_a_rank():
     """Where Megatron-Core's layer specifications have what the whole model has under one name."""
-    local, fused, grouped = Spelling(fused=False), Spelling(), Spelling(experts="grouped")
+    local, fused, grouped = LocalNames(fused=False), LocalNames(), LocalNames(experts="grouped")
     at = "decoder.layers.7."
     for name, here, other in (
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", None),

@@ -16,7 +16,7 @@ import pytest
 
 from ckpt import convert
 from ckpt.converters.compare.semantic import check_semantic
-from ckpt.converters.mapping.convention import told_by, translated
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import Arrays, assert_same, dense_norms, read_all, whole_model
 from tests.formats.memory import megatron_memory
@@ -117,9 +117,9 @@ def test_converted_and_loaded_by_megatron(tmp_path, ranks, options, form, loads)
 
 def test_weights_of_transformers_loaded_by_megatron(tmp_path):
     source = written(tmp_path / "c", 1, "--types") / "legacy"
-    hf, numbers = str(tmp_path / "hf"), told_by(str(source))
-    convert(str(source), hf, to="hf", views=translated(str(source), "llama", "huggingface", {}))
-    convert(hf, str(tmp_path / "m"), to="torch_dist", views=translated(hf, "llama", "megatron", numbers))
+    hf, numbers = str(tmp_path / "hf"), numbers_of_files(str(source))
+    convert(str(source), hf, to="hf", views=translated_views(str(source), "llama", "huggingface", {}))
+    convert(hf, str(tmp_path / "m"), to="torch_dist", views=translated_views(hf, "llama", "megatron", numbers))
     loaded = run(READER, tmp_path / "l", 2, ["--load", str(tmp_path / "m" / "release"), "--weights", "--tp", "2"])
     expected: Arrays = {n: a.copy() for n, a in dense_norms(whole_model(source / "iter_0000003")).items()}
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):

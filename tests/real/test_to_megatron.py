@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckpt import MegatronParallel, convert
-from ckpt.converters.mapping.convention import translated
+from ckpt.converters.mapping.convention import translated_views
 from tests.formats.megatron_files import assert_same, read_all, unpacked
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
@@ -114,7 +114,7 @@ def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> to
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, ranks: int, options: dict[str, int]) -> None:
     expected = model_at(tmp_path / "hf", name)
-    views = translated(str(tmp_path / "hf"), MODELS[name][1], "megatron", {})
+    views = translated_views(str(tmp_path / "hf"), MODELS[name][1], "megatron", {})
     arguments: dict[str, Any] = {"transformer_impl": "local"}
     if "etp" in options:
         arguments["expert_tensor_parallel_size"] = options["etp"]

@@ -46,7 +46,7 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
         UsageError: nobody says how many attention heads are to be divided, they cannot be, or a size of the vocabulary cannot be.
         CorruptError: a configuration beside the source cannot be read.
     """
-    given_arguments = {**_of_config(config), **_told(catalog, parallel), **parallel.arguments}
+    given_arguments = {**_of_config(config), **_stored_arguments(catalog, parallel), **parallel.arguments}
     if given_arguments.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
         raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
@@ -86,7 +86,7 @@ def _vocabulary(arguments: Arguments, model: Mapping[str, OutputTensor], where: 
     """Rows of the embedding: real ones, if it is known which these are, and with padding."""
     embedding = model.get(EMBEDDING)
     if embedding is None:
-        hint = "convert all of the model, under Megatron's names: --names llama --spelling megatron"
+        hint = "convert all of the model, under Megatron's names: --names llama --convention megatron"
         raise UsageError(f"there is no tensor {EMBEDDING}", where=where, hint=hint)
     stored = embedding.shape[0]
     real = given.get("vocab_size") or (embedding.logical or (None,))[0] or arguments.get("vocab_size") or stored
@@ -100,7 +100,7 @@ def _vocabulary(arguments: Arguments, model: Mapping[str, OutputTensor], where: 
     return {**known, "padded_vocab_size": rows, "make_vocab_size_divisible_by": divisor}
 
 
-def _told(catalog: Catalog, parallel: MegatronParallel) -> Arguments:
+def _stored_arguments(catalog: Catalog, parallel: MegatronParallel) -> Arguments:
     """Those of the source, if it is Megatron's or was made of one, but for what is true of its ranks alone."""
     node = catalog.state.get("args") if isinstance(catalog.state, dict) else None
     pairs = [] if node is None or tree.tag_of(node) is not None else tree.pairs_of(node) or []

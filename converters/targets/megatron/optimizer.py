@@ -33,7 +33,7 @@ from .states import Group, Optimizer
 _TOLD_APART_BY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
 
-def is_told_apart(group: Group) -> bool:
+def is_identified(group: Group) -> bool:
     """Whether a group has what Megatron knows its groups by when it loads them, and no tensors that are not there."""
     return all(key in group for key in _TOLD_APART_BY) and all(tree.tag_of(v) == "$inline" or not tree.refers(v) for v in group.values())
 

@@ -13,9 +13,9 @@ from ckpt.converters.pipeline.parallel import MegatronParallel
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
+from ckpt.formats.megatron.local_names import local_names_of
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
-from ckpt.formats.megatron.spelled import spelling_of
 from ckpt.formats.megatron.stages import layers_of_chunks
 from ckpt.geometry import Box
 from ckpt.plan.views import View, concat, padded, part, stack, transpose
@@ -55,7 +55,7 @@ def check_names(names: Iterable[str], head: str, where: str) -> None:
             order_key(name, ORDERS[0])
         except KeyError:
             message = f"Megatron's GPTModel has no parameter {head + name!r}, or none whose place and division are known here"
-            hint = "give it Megatron's names (--names llama --spelling megatron), or leave it out (--exclude)"
+            hint = "give it Megatron's names (--names llama --convention megatron), or leave it out (--exclude)"
             raise UsageError(message, where=where, hint=hint) from None
 
 
@@ -71,14 +71,14 @@ class Ranks:
         self.parallel = parallel
         self.arguments = arguments
         self.where = where
-        self.spelling = spelling_of(arguments)
+        self.local_names = local_names_of(arguments)
         self.tied = OUTPUT not in model
         self.gated = gated_layers({n: w.shape for n, w in model.items()})
         self.padded_rows: int = arguments["padded_vocab_size"]
         self.expert_tensor = self._expert_tensor(arguments.get("expert_tensor_parallel_size"))
         self._by_layer: dict[int, list[str]] = {}
         self._number: dict[str, int] = {}
-        for name in sorted(model, key=lambda n: order_key(n, self.spelling.order)):
+        for name in sorted(model, key=lambda n: order_key(n, self.local_names.order)):
             match = LAYER.fullmatch(name)
             layer = _OUTSIDE if match is None else int(match[2])
             expert = None if match is None else expert_of(match[3])
@@ -188,7 +188,7 @@ class Ranks:
             if name not in self.model or (expert != _OUTSIDE and expert // own != at.expert):
                 continue
             parameter = self._parameter(name, name, at, first)
-            if expert == _OUTSIDE or self.spelling.experts != "transposed":
+            if expert == _OUTSIDE or self.local_names.experts != "transposed":
                 yield parameter
                 continue
             which = f"{parameter.name[: parameter.name.index('local_experts.')]}weight{1 if '.linear_fc1.' in name else 2}"
@@ -202,14 +202,14 @@ class Ranks:
         rank, ranks = (at.tensor % self.expert_tensor, self.expert_tensor) if expert else (at.tensor, self.parallel.tensor)
         wanted = self.model[source]
         view = self._with_rows(wanted.view) if name in VOCABULARY else wanted.view
-        cut_latent = not self.spelling.fused
+        cut_latent = not self.local_names.fused
         local = local_shape(name, view.shape, ranks, cut_latent=cut_latent)
         gated = name in self.gated
         if local is None or (gated and local[0] % 2):
             self._refuse(f"{name} {list(view.shape)} cannot be divided among {ranks} tensor-parallel ranks", "a --tp that divides it")
         cut = cut_of(name, local, rank, ranks, gated=gated, cut_latent=cut_latent)
         blocks = [part(view, Box(b.offset, b.shape)) for b in cut.blocks]
-        called = self.spelling.name(name, first_layer=first, first_expert=at.expert * self._own)
+        called = self.local_names.name(name, first_layer=first, first_expert=at.expert * self._own)
         return RankParam(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 
     def _with_rows(self, view: View) -> View:

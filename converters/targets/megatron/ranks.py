@@ -22,13 +22,13 @@ from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy import FILE, OPTIMIZER_FILE
+from ckpt.formats.megatron.local_names import extra_states
 from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
-from ckpt.formats.megatron.spelled import extra_states
 from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.geometry import Box
 
 from .arguments import arguments_of, configuration_of
-from .optimizer import buffers_file, groups_of, is_told_apart
+from .optimizer import buffers_file, groups_of, is_identified
 from .rank_parts import ModelRank, RankParam, Ranks, check_names
 from .states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
 
@@ -57,7 +57,7 @@ def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     if OUTPUT in named and named[OUTPUT] is named.get(EMBEDDING):
         del named[OUTPUT]  # tied
     check_names(named, head, catalog.url)
-    model = _in_one_spelling(named)
+    model = _in_one_convention(named)
     optimizer = _optimizer(chosen, model) if head == MODEL and choice.optimizer else None
     states = {} if optimizer is None else {f"{STATE}{n}.{STATES[key]}": w for key, own in optimizer.states.items() for n, w in own.items()}
     state = pruned(chosen.state, [], optimizers=False)
@@ -65,10 +65,10 @@ def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
 
 
 def _optimizer(chosen: OutputSet, model: Mapping[str, OutputTensor]) -> Optimizer | None:
-    return optimizer_of(chosen.tensors, model, chosen.catalog.state, root="model", fits=is_told_apart)
+    return optimizer_of(chosen.tensors, model, chosen.catalog.state, root="model", fits=is_identified)
 
 
-def _in_one_spelling(named: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
+def _in_one_convention(named: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
     """The tensors by the names that ``ckpt.formats.megatron.names`` has for them."""
     apart = {}
     for name, wanted in named.items():

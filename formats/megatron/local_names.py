@@ -21,7 +21,7 @@ _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|output_layer)(?=\.weight\d*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spelling:
+class LocalNames:
     """A layer specification. ``fused``: norms lie in the linear layers that follow them, as with Transformer Engine.
 
     ``experts``: each is a module of its own (SequentialMLP); all of a rank are one, with a weight for each (TEGroupedMLP); or these weights
@@ -68,9 +68,9 @@ def extra_states(names: Collection[str]) -> list[str]:
     return [f"{linear}{EXTRA_STATE}" for linear in modules]
 
 
-def spelling_of(arguments: Mapping[str, Any]) -> Spelling:
+def local_names_of(arguments: Mapping[str, Any]) -> LocalNames:
     """What these of Megatron-LM's arguments ask for: ``transformer_impl``, ``moe_grouped_gemm``, ``moe_use_legacy_grouped_gemm``."""
     fused = arguments.get("transformer_impl", "transformer_engine") != "local"
     if not arguments.get("moe_grouped_gemm"):
-        return Spelling(fused=fused)
-    return Spelling(fused=fused, experts="grouped" if fused and not arguments.get("moe_use_legacy_grouped_gemm") else "transposed")
+        return LocalNames(fused=fused)
+    return LocalNames(fused=fused, experts="grouped" if fused and not arguments.get("moe_use_legacy_grouped_gemm") else "transposed")

@@ -29,7 +29,7 @@ _COMPARED = 32
 _COMPARED_NUMEL = 1 << 14
 
 
-class Spread:
+class ParallelLayout:
     """How the parameters of the model in ``table`` are spread over ``groups`` of ranks; the ranks of each have the same parameters.
 
     Raises:

@@ -24,7 +24,7 @@ FILLED = "elements-that-were-lost"
 _SIZE = 4
 
 
-class MendedTensor(NamedTuple):
+class RepairedTensor(NamedTuple):
     """How many elements of a tensor of the optimizer's state lay elsewhere, and how many nowhere: masters among these are the weights,
     moments zero."""
 
@@ -33,7 +33,7 @@ class MendedTensor(NamedTuple):
     filled: int
 
 
-def mended_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[MegatronCatalog, tuple[MendedTensor, ...]]:
+def repaired_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]]:
     """The repaired checkpoint, and what was done to which tensor.
 
     Memory: 4 bytes for each element of a master that is lost.
@@ -47,7 +47,7 @@ def mended_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[Megatr
     data = filling.data()
     backend = WithFile(table.backend, FILLED, data)
     made = table.with_pieces(backend, [ExternalFile(FILLED, len(data))], pieces)
-    changed = [MendedTensor(n, _moved(own, table.pieces(n)), filling.count(n)) for n, own in sorted(repaired.pieces.items())]
+    changed = [RepairedTensor(n, _moved(own, table.pieces(n)), filling.count(n)) for n, own in sorted(repaired.pieces.items())]
     mended = MegatronCatalog(
         table=made,
         format=catalog.format,
