@@ -46,8 +46,8 @@ def command(
     \b
     Example:
       ckpt import /models/Llama-3-8B imported/llama
-      ckpt import --names llama --convention megatron /models/Llama-3-8B imported/m
-      ckpt import --names llama --convention huggingface --skip '*.master' m/ out/
+      ckpt import --names llama --convention megatron /models/Llama-3-8B imports/m
+      ckpt import --names llama --convention huggingface --skip '*.master' m/ hf/
       ckpt import --digest runs/deepspeed/global_step100 imported/step-100
     """
     from ckpt.converters.virtual.importer import import_checkpoint
