@@ -19,8 +19,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
-from ckpt.converters.converting import MEMORY, convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.pipeline.options import MEMORY
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.transfer import copy_checkpoint
 
 from .findings import Finding, at_least, at_most, medians
@@ -132,7 +132,7 @@ def _torch_save(source: str, target: str) -> None:
 
 
 def _convert(part: str, to: str, name: str) -> Callable[[str, str], dict[str, Any]]:
-    return lambda source, target: asdict(convert_checkpoint(f"{source}/{part}", f"{target}/{name}", to=to))
+    return lambda source, target: asdict(ckpt.convert(f"{source}/{part}", f"{target}/{name}", to=to))
 
 
 CONTESTANTS: dict[str, Callable[[str, str], dict[str, Any] | None]] = {

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ckpt.adapters.memory import as_bytes
-from ckpt.converters.exporting import MEMORY, export
+from ckpt.converters.export.export import MEMORY, export
 
 from . import tasks
 from .contestants import sync_directory

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
 

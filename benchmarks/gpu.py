@@ -209,7 +209,7 @@ def _dcp(trainer: Trainer, dcp: DcpSaver, directory: str) -> float:
 
 
 def _loads(trainer: Trainer, directory: str) -> dict[str, float]:
-    from ckpt.converters.exporting import export
+    from ckpt import export
 
     os.makedirs(directory, exist_ok=True)
     return {

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from .api import save as save
     from .api import save_async as save_async
     from .checkpointer import Checkpointer as Checkpointer
+    from .converters.convert import ConvertReport as ConvertReport
+    from .converters.convert import convert as convert
+    from .converters.export.export import ExportReport as ExportReport
+    from .converters.export.export import export as export
+    from .converters.pipeline.parallel import MegatronParallel as MegatronParallel
+    from .converters.virtual.translated import translated as translated
     from .engine.background import SaveHandle as SaveHandle
     from .engine.background import fence as fence
     from .engine.load import LoadReport as LoadReport
@@ -54,6 +60,9 @@ _WHERE = {
     "load": "api",
     "open": "api",
     "list_steps": "runs",
+    "convert": "converters.convert",
+    "export": "converters.export.export",
+    "translated": "converters.virtual.translated",
     "configure_storage": "io_backends.storage_options",
     "PerRank": "adapters.per_rank",
     "Layout": "rules",
@@ -73,6 +82,9 @@ _WHERE = {
     "SaveReport": "engine.save",
     "LoadReport": "engine.load",
     "SaveHandle": "engine.background",
+    "ConvertReport": "converters.convert",
+    "ExportReport": "converters.export.export",
+    "MegatronParallel": "converters.pipeline.parallel",
     "View": "view",
     "CkptError": "errors",
 }

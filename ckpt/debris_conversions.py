@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, Begun, mark_name, record_path
+from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, mark_name, record_path
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.io_backends.protocol import Backend, Entry
 
@@ -81,7 +81,7 @@ class Conversions:
                 continue  # it has ended meanwhile
             if b"ckpt-convert" not in data:
                 continue  # a file of somebody else
-            begun = Begun.from_bytes(data)
+            begun = ConversionRecord.from_bytes(data)
             if begun is None:
                 reason = "its record does not say which files are its: another version of ckpt began it"
                 yield Left(place=place, id=None, stages=((entry,),), goes=False, reason=reason)
@@ -103,7 +103,14 @@ class Conversions:
 
 
 def _unfinished(
-    backend: Backend, place: Place, begun: Begun, record: Entry, marks: tuple[Entry, ...], save: Sequence[Entry], age: Age, busy: Set[str]
+    backend: Backend,
+    place: Place,
+    begun: ConversionRecord,
+    record: Entry,
+    marks: tuple[Entry, ...],
+    save: Sequence[Entry],
+    age: Age,
+    busy: Set[str],
 ) -> Left:
     own = {place.path(inner) for inner in begun.files}
     files = {e.path: e for e in (*save, *(e for e in backend.list(place.path(place.name or "")) if e.path in own))}
@@ -118,7 +125,7 @@ def _unfinished(
     return _judged(place, begun.id, stages, age)
 
 
-def _not_its_own(place: Place, begun: Begun, sizes: Mapping[str, int], marks: Set[str]) -> str | None:
+def _not_its_own(place: Place, begun: ConversionRecord, sizes: Mapping[str, int], marks: Set[str]) -> str | None:
     """A file that is longer than it was to become, or that is durable and has another size."""
     for number, (inner, planned) in enumerate(begun.files.items()):
         size = sizes.get(place.path(inner))
@@ -137,7 +144,7 @@ def is_still(backend: Backend, left: Left, committed: Committed) -> bool:
     """Whether it is now as it was when it was looked at: no other conversion was begun there, and it has not ended meanwhile."""
     recorded = any(e.path == left.place.record for e in left.entries)
     try:
-        begun = Begun.from_bytes(backend.read_whole(left.place.record, RECORD_LIMIT))
+        begun = ConversionRecord.from_bytes(backend.read_whole(left.place.record, RECORD_LIMIT))
     except NotFoundError:
         return not recorded
     if not recorded or begun is None or begun.id != left.id:

@@ -1,4 +1,4 @@
-"""Sizes, times and shapes as people read them."""
+"""Sizes, times and shapes as people read and write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from ckpt.errors import UsageError
+
 _UNITS = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
+_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def size(count: float) -> str:
@@ -18,6 +21,18 @@ def size(count: float) -> str:
         at += 1
     text = f"{count:.0f}" if at == 0 or count >= 9.95 else f"{count:.1f}"
     return f"{text} {units[at]}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``5GB``, ``512MiB``, ``1000000``.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _BYTES or not float(match[1]):
+        raise UsageError(f"{text!r} is no size such as 5GB or 512MiB")
+    return int(float(match[1]) * _BYTES[match[2]])
 
 
 def duration(seconds: float) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,14 +17,23 @@ from ckpt.io_backends.registry import open_backend
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import left_out, numbers_in, skipping, translating, views_of
+from .translating import TranslationChoice, left_out, numbers_in, skipping, translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.converting import ConvertReport
-    from ckpt.converters.parallel import Argument, Parallel
-    from ckpt.converters.repairing import Mending
+    from ckpt.converters.convert import ConvertReport
+    from ckpt.converters.pipeline.parallel import Argument, MegatronParallel
+    from ckpt.converters.pipeline.repair import RepairReport
 
 _RANKS = click.IntRange(min=1)
+_RANK_OPTIONS = (
+    click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]"),
+    click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]"),
+    click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]"),
+    click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]"),
+    click.option(
+        "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args."
+    ),
+)
 _CONFIG = "config.json"
 _SHOWN = 10
 """Tensors that were repaired, in the text."""
@@ -31,12 +41,24 @@ _SHOWN = 10
 
 def _size(text: str) -> int:
     """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
-    from ckpt.converters.sizes import size_of
-
     try:
-        return size_of(text)
+        return units.parse_size(text)
     except UsageError as err:
         raise click.BadParameter(err.message) from err
+
+
+def megatron_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The ranks that ``megatron`` is written for; the command takes them as ``parallel``, None if nothing is asked for."""
+
+    @wraps(command)
+    def with_ranks(
+        *args: Any, tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: tuple[str, ...], **options: Any
+    ) -> Any:
+        return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
+
+    for option in reversed(_RANK_OPTIONS):
+        with_ranks = option(with_ranks)
+    return with_ranks
 
 
 @click.command("convert", short_help="Write a checkpoint in another format.")
@@ -50,11 +72,7 @@ def _size(text: str) -> int:
 @click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
 @click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
 @click.option("--root", metavar="KEY", help="Key of the state that has the model. [default: the only one, for torch_dist model]")
-@click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]")
-@click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]")
-@click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]")
-@click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]")
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args.")
+@megatron_ranks
 @click.option("--config", metavar="PATH", help="For hf: a config.json, or the directory of a model that has it, and tokenizer files.")
 @click.option("--shard-size", type=_size, metavar="SIZE", help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
 @click.option("--memory", type=_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
@@ -70,31 +88,13 @@ def command(
     target: str,
     *,
     to: str,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
-    skip: tuple[str, ...],
-    only: tuple[str, ...],
-    exclude: tuple[str, ...],
-    optimizer: bool,
-    dtype: str | None,
-    root: str | None,
-    tp: int | None,
-    pp: int | None,
-    vpp: int | None,
-    ep: int | None,
-    arguments: tuple[str, ...],
-    config: str | None,
-    shard_size: int | None,
-    memory: int,
-    threads: int | None,
-    verify: bool,
-    overwrite: bool,
-    repair: bool,
+    translation: TranslationChoice,
     job: tuple[str, ...],
+    config: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **chosen: Any,
 ) -> None:
     """Write the checkpoint at SRC, of any format that ckpt reads, at DST in another one. Memory stays below a budget, whatever the size.
 
@@ -104,42 +104,20 @@ def command(
     \b
     Example:
       ckpt convert --to hf --config hf/Llama-3-8B runs/a/step-00001000 out/
-      ckpt convert --to hf --names llama --spelling huggingface m/step-100 out/
+      ckpt convert --to hf --names llama --convention huggingface m/step-100 out/
       ckpt convert --to torch_dist megatron/iter_0001000 resharded/
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       ckpt convert --to native --repair megatron/iter_0001000 mended/
-      ckpt convert --to megatron --tp 4 --names llama --spelling megatron hf/ m/
+      ckpt convert --to megatron --tp 4 --names llama --convention megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
-    from ckpt.converters.converting import convert_checkpoint
+    from ckpt.converters.convert import convert
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, spelling, numbers, config)
+    views = views_of(source, translation, config)
+    chosen |= {"views": views, "config": config, "job": numbers_in(job, "--job", "data_parallel_size=12")}
     with progress("convert", output) as update:
-        report = convert_checkpoint(
-            source,
-            target,
-            to=to,
-            views=views,
-            only=only,
-            exclude=exclude,
-            optimizer=optimizer,
-            dtype=dtype,
-            root=root,
-            skip=skip,
-            shard_size=shard_size,
-            parallel=_parallel(tp, pp, vpp, ep, arguments),
-            memory=memory,
-            threads=threads,
-            overwrite=overwrite,
-            verify=verify,
-            part=_part(),
-            dry_run=dry_run,
-            repair=repair,
-            job=numbers_in(job, "--job", "data_parallel_size=12"),
-            config=config,
-            progress=update,
-        )
+        report = convert(source, target, to=to, part=_part(), dry_run=dry_run, progress=update, **chosen)
     if output.json:
         output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
     elif not output.quiet:
@@ -167,12 +145,14 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
 def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) -> None:
     """What an export lacks before ``from_pretrained`` takes it."""
     if report.source_format.startswith("Megatron") and not translated:
-        output.talk("names are still those of Megatron, which transformers does not load: --names llama --spelling huggingface, or another")
+        output.talk(
+            "names are still those of Megatron, which transformers does not load: --names llama --convention huggingface, or another"
+        )
     if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).children():
         output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
 
 
-def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:
+def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
     if not repair.needed:
         output.line(f"nothing was to be repaired: {repair.reason}")
         return
@@ -187,21 +167,21 @@ def _tell_repair(repair: Mending, output: Output, *, dry_run: bool) -> None:
         output.line(f"  and {len(repair.tensors) - _SHOWN} more: --json lists all")
 
 
-def _repair_fields(repair: Mending | None) -> dict[str, Any] | None:
+def _repair_fields(repair: RepairReport | None) -> dict[str, Any] | None:
     if repair is None:
         return None
     tensors = [tensor._asdict() for tensor in repair.tensors]
     return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
 
 
-def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> Parallel | None:
+def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> MegatronParallel | None:
     """The ranks that the options say; None if they say nothing."""
     if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
         return None
-    from ckpt.converters.parallel import Parallel
+    from ckpt.converters.pipeline.parallel import MegatronParallel
 
     said = dict(map(_argument, arguments))
-    return Parallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
+    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
 
 
 def _argument(text: str) -> tuple[str, Argument]:

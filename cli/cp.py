@@ -55,9 +55,9 @@ def _copy(source: str, target: str, *, threads: int | None, progress: Update, dr
 
     if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)
-    from ckpt.converters.converting import convert_checkpoint
+    from ckpt.converters.convert import convert
 
-    made = convert_checkpoint(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
+    made = convert(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
     return CopyReport(
         source=source,
         target=target,

@@ -13,10 +13,10 @@ from ckpt.errors import UsageError
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import translating, views_of
+from .translating import TranslationChoice, translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.comparing import DiffReport, TensorDifference, Tolerance
+    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance
 
 DIFFERENT = 3
 
@@ -46,9 +46,7 @@ def command(
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
+    translation: TranslationChoice,
     rename: tuple[str, ...],
     threads: int | None,
     as_json: bool,
@@ -62,15 +60,15 @@ def command(
     Example:
       ckpt diff runs/a/step-100 runs/b/step-100
       ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
-      ckpt diff --names llama --spelling megatron /models/Llama-3-8B imports/m
+      ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
     """
-    from ckpt.converters.comparing import compare
+    from ckpt.converters.compare.comparison import compare
 
     output = Output(json=as_json, quiet=quiet)
     tolerances = [_tolerance(rule) for rule in rules]
-    views = views_of(left, translation, spelling, numbers)
+    views = views_of(left, translation)
     with progress("diff", output) as update:
         report = compare(
             left,
@@ -100,7 +98,7 @@ def _renamed(text: str) -> tuple[str, str]:
 
 
 def _tolerance(rule: str) -> Tolerance:
-    from ckpt.converters.comparing import Tolerance
+    from ckpt.converters.compare.comparison import Tolerance
 
     glob, equals, said = rule.rpartition("=")
     absolute, _, relative = said.partition(",")

@@ -11,10 +11,10 @@ from ckpt import units
 
 from .output import Output, options, style
 from .progress import progress
-from .translating import left_out, skipping, translating, views_of
+from .translating import TranslationChoice, left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.importing import ImportReport
+    from ckpt.converters.virtual.importer import ImportReport
 
 
 @click.command("import", short_help="Point a checkpoint at the files of another, of any format.")
@@ -30,9 +30,7 @@ def command(
     source: str,
     target: str,
     *,
-    translation: str | None,
-    spelling: str | None,
-    numbers: tuple[str, ...],
+    translation: TranslationChoice,
     skip: tuple[str, ...],
     only: tuple[str, ...],
     digest: bool,
@@ -48,14 +46,14 @@ def command(
     \b
     Example:
       ckpt import /models/Llama-3-8B imported/llama
-      ckpt import --names llama --spelling megatron /models/Llama-3-8B imported/m
-      ckpt import --names llama --spelling huggingface --skip '*.master' m/ out/
+      ckpt import --names llama --convention megatron /models/Llama-3-8B imports/m
+      ckpt import --names llama --convention huggingface --skip '*.master' m/ hf/
       ckpt import --digest runs/deepspeed/global_step100 imported/step-100
     """
-    from ckpt.converters.importing import import_checkpoint
+    from ckpt.converters.virtual.importer import import_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, spelling, numbers)
+    views = views_of(source, translation)
     with progress("import", output) as update:
         report = import_checkpoint(source, target, views=views, only=only, skip=skip, digest=digest, overwrite=overwrite, progress=update)
     if output.json:

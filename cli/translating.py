@@ -1,8 +1,10 @@
-"""Options of commands that can give tensors other names: which translation, into which spelling, and what of the source is not meant."""
+"""Options of commands that can give tensors other names: which translation, into which naming convention, and what to skip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,17 +19,29 @@ _NAMES = (
     "Translate names and layouts: llama (Mistral and Qwen too), mixtral, qwen-moe, deepseek-v3, llama-plain, transformers-moe, "
     "transformers-mixtral, or a .toml file (docs/translations.md)."
 )
-_SPELLING = "Into whose names, those that you want: huggingface, megatron, plain, transformers."
+_CONVENTION = "The naming convention that you want: huggingface, megatron, plain, transformers."
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def translating(command: Command) -> Command:
-    """``--names``, ``--spelling`` and ``--set``; the command takes them as ``translation``, ``spelling`` and ``numbers``."""
-    command = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")(
-        command
-    )
-    command = click.option("--spelling", metavar="SPELLING", help=_SPELLING)(command)
-    return click.option("--names", "translation", metavar="NAMES", help=_NAMES)(command)
+@dataclass(frozen=True, slots=True)
+class TranslationChoice:
+    """What ``--names``, ``--convention`` and ``--set`` were given as."""
+
+    names: str | None
+    convention: str | None
+    numbers: tuple[str, ...]
+
+
+def translating(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--names``, ``--convention`` and ``--set``; the command takes them as one ``translation``."""
+
+    @wraps(command)
+    def with_translation(*args: Any, names: str | None, convention: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
+        return command(*args, translation=TranslationChoice(names, convention, numbers), **options)
+
+    number = click.option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not tell.")
+    target = click.option("--convention", metavar="NAME", help=_CONVENTION)
+    return click.option("--names", metavar="NAMES", help=_NAMES)(target(number(with_translation)))
 
 
 def skipping(command: Command) -> Command:
@@ -37,24 +51,24 @@ def skipping(command: Command) -> Command:
 
 
 def views_of(
-    source: str, translation: str | None, spelling: str | None, numbers: Sequence[str], config: str | None = None
+    source: str, translation: TranslationChoice, config: str | None = None
 ) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]] | None:
     """What the options ask for; None if they ask for nothing. A ``config`` of transformers tells numbers too.
 
     Raises:
         UsageError: one of them is missing or wrong.
     """
-    if (spelling is None) != (translation is None):
-        raise UsageError("--names and --spelling belong together", hint="--names llama --spelling megatron")
-    if spelling is None or translation is None:
-        if numbers:
-            raise UsageError("--set is for a translation", hint="--names llama --spelling megatron")
+    if (translation.convention is None) != (translation.names is None):
+        raise UsageError("--names and --convention belong together", hint="--names llama --convention megatron")
+    if translation.convention is None or translation.names is None:
+        if translation.numbers:
+            raise UsageError("--set is for a translation", hint="--names llama --convention megatron")
         return None
-    from ckpt.converters.configuration import read_configuration
-    from ckpt.converters.spelling import translated
+    from ckpt.converters.mapping.convention import translated_views
+    from ckpt.converters.targets.hf_config import read_configuration
 
-    said = numbers_in(numbers, "--set", "query_groups=8")
-    return translated(source, translation, spelling, {**read_configuration(config).numbers, **said})
+    numbers = {**read_configuration(config).numbers, **numbers_in(translation.numbers, "--set", "query_groups=8")}
+    return translated_views(source, translation.names, translation.convention, numbers)
 
 
 def left_out(names: Sequence[str]) -> str:

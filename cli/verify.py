@@ -12,7 +12,7 @@ from .output import Output, options, style
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ckpt.converters.semantic import SemanticReport
+    from ckpt.converters.compare.semantic import SemanticReport
     from ckpt.engine.verify import Problem, VerifyReport
 
 CORRUPT = 20
@@ -54,7 +54,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
 
 
 def _check_semantic(url: str, threads: int | None) -> SemanticReport:
-    from ckpt.converters.semantic import check_semantic
+    from ckpt.converters.compare.semantic import check_semantic
     from ckpt.formats.registry import open_catalog
 
     return check_semantic(open_catalog(url), threads=threads)

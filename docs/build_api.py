@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import ckpt  # noqa: E402
 from ckpt import errors, policies  # noqa: E402
-from ckpt.converters import exporting  # noqa: E402
 
 SECTIONS = (
     ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "list_steps", "fence", "configure_storage")),
@@ -24,7 +23,7 @@ SECTIONS = (
     ("Placements", ckpt, ("Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape", "Stage", "OnMesh")),
     ("Numbered layers and experts", ckpt, ("Numbered", "pipeline", "experts")),
     ("Policies: `ckpt.policies`", policies, tuple(name for name in policies.__all__ if name != "Any")),
-    ("Exports: `ckpt.converters.exporting`", exporting, ("export", "ExportReport")),
+    ("Other formats and names", ckpt, ("convert", "export", "translated", "ConvertReport", "ExportReport", "MegatronParallel")),
     ("Errors: `ckpt.errors`", errors, ()),
 )
 """Title, module, names in it."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ckpt.converters.exporting import export
+from ckpt import export
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 4
 

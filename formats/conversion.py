@@ -27,7 +27,7 @@ MARK_PATH = re.compile(rf"{_PLACE}convert-(?P<id>[0-9a-z]{{16}})/(?P<mark>[^/]+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class ConversionRecord:
     """A record: ``digest`` is of everything that the result depends on, ``files`` are those that are written, with their sizes in bytes, or
     None for what is not known before."""
 
@@ -36,24 +36,24 @@ class Begun:
     files: Mapping[str, int | None]
 
     def to_bytes(self) -> bytes:
-        said = {"format": _CONVERSION, "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
-        return json.dumps(said).encode() + b"\n"
+        fields = {"format": _CONVERSION, "version": 1, "id": self.id, "digest": self.digest, "files": dict(self.files)}
+        return json.dumps(fields).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Begun | None:
+    def from_bytes(cls, data: bytes) -> ConversionRecord | None:
         """None if it is no record, or one of a version that did not say all of this."""
         try:
-            said = json.loads(data)
-            found = cls(id=said["id"], digest=said["digest"], files=dict(said["files"]))
+            fields = json.loads(data)
+            record = cls(id=fields["id"], digest=fields["digest"], files=dict(fields["files"]))
         except (ValueError, KeyError, TypeError):
             return None
-        known = said.get("format") == _CONVERSION and isinstance(found.digest, str)
-        named = isinstance(found.id, str) and _ID.fullmatch(found.id) is not None
-        return found if known and named and all(_is_its_own(found.id, *file) for file in found.files.items()) else None
+        known = fields.get("format") == _CONVERSION and isinstance(record.digest, str)
+        named = isinstance(record.id, str) and _ID.fullmatch(record.id) is not None
+        return record if known and named and all(_is_its_own(record.id, *file) for file in record.files.items()) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exporting:
+class ExportRecord:
     """The record of an export: ``files`` are those that it makes, all of them at the destination itself. ``replaces`` says that they may be
     those of the export before; ``id`` is no other export's."""
 
@@ -62,19 +62,19 @@ class Exporting:
     replaces: bool = True
 
     def to_bytes(self) -> bytes:
-        said = {"format": _EXPORT, "version": 1, "id": self.id, "replaces": self.replaces, "files": self.files}
-        return json.dumps(said).encode() + b"\n"
+        fields = {"format": _EXPORT, "version": 1, "id": self.id, "replaces": self.replaces, "files": self.files}
+        return json.dumps(fields).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Exporting | None:
+    def from_bytes(cls, data: bytes) -> ExportRecord | None:
         """None if it is no record of an export."""
         try:
-            said = json.loads(data)
-            kind, files, replaces = said["format"], tuple(said["files"]), said.get("replaces", True)
+            fields = json.loads(data)
+            kind, files, replaces = fields["format"], tuple(fields["files"]), fields.get("replaces", True)
         except (ValueError, KeyError, TypeError):
             return None
         own = all(type(path) is str and path_problem(path) is None and "/" not in path and path != COMMIT_PATH for path in files)
-        return cls(files=files, id=str(said.get("id", "")), replaces=replaces is not False) if kind == _EXPORT and own else None
+        return cls(files=files, id=str(fields.get("id", "")), replaces=replaces is not False) if kind == _EXPORT and own else None
 
 
 def _is_its_own(id: str, path: str, size: object) -> bool:

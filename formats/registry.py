@@ -42,8 +42,8 @@ def formats() -> Iterator[Format]:
     """All formats that can be read: ours, then those of other distributions by name. Loaded one at a time, as the caller goes on."""
     for reference in _BUILTIN:
         module, _, attribute = reference.partition(":")
-        found: Format = getattr(import_module(module), attribute)
-        yield found
+        builtin: Format = getattr(import_module(module), attribute)
+        yield builtin
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
@@ -94,11 +94,11 @@ def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
     if CONVERTING in names:
-        told = f"a conversion into this directory did not finish: {CONVERTING} is there"
-        raise NotCommittedError(told, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
+        message = f"a conversion into this directory did not finish: {CONVERTING} is there"
+        raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
     if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
-        told = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
-        raise FormatError(told, where=url, hint="name the directory that has both")
+        message = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
+        raise FormatError(message, where=url, hint="name the directory that has both")
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
@@ -138,9 +138,9 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
         return {}
     urls = [join_url(root, name.rstrip("/")) for name in open_backend(root).children() if name.endswith("/")]
     for group in ([root], [url for url in urls if url not in known]):
-        found = {url: name for url in group if (name := find_format(url)) is not None}
-        if found:
-            return found
+        formats_of = {url: name for url in group if (name := find_format(url)) is not None}
+        if formats_of:
+            return formats_of
     return {}
 
 
@@ -148,8 +148,8 @@ def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is. Other hidden files than that of DCP are what a killed writer may leave."""
     from ckpt.io_backends.registry import open_backend
 
+    from .external.virtual_backends import open_single
     from .native.commit import COMMIT_PATH
-    from .single import open_single
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]

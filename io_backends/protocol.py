@@ -16,12 +16,10 @@ import builtins
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from .checks import check_prefix, too_large
-
-if TYPE_CHECKING:
-    from .shared import SharedObject
+from .shared_object import SharedObject
 
 _W = TypeVar("_W", bound="Writer")
 
@@ -299,7 +297,7 @@ class Backend(Protocol):
 
     def share(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
-        storage cannot (``shared.SharedObject``). Whether the name is free counts when it is published."""
+        storage cannot (``shared_object.SharedObject``). Whether the name is free counts when it is published."""
         return None
 
     def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:

@@ -10,9 +10,8 @@ Invariants: nothing shows under the object's name before ``publish``, and then a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Protocol
 
 from ckpt.errors import AccessError, StorageError
 
@@ -21,41 +20,6 @@ from .protocol import Backend, Unfinished
 ASIDE = ".shared"
 """What the name of a shared file ends with until it is published, on file systems."""
 _ASIDE_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.shared")
-
-
-class SharedObject(Protocol):
-    """One process's side of an object of known size.
-
-    ============================================  ==========================================================================
-    situation                                     required outcome
-    ============================================  ==========================================================================
-    ``write``                                     as ``Writer.write``; where ``part`` is not 0 only whole parts: bytes
-                                                  ``[n·part, (n+1)·part)`` or up to the end, each by one process, once
-    ``flush``                                     all that this process wrote is durable; gives JSON for ``publish``
-    ``publish``, every byte is in some receipt    the object exists, whole and durable
-    ``publish``, some byte is in none             StorageError; nothing shows
-    ``publish``, the name is taken                ConflictError, unless ``replace``: then readers see the old or the new
-    ``abort``, in the process that began it       nothing of it is left, unless it was published
-    ``abort``, in the others; ``close``           this process writes no more
-    ============================================  ==========================================================================
-    """
-
-    part: int
-    """Bytes of which writes have to be made; 0: any ranges."""
-
-    @property
-    def token(self) -> str:
-        """With it other processes join."""
-
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None: ...
-
-    def flush(self) -> Any: ...
-
-    def publish(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_total(written: int, size: int, where: str) -> None:

@@ -86,7 +86,7 @@ def test_large_tensor_in_many_chunks(tmp_path: Path) -> None:
 def test_exports(tmp_path: Path, dtype: str | None) -> None:
     from safetensors.torch import load_file
 
-    from ckpt.converters.exporting import export
+    from ckpt import export
 
     model = trained("cuda")[0]
     export(str(tmp_path / "a.safetensors"), model, dtype=dtype)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
 from ckpt.debris import Debris, find_debris, remove_debris
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError
 from ckpt.formats.registry import open_catalog
@@ -37,15 +37,15 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path / "source")
 
 
-def convert(source: str, tmp_path: Path, to: str) -> None:
-    convert_checkpoint(source, str(tmp_path / TARGETS[to]), to=to, shard_size=None if to == "torch" else 1000)
+def converted(source: str, tmp_path: Path, to: str) -> None:
+    convert(source, str(tmp_path / TARGETS[to]), to=to, shard_size=None if to == "torch" else 1000)
 
 
 def killed(source: str, tmp_path: Path, to: str, at: int, kind: str = "crash") -> bool:
     """Whether the conversion was killed at this operation; False if it has fewer."""
     try:
         with wrap_backends(FaultyProcess(Fault(at=at, kind=kind)).wrap):  # type: ignore[arg-type]
-            convert(source, tmp_path, to)
+            converted(source, tmp_path, to)
     except SimulatedCrash:
         return True
     return False
@@ -55,7 +55,7 @@ def begun(source: str, tmp_path: Path, to: str) -> None:
     """Killed when at least one file was durable and its mark written, if it has several. Threads write, so when that is changes."""
     operations = FaultyProcess()
     with wrap_backends(operations.wrap):
-        convert(source, tmp_path / "counted", to)
+        converted(source, tmp_path / "counted", to)
     for at in range(len(operations.log) // 2, len(operations.log)):
         for path in (tmp_path / "run").glob(f"{Path(TARGETS[to]).name}*"):  # of the attempt before
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -84,7 +84,7 @@ def test_it_stays_while_it_may_go_on_and_then_goes(source: str, tmp_path: Path, 
     assert old.goes and "nobody touched it" in old.reason
     remove_debris(open_backend(str(tmp_path / "run")), [old])
     assert everything(open_backend(str(tmp_path / "run"))) == {}
-    convert(source, tmp_path, to)  # from the beginning
+    converted(source, tmp_path, to)  # from the beginning
     assert looked(tmp_path, 2 * DAY) == []
     assert open_catalog(str(tmp_path / TARGETS[to])).tensors.keys() == ARRAYS.keys()
 
@@ -93,7 +93,7 @@ def test_it_stays_while_it_may_go_on_and_then_goes(source: str, tmp_path: Path, 
 def test_a_conversion_goes_on_after_it_was_looked_at(source: str, tmp_path: Path, to: str) -> None:
     begun(source, tmp_path, to)
     remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, 60))
-    convert(source, tmp_path, to)
+    converted(source, tmp_path, to)
     assert looked(tmp_path, 2 * DAY) == []
 
 
@@ -145,7 +145,7 @@ def test_a_removal_that_is_killed(source: str, tmp_path: Path, to: str) -> None:
         except SimulatedCrash:
             with pytest.raises((NotCommittedError, NotFoundError)):
                 open_catalog(str(root / TARGETS[to]))
-            convert(source, root, to)
+            converted(source, root, to)
             assert open_catalog(str(root / TARGETS[to])).tensors.keys() == ARRAYS.keys()
             continue
         break
@@ -187,7 +187,7 @@ def test_a_record_that_is_not_ours(source: str, tmp_path: Path, files: object) -
 
 def test_marks_of_a_conversion_that_ended(source: str, tmp_path: Path) -> None:
     """Killed after it had committed: the checkpoint stays, record and marks go."""
-    convert(source, tmp_path, "native")
+    converted(source, tmp_path, "native")
     target = tmp_path / TARGETS["native"]
     id = json.loads((target / "checkpoint.json").read_text())["id"]
     record = {"format": "ckpt-convert", "version": 1, "id": id, "digest": "0", "files": {f"data/{id}-00000.safetensors": None}}
@@ -205,7 +205,7 @@ def test_marks_of_a_conversion_that_ended(source: str, tmp_path: Path) -> None:
 def test_what_happened_since_it_was_looked_at(source: str, tmp_path: Path) -> None:
     begun(source, tmp_path, "dcp")
     found = looked(tmp_path, DAY + 60)
-    convert(source, tmp_path, "dcp")
+    converted(source, tmp_path, "dcp")
     remove_debris(open_backend(str(tmp_path / "run")), found)
     assert open_catalog(str(tmp_path / TARGETS["dcp"])).tensors.keys() == ARRAYS.keys()
 

@@ -19,7 +19,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.errors import CkptError, CorruptError
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.codecs import decode
 from ckpt.formats.native.replaced import replacement
@@ -145,7 +145,7 @@ def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -
 
 def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
     """The chunks, but in place of those that lie in a storage with a checksum, that storage."""
-    if not isinstance(catalog, ForeignCatalog):
+    if not isinstance(catalog, ExternalCatalog):
         return chunks
     try:
         storages = sorted(catalog.storages(), key=lambda s: s[:2])

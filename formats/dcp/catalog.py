@@ -14,15 +14,15 @@ from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
-from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
 
-from .alike import Places
+from .item_templates import Places
 from .items import open_items
-from .metadata import METADATA, Metadata, StoredBox, StoredTensor, read_metadata
+from .metadata import METADATA, DcpBox, DcpTensor, Metadata, read_metadata
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -40,7 +40,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
     return any(_OWN.fullmatch(name) for name in names)
 
 
-def open_dcp(backend: Backend) -> ForeignCatalog:
+def open_dcp(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found.
 
     Raises:
@@ -54,13 +54,13 @@ def open_dcp(backend: Backend) -> ForeignCatalog:
     return open_metadata(backend, metadata)
 
 
-def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ForeignCatalog:
+def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ExternalCatalog:
     """The catalog of metadata that were read."""
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
-    files = [ForeignFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
-    tensors = _Tensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
+    tensors = _ItemTensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
     inner = TensorTable(archives, files, [rows[item.path] for item in metadata.values.values()])
     nodes: dict[str, Any] = {name: {"$tensor": name} for name in metadata.tensors}
@@ -73,15 +73,15 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     if twice:
         raise CorruptError(f"two tensors have the name {twice[0]!r}", where=backend.url, hint="rename one of them when saving")
 
-    def locate(wanted: Wanted) -> list[Extent]:
+    def locate(wanted: ChunkRequests) -> list[Extent]:
         mine = [pair for pair in wanted if pair[0].name in inner.entries]
         if not mine:
             return tensors.locate(wanted)
         theirs = iter(tensors.locate([pair for pair in wanted if pair[0].name not in inner.entries]))
-        found = iter(inner.locate(mine))
-        return [next(found) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
+        extents = iter(inner.locate(mine))
+        return [next(extents) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
 
-    return ForeignCatalog(
+    return ExternalCatalog(
         backend=backend,
         format=format,
         tensors=[*tensors.entries.values(), *inner.entries.values()],
@@ -94,11 +94,11 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
 
 
 def _rank(path: str) -> int | None:
-    found = _DATA.fullmatch(path)
-    return int(found[1]) if found and len(found[1]) < 9 else None
+    match = _DATA.fullmatch(path)
+    return int(match[1]) if match and len(match[1]) < 9 else None
 
 
-def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[StoredBox]]:
+def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
     boxes = stored.boxes
     if not boxes and 0 in stored.shape:
         return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=whole(stored.shape, 0)), []
@@ -106,12 +106,10 @@ def _grid(name: str, stored: StoredTensor, rows: Mapping[str, int], where: str) 
     return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order]
 
 
-class _Tensors:
+class _ItemTensors:
     """Tensors whose boxes are items of their own."""
 
-    def __init__(
-        self, backend: Backend, files: Sequence[ForeignFile], described: Mapping[str, tuple[TensorEntry, list[StoredBox]]]
-    ) -> None:
+    def __init__(self, backend: Backend, files: Sequence[ExternalFile], described: Mapping[str, tuple[TensorEntry, list[DcpBox]]]) -> None:
         self.entries = {name: entry for name, (entry, _) in described.items()}
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
@@ -120,7 +118,7 @@ class _Tensors:
         self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks; looks into items that were not looked into before."""
         boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
         with self._lock:
@@ -130,11 +128,11 @@ class _Tensors:
             for (entry, _), box in zip(wanted, boxes, strict=True)
         ]
 
-    def _extent(self, entry: TensorEntry, box: StoredBox) -> Extent:
+    def _extent(self, entry: TensorEntry, box: DcpBox) -> Extent:
         start, crc = self._places[box.item[:2]]
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
 
-    def _look(self, wanted: Sequence[tuple[TensorEntry, StoredBox]]) -> None:
+    def _look(self, wanted: Sequence[tuple[TensorEntry, DcpBox]]) -> None:
         new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in wanted if box.item[:2] not in self._places}
         self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
 
@@ -152,8 +150,8 @@ def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]],
     for name, node in nodes.items():
         *above, last = paths.get(name, (name,))
         if len(above) > tree.MAX_DEPTH:
-            told = f"{name!r} lies {len(above)} containers deep, of {tree.MAX_DEPTH} that are read"
-            raise CorruptError(told, where=where, hint="the metadata are damaged: copy them again")
+            message = f"{name!r} lies {len(above)} containers deep, of {tree.MAX_DEPTH} that are read"
+            raise CorruptError(message, where=where, hint="the metadata are damaged: copy them again")
         at = root
         for key in above:
             below = at.setdefault(key, _Branch())

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.values import StoredView
-from ckpt.formats.ranges import Range, read_ranges
+from ckpt.formats.external.ranges import Range, read_ranges
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import MAGIC, Archive
 from ckpt.formats.torchzip.table import rows_of
-from ckpt.formats.torchzip.window import Window
+from ckpt.formats.torchzip.window import FileRange
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-    from .metadata import Item, StoredBox
+    from .metadata import DcpBox, DcpItem
 
 HEAD = 1536
 """Bytes at the beginning of an item: in them are the pickle of a tensor and the header of its bytes."""
@@ -35,7 +35,7 @@ Held = tuple[tuple[int, bytes], tuple[int, bytes]]
 """Where in an item its first bytes begin, and its last ones, and these bytes; twice the same of a short item."""
 
 
-def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int]) -> Iterator[Archive]:
+def open_items(backend: Backend, items: Sequence[DcpItem], sizes: Mapping[str, int]) -> Iterator[Archive]:
     """The archives of items, in order; many are read at once, and those of up to ``WHOLE`` bytes completely.
 
     Raises:
@@ -51,19 +51,19 @@ def open_items(backend: Backend, items: Sequence[Item], sizes: Mapping[str, int]
             yield archive_of(backend, item, (parts[0], parts[-1]))
 
 
-def archive_of(backend: Backend, item: Item, held: Held) -> Archive:
+def archive_of(backend: Backend, item: DcpItem, cached: Held) -> Archive:
     """The archive that an item is, some of whose bytes were read. Errors as for :func:`open_items`."""
-    window = Window(backend, item.path, item.offset, item.length, tail=TAIL)
-    window.hold(held)
-    if not held[0][1].startswith(MAGIC):
+    window = FileRange(backend, item.path, item.offset, item.length, tail=TAIL)
+    window.hold(cached)
+    if not cached[0][1].startswith(MAGIC):
         raise FormatError(
             "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
         )
     return Archive(backend, window)
 
 
-def ranges_of(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> list[Range]:
-    """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``whole`` bytes.
+def ranges_of(item: DcpItem, sizes: Mapping[str, int], least: int, url: str) -> list[Range]:
+    """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``least`` bytes.
 
     Raises:
         CorruptError: it does not lie in its file.
@@ -74,31 +74,31 @@ def ranges_of(item: Item, sizes: Mapping[str, int], whole: int, url: str) -> lis
             where=f"{url.rstrip('/')}/{item.path}",
             hint="the file was cut off, or is of another save: copy the checkpoint again",
         )
-    if item.length <= max(whole, HEAD + TAIL):
+    if item.length <= max(least, HEAD + TAIL):
         return [Range(item.path, item.offset, item.length)]
     return [Range(item.path, item.offset, HEAD), Range(item.path, item.offset + item.length - TAIL, TAIL)]
 
 
-def box_place(archive: Archive, name: str, dtype: str, box: StoredBox) -> tuple[int, int | None]:
+def box_place(archive: Archive, name: str, dtype: str, box: DcpBox) -> tuple[int, int | None]:
     """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it.
 
     Raises:
         CorruptError: the archive holds something else than the metadata say.
         FormatError: its elements are not stored row by row.
     """
-    found = archive.values.meaning(archive.load())
-    if type(found) is not StoredView or (found.dtype, found.shape) != (dtype, box.shape):
-        has = f"{found.dtype} {list(found.shape)}" if type(found) is StoredView else "no tensor"
+    value = archive.values.meaning(archive.load())
+    if type(value) is not StoredView or (value.dtype, value.shape) != (dtype, box.shape):
+        has = f"{value.dtype} {list(value.shape)}" if type(value) is StoredView else "no tensor"
         raise CorruptError(
             f"the metadata have a box {dtype} {list(box.shape)} of {name} here, and the file has {has}",
             where=archive.where,
             hint="metadata and data files are of different saves: copy the checkpoint again",
         )
-    rows = rows_of(found)
-    if rows is None or len(rows) != 1 or found.lazy:
+    rows = rows_of(value)
+    if rows is None or len(rows) != 1 or value.lazy:
         hint = "load it with torch.distributed.checkpoint, and save contiguous tensors"
-        what = found.lazy or f"its strides are {list(found.strides)}"
+        what = value.lazy or f"its strides are {list(value.strides)}"
         raise FormatError(f"tensor {name} of shape {list(box.shape)} is not stored row by row: {what}", where=archive.where, hint=hint)
-    offset = rows[0].start * found.itemsize
-    crc = archive.crc32(found.storage, offset, math.prod(box.shape) * found.itemsize)
-    return archive.starts([found.storage])[0] + offset, crc
+    offset = rows[0].start * value.itemsize
+    crc = archive.crc32(value.storage, offset, math.prod(box.shape) * value.itemsize)
+    return archive.starts([value.storage])[0] + offset, crc

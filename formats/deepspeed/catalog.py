@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile
+from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.fsdp.catalog import RankValues
-from ckpt.formats.hf_index import sizes_of
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.table import TensorTable
 
 from .directory import Directory, is_checkpoint, read_directory, resolve
 from .optimizer import group_nodes, optimizer_node
 from .partitions import Partitioned, StateTable, find_parameters
-from .pickled import Pickled, open_files
+from .pickled import PickledFile, open_files
 from .states import MASTER, RankStates, in_one_order, others_of, read_states
 from .universal import OPTIMIZER, Universal, by_parameter, parameter_files
 from .weights import MODEL, STATE, Weights, node_maker
@@ -38,7 +38,7 @@ _OTHERS = "zero_optimizer"
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
-def open_deepspeed(backend: Backend) -> ForeignCatalog:
+def open_deepspeed(backend: Backend) -> ExternalCatalog:
     """Open what ``is_checkpoint`` found; the catalog's ``url`` says which tag that is.
 
     Raises:
@@ -63,7 +63,7 @@ class _Opened:
         paths = [*models, *directory.layers.values(), *directory.experts, *states, *self.universal.values(), *further]
         files = open_files(backend, paths)
         self.by_path = {file.path: file for file in files}
-        self.held = [ForeignFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        self.held = [ExternalFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         self.table = TensorTable([file.archive for file in files], self.held)
         self.weights = Weights(self.table)
         self.opaque: dict[str, str] = {}
@@ -78,11 +78,11 @@ class _Opened:
     def _rank(self, path: str) -> int | None:
         return next((rank for (_, rank), p in self.directory.states.items() if p == path), None)
 
-    def models(self, stage: int) -> list[Pickled]:
+    def models(self, stage: int) -> list[PickledFile]:
         """The models' files of a stage, by rank."""
         return [self.by_path[path] for (at, _), path in sorted(self.directory.models.items()) if at == stage]
 
-    def catalog(self) -> ForeignCatalog:
+    def catalog(self) -> ExternalCatalog:
         for stage in self.directory.stages:
             self._check(self.models(stage)[0])
         for stage in self.directory.stages:
@@ -99,7 +99,7 @@ class _Opened:
         self.weights.tied()
         state, ranks = self._state()
         kind = "" if self.zero is None else f" ZeRO-{self.zero}"
-        return ForeignCatalog(
+        return ExternalCatalog(
             backend=self.backend,
             format=f"{FORMAT_NAME}{kind}{' universal' if self.directory.universal else ''}",
             tensors=self.table.entries.values(),
@@ -116,7 +116,7 @@ class _Opened:
 
     # ---- weights
 
-    def _check(self, file: Pickled) -> None:
+    def _check(self, file: PickledFile) -> None:
         if any(file.root.get(key) for key in _AUTO_EXPERTS):
             hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
             raise FormatError("layers with automatic expert parallelism (AutoEP) are not known here", where=file.where, hint=hint)
@@ -165,9 +165,9 @@ class _Opened:
         shapes = {p.name: p.shape for p in parameters}
         self.weights.tied_layers(shapes)
         table = StateTable(self.table, ranks)
-        for found in parameters:
-            if f"{STATE}.{found.name}.{MASTER}" not in self.table.entries:  # tied stages have the same
-                table.add(found, f"{STATE}.{found.name}", *self.weights.place_master(found.name))
+        for partitioned in parameters:
+            if f"{STATE}.{partitioned.name}.{MASTER}" not in self.table.entries:  # tied stages have the same
+                table.add(partitioned, f"{STATE}.{partitioned.name}", *self.weights.place_master(partitioned.name))
         self.weights.check(shapes, self.backend.url)
         self._values(table.values)
         self._options(ranks[0], parameters)
@@ -177,17 +177,17 @@ class _Opened:
 
     def _options(self, states: RankStates, parameters: Sequence[Partitioned]) -> None:
         members: dict[int, list[str]] = {}
-        for found in parameters:
-            for group in sorted({f.group for f in found.fragments})[:1]:
-                members.setdefault(group, []).append(f"{MODEL}.{found.name}")
+        for partitioned in parameters:
+            for group in sorted({f.group for f in partitioned.fragments})[:1]:
+                members.setdefault(group, []).append(f"{MODEL}.{partitioned.name}")
         names = [[name for group in groups for name in members.get(group, [])] for groups in states.members]
         self.groups += group_nodes(states.options, names, lambda options: self._node(states.file, options, "optimizer.param_groups"))
 
-    def _values(self, values: Mapping[str, Mapping[str, tuple[Pickled, Any]]]) -> None:
-        for name, said in values.items():
-            for key, (file, value) in said.items():
-                held = self.values.setdefault(f"{MODEL}.{name}", {})
-                held[key] = self._node(file, value, f"{STATE}.{name}.{key}")
+    def _values(self, values: Mapping[str, Mapping[str, tuple[PickledFile, Any]]]) -> None:
+        for name, stored_key in values.items():
+            for key, (file, value) in stored_key.items():
+                by_key = self.values.setdefault(f"{MODEL}.{name}", {})
+                by_key[key] = self._node(file, value, f"{STATE}.{name}.{key}")
 
     def _universal(self) -> None:
         shapes = {n: s for stage in self.directory.stages for group in self._shapes(stage) for n, s in group.items()}
@@ -199,7 +199,7 @@ class _Opened:
         self._values(universal.values)
         self._universal_optimizer(self.by_path[OPTIMIZER])
 
-    def _universal_optimizer(self, file: Pickled) -> None:
+    def _universal_optimizer(self, file: PickledFile) -> None:
         """What the optimizer has besides the states. That of a pipeline is of the first stage alone, and left out."""
         zero = file.root.get("zero_stage")
         self.zero = None if zero is None else file.number(zero, "'zero_stage'")
@@ -211,7 +211,7 @@ class _Opened:
         flat = dict(enumerate(self._shapes(self.directory.stages[0])))
         names = [[f"{MODEL}.{name}" for n in member for name in flat.get(n, {})] for member in members]
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self.groups += group_nodes(options, names, lambda found: self._node(file, found, "optimizer.param_groups"))
+        self.groups += group_nodes(options, names, lambda value: self._node(file, value, "optimizer.param_groups"))
         states = file.optional(file.optional(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'").get("state"), "'state'")
         for n, named in flat.items():  # made of ZeRO-3, these are of the first rank; no other file has the steps
             step = file.meaning(file.optional(states.get(n), f"state {n}").get("step"))
@@ -221,11 +221,11 @@ class _Opened:
 
     # ---- values
 
-    def _node(self, file: Pickled, value: Any, path: str, suffix: str = "", rank: int | None = None) -> tree.Node:
+    def _node(self, file: PickledFile, value: Any, path: str, suffix: str = "", rank: int | None = None) -> tree.Node:
         maker = node_maker(self.table, file, suffix, rank)
-        found = maker.root(value, path)
+        node = maker.root(value, path)
         self.opaque |= maker.opaque
-        return found
+        return node
 
     def _state(self) -> tuple[tree.Node, Mapping[int, Mapping[str, Any]]]:
         """The state, and what of it differs between ranks."""
@@ -252,17 +252,17 @@ class _Opened:
             hint = "a process did not save, or files were not copied: get those of one step"
             raise CorruptError(f"the files of ranks are of different steps: {', '.join(steps)}", where=self.backend.url, hint=hint)
 
-    def _values_of(self, file: Pickled, rank: int | None) -> dict[str, tree.Node]:
+    def _values_of(self, file: PickledFile, rank: int | None) -> dict[str, tree.Node]:
         """Everything in a model's file that is neither weights nor about them."""
         suffix = "" if rank is None else f"@rank{rank}"
-        found = {}
+        values = {}
         for key, value in file.root.items():
             if key in _TAKEN and (key != "optimizer" or value is None):
                 continue
             if type(key) is not str or key in (MODEL, _OTHERS) or key.startswith("$"):
                 file.damaged(f"{key!r} is among the values that were saved")
-            found[key] = self._node(file, value, key, suffix, rank)
-        return found
+            values[key] = self._node(file, value, key, suffix, rank)
+        return values
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=is_checkpoint, open=open_deepspeed)

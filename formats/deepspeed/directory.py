@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.single import SingleFile
 from ckpt.io_backends.registry import join_url, open_backend
 
 if TYPE_CHECKING:
@@ -56,15 +56,15 @@ class Directory:
         Raises:
             CorruptError: a rank in between is missing.
         """
-        found = {rank: path for (at, rank), path in self.states.items() if at == stage}
-        gap = next((rank for rank in range(len(found)) if rank not in found), None)
+        paths = {rank: path for (at, rank), path in self.states.items() if at == stage}
+        gap = next((rank for rank in range(len(paths)) if rank not in paths), None)
         if gap is not None:
             raise CorruptError(
-                f"optimizer states of rank {gap} are missing, those of rank {max(found)} are there",
-                where=next(iter(found.values())),
+                f"optimizer states of rank {gap} are missing, those of rank {max(paths)} are there",
+                where=next(iter(paths.values())),
                 hint="a process did not save, or files were not copied: get them",
             )
-        return [found[rank] for rank in range(len(found))]
+        return [paths[rank] for rank in range(len(paths))]
 
 
 def is_checkpoint(backend: Backend, names: Sequence[str]) -> bool:

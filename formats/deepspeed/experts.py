@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owned:
+class SharedGroup:
     """Parameters of a flat group that some ranks share: ``shapes`` by the names that these use, ``names`` from these to the model's."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -26,7 +26,7 @@ class Owned:
     ranks: tuple[int, ...]
 
 
-def owned_parameters(shapes: Mapping[str, tuple[int, ...]], count: int, ranks: Sequence[RankStates]) -> Iterator[Owned]:
+def owned_parameters(shapes: Mapping[str, tuple[int, ...]], count: int, ranks: Sequence[RankStates]) -> Iterator[SharedGroup]:
     """The parameters of a flat group that is cut for ``count`` of the ranks: for each set of ranks those that it has.
 
     Raises:
@@ -34,7 +34,7 @@ def owned_parameters(shapes: Mapping[str, tuple[int, ...]], count: int, ranks: S
     """
     everyone = len(ranks)
     if count == everyone and not any(_EXPERT.fullmatch(name) for name in shapes):
-        yield Owned(shapes=shapes, names={name: name for name in shapes}, ranks=tuple(range(everyone)))
+        yield SharedGroup(shapes=shapes, names={name: name for name in shapes}, ranks=tuple(range(everyone)))
         return
     other = next((name for name in shapes if not _EXPERT.fullmatch(name)), None)
     if other is not None or not count or everyone % count:
@@ -50,4 +50,4 @@ def owned_parameters(shapes: Mapping[str, tuple[int, ...]], count: int, ranks: S
         local.setdefault(match[1], set()).add(match[2])
     for expert_rank in range(parallel):
         names = {name: f"{m[1]}{expert_rank * len(local[m[1]]) + int(m[2])}{m[3]}" for name, m in matches.items()}
-        yield Owned(shapes=shapes, names=names, ranks=tuple(range(expert_rank, everyone, parallel)))
+        yield SharedGroup(shapes=shapes, names=names, ranks=tuple(range(expert_rank, everyone, parallel)))

@@ -13,7 +13,7 @@ Numels = Mapping[str, int]
 """Elements of each parameter, in the order in which they were flattened."""
 
 
-class Fragment(NamedTuple):
+class FlatRun(NamedTuple):
     """Elements ``[start, start + length)`` of a parameter's row-major flattening: they lie at element ``at`` of flat tensor ``group`` of
     rank ``rank``."""
 
@@ -24,50 +24,50 @@ class Fragment(NamedTuple):
     length: int
 
 
-def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int, ranks: Sequence[int]) -> dict[str, list[Fragment]]:
+def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int, ranks: Sequence[int]) -> dict[str, list[FlatRun]]:
     """ZeRO-1 and 2: the parameters of a group one after another, ``gaps`` elements of padding after each, cut into partitions of equal
     length for ``ranks``."""
-    found: dict[str, list[Fragment]] = {}
+    runs: dict[str, list[FlatRun]] = {}
     offset = 0
     for (name, numel), gap in zip(numels.items(), gaps, strict=True):
-        found[name] = []
+        runs[name] = []
         at = offset
         while at < offset + numel and partition and at // partition < len(ranks):
             owner = at // partition
             stop = min(offset + numel, (owner + 1) * partition)
-            found[name].append(Fragment(ranks[owner], group, at - owner * partition, at - offset, stop - at))
+            runs[name].append(FlatRun(ranks[owner], group, at - owner * partition, at - offset, stop - at))
             at = stop
         offset += numel + gap
-    return found
+    return runs
 
 
-def split_each(numels: Numels, lengths: Sequence[int], ranks: int) -> dict[str, list[Fragment]]:
+def split_each(numels: Numels, lengths: Sequence[int], ranks: int) -> dict[str, list[FlatRun]]:
     """ZeRO-3: every parameter is cut into ``ranks`` parts of ``ceil(numel / ranks)`` elements, the last ones padded; a rank has its parts
     of all parameters one after another, in flat tensors of ``lengths`` elements, whose bounds may lie inside of a part."""
     ends = list(accumulate(lengths))
-    found: dict[str, list[Fragment]] = {name: [] for name in numels}
+    runs: dict[str, list[FlatRun]] = {name: [] for name in numels}
     offset = group = 0
     for name, numel in numels.items():
         part = -(-numel // ranks)
         for rank in range(ranks):
             start, stop = min(rank * part, numel), min((rank + 1) * part, numel)
-            found[name] += _in_groups(rank, group, offset, start, stop, ends)
+            runs[name] += _in_groups(rank, group, offset, start, stop, ends)
         offset += part
         while group < len(ends) and ends[group] <= offset:
             group += 1
-    return found
+    return runs
 
 
-def _in_groups(rank: int, group: int, offset: int, start: int, stop: int, ends: Sequence[int]) -> list[Fragment]:
+def _in_groups(rank: int, group: int, offset: int, start: int, stop: int, ends: Sequence[int]) -> list[FlatRun]:
     """A part that begins ``offset`` elements into the flat tensors, cut where these end."""
-    found = []
+    groups = []
     while start < stop and group < len(ends):
         begins = ends[group - 1] if group else 0
         count = min(stop - start, ends[group] - offset)
         if count > 0:
-            found.append(Fragment(rank, group, offset - begins, start, count))
+            groups.append(FlatRun(rank, group, offset - begins, start, count))
         offset, start, group = offset + count, start + count, group + 1
-    return found
+    return groups
 
 
 def padded(numels: Numels, ranks: int) -> int:

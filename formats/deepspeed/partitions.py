@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 from ckpt.catalog import Grid
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import grid_of
-from ckpt.formats.pickles.values import StoredView
-from ckpt.formats.torchzip.table import Block, TensorTable
+from ckpt.formats.external.base import grid_of
+from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.torchzip.table import StorageBlock, TensorTable
 from ckpt.geometry import Box, flat_to_boxes
 
-from .experts import Owned, owned_parameters
-from .flat import Fragment, padded, split_each, split_evenly
+from .experts import SharedGroup, owned_parameters
+from .flat import FlatRun, padded, split_each, split_evenly
 from .states import MASTER, RankStates, same_groups
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,7 +27,7 @@ class Partitioned:
 
     name: str
     shape: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[FlatRun, ...]
 
 
 def find_parameters(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[Partitioned]:
@@ -48,8 +48,8 @@ def _cut_each(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[Par
     for rank in ranks:
         lengths = [m.shape[0] for m in rank.masters]
         if sum(lengths) != padded(numels, len(ranks)) or lengths != [m.shape[0] for m in first.masters]:
-            told = f"the flat groups have {sum(lengths):,} elements, parts of the parameters {padded(numels, len(ranks)):,}"
-            rank.file.damaged(told)
+            message = f"the flat groups have {sum(lengths):,} elements, parts of the parameters {padded(numels, len(ranks)):,}"
+            rank.file.damaged(message)
     fragments = split_each(numels, [m.shape[0] for m in first.masters], len(ranks))
     return [Partitioned(name=n, shape=s, fragments=tuple(fragments[n])) for n, s in together.items()]
 
@@ -59,17 +59,17 @@ def _cut_evenly(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[P
     if len(shapes) != len(first.masters) or len(first.counts) != len(shapes):
         first.file.damaged(f"{len(first.masters)} flat groups, and parameters of {len(shapes)}")
     _check_count(first, max(first.counts, default=0), len(ranks))
-    found: list[Partitioned] = []
+    cut: list[Partitioned] = []
     for group, named in enumerate(shapes):
         gaps = first.gaps[group] if first.gaps is not None else (0,) * len(named)
         if len(gaps) != len(named):
             first.file.damaged(f"group {group} has {len(named)} parameters and {len(gaps)} paddings")
         for owned in owned_parameters(named, first.counts[group], ranks):
-            found += _of_group(owned, gaps, group, ranks)
-    return found
+            cut += _of_group(owned, gaps, group, ranks)
+    return cut
 
 
-def _of_group(owned: Owned, gaps: Sequence[int], group: int, ranks: Sequence[RankStates]) -> Iterator[Partitioned]:
+def _of_group(owned: SharedGroup, gaps: Sequence[int], group: int, ranks: Sequence[RankStates]) -> Iterator[Partitioned]:
     numels = {name: math.prod(shape) for name, shape in owned.shapes.items()}
     partition = max(n for r in owned.ranks for n in _lengths(ranks[r], group))
     total = sum(numels.values()) + sum(gaps)
@@ -91,26 +91,26 @@ def _lengths(rank: RankStates, group: int) -> list[int]:
     return [rank.masters[group].shape[0], *(n for n in flat if n > 1)]
 
 
-def _check_count(rank: RankStates, told: int, found: int) -> None:
-    if told != found:
+def _check_count(rank: RankStates, stated: int, counted: int) -> None:
+    if stated != counted:
         raise CorruptError(
-            f"optimizer states of {told} ranks were saved, those of {found} are there",
+            f"optimizer states of {stated} ranks were saved, those of {counted} are there",
             where=rank.file.where,
             hint="a process did not save, or files were not copied: get them",
         )
 
 
-def _check_slices(fragments: Mapping[str, Sequence[Fragment]], group: int, owned: Owned, ranks: Sequence[RankStates]) -> None:
+def _check_slices(fragments: Mapping[str, Sequence[FlatRun]], group: int, owned: SharedGroup, ranks: Sequence[RankStates]) -> None:
     """What the files say of their fragments must be what was computed."""
     for number in owned.ranks:
         rank = ranks[number]
         if rank.slices is None:
             continue
-        said = dict(rank.slices[group]) if group < len(rank.slices) else {}
+        stated = dict(rank.slices[group]) if group < len(rank.slices) else {}
         computed = {name: (f.at, f.length) for name, parts in fragments.items() for f in parts if f.rank == number}
-        if said != computed:
-            name = next(n for n in (*said, *computed) if said.get(n) != computed.get(n))
-            rank.file.damaged(f"the fragment of {name} is {said.get(name)} by the file, and {computed.get(name)} by the shapes")
+        if stated != computed:
+            name = next(n for n in (*stated, *computed) if stated.get(n) != computed.get(n))
+            rank.file.damaged(f"the fragment of {name} is {stated.get(name)} by the file, and {computed.get(name)} by the shapes")
 
 
 # --------------------------------------------------------------------------------------------------------------- tensors
@@ -125,74 +125,76 @@ class StateTable:
         self.values: dict[str, dict[str, Any]] = {}
         self._checked: set[tuple[int, str]] = set()
 
-    def add(self, found: Partitioned, name: str, master: str, further: str | None) -> None:
+    def add(self, partitioned: Partitioned, name: str, master: str, further: str | None) -> None:
         """All states of a parameter: ``name.exp_avg``, …, and its master as ``master`` and under a ``further`` name.
 
         Raises:
             FormatError: a state is neither flat nor a single number.
             CorruptError: the ranks have different states.
         """
-        if not found.fragments:
+        if not partitioned.fragments:
             return
-        keys = {frozenset(self.ranks[f.rank].keys[f.group]) for f in found.fragments}
+        keys = {frozenset(self.ranks[f.rank].keys[f.group]) for f in partitioned.fragments}
         if len(keys) > 1:
-            told = " and ".join(sorted(", ".join(sorted(map(str, of))) or "none" for of in keys))
-            self.ranks[0].file.damaged(f"the ranks have different states of {found.name}: {told}")
+            listed = " and ".join(sorted(", ".join(sorted(map(str, of))) or "none" for of in keys))
+            self.ranks[0].file.damaged(f"the ranks have different states of {partitioned.name}: {listed}")
         if MASTER in next(iter(keys)):
-            self._refuse(found, MASTER, "a state of that name")
-        grid, parts = self._grid(found)
-        self._flat(master, found, grid, parts, {(f.rank, f.group): self._master(f) for f in found.fragments})
+            self._refuse(partitioned, MASTER, "a state of that name")
+        grid, parts = self._grid(partitioned)
+        self._flat(master, partitioned, grid, parts, {(f.rank, f.group): self._master(f) for f in partitioned.fragments})
         if further is not None:
             self.table.add_alias(further, master)
         for key in sorted(next(iter(keys)), key=str):
-            self._state(name, str(key), key, found, grid, parts)
+            self._state(name, str(key), key, partitioned, grid, parts)
 
-    def _master(self, fragment: Fragment) -> StoredView:
+    def _master(self, fragment: FlatRun) -> StoredView:
         return self.ranks[fragment.rank].masters[fragment.group]
 
-    def _state(self, name: str, said: str, key: Any, found: Partitioned, grid: Grid, parts: list[tuple[Fragment, Box, int]]) -> None:
-        values = {(f.rank, f.group): self.ranks[f.rank].file.meaning(self.ranks[f.rank].keys[f.group][key]) for f in found.fragments}
-        first = found.fragments[0]
+    def _state(self, name: str, label: str, key: Any, partitioned: Partitioned, grid: Grid, parts: list[tuple[FlatRun, Box, int]]) -> None:
+        values = {(f.rank, f.group): self.ranks[f.rank].file.meaning(self.ranks[f.rank].keys[f.group][key]) for f in partitioned.fragments}
+        first = partitioned.fragments[0]
         value = values[first.rank, first.group]
         if key == "step":
-            self._same_step(found, name, values)
+            self._same_step(partitioned, name, values)
         if type(value) is not StoredView:
-            self.values.setdefault(found.name, {})[said] = (self.ranks[first.rank].file, value)
+            self.values.setdefault(partitioned.name, {})[label] = (self.ranks[first.rank].file, value)
         elif value.shape == () or (math.prod(value.shape) == 1 and self._master(first).shape[0] != 1):
-            self.table.add(f"{name}.{said}", self.ranks[first.rank].file.file, value)
+            self.table.add(f"{name}.{label}", self.ranks[first.rank].file.file, value)
         else:
-            self._flat(f"{name}.{said}", found, grid, parts, values)
+            self._flat(f"{name}.{label}", partitioned, grid, parts, values)
 
-    def _same_step(self, found: Partitioned, name: str, values: Mapping[tuple[int, int], Any]) -> None:
+    def _same_step(self, partitioned: Partitioned, name: str, values: Mapping[tuple[int, int], Any]) -> None:
         """The ranks that have parts of a parameter made the same number of steps. Those in tensors are not read here: they are replicas."""
         (first, value), *others = values.items()
         for (rank, _), other in others:
             if type(value) is StoredView and type(other) is StoredView and value.shape == other.shape == ():
                 self.table.add_copy(f"{name}.step", self.ranks[rank].file.file, (), other)
             elif type(value) in (int, float) and value != other:
-                self.ranks[rank].file.damaged(f"step {other} of {found.name}, and {value} in {self.ranks[first[0]].file.path}")
+                self.ranks[rank].file.damaged(f"step {other} of {partitioned.name}, and {value} in {self.ranks[first[0]].file.path}")
 
-    def _grid(self, found: Partitioned) -> tuple[Grid, list[tuple[Fragment, Box, int]]]:
+    def _grid(self, partitioned: Partitioned) -> tuple[Grid, list[tuple[FlatRun, Box, int]]]:
         """The chunks of a parameter: for each its fragment, its box, and how far into the fragment it begins."""
         parts = []
-        for fragment in found.fragments:
+        for fragment in partitioned.fragments:
             begins = 0
-            for box in flat_to_boxes(found.shape, fragment.start, fragment.start + fragment.length):
+            for box in flat_to_boxes(partitioned.shape, fragment.start, fragment.start + fragment.length):
                 parts.append((fragment, box, begins))
                 begins += box.numel
         files = [self.table.rows[self.ranks[f.rank].file.file] for f, _, _ in parts]
-        grid, order = grid_of(found.name, found.shape, [(b.offset, b.shape) for _, b, _ in parts], files, self.ranks[0].file.where)
+        grid, order = grid_of(
+            partitioned.name, partitioned.shape, [(b.offset, b.shape) for _, b, _ in parts], files, self.ranks[0].file.where
+        )
         return grid, [parts[i] for i in order]
 
     def _flat(
         self,
         name: str,
-        found: Partitioned,
+        partitioned: Partitioned,
         grid: Grid,
-        parts: Sequence[tuple[Fragment, Box, int]],
+        parts: Sequence[tuple[FlatRun, Box, int]],
         values: Mapping[tuple[int, int], Any],
     ) -> None:
-        views = {at: self._checked_view(name, found, at, value) for at, value in values.items()}
+        views = {at: self._checked_view(name, partitioned, at, value) for at, value in values.items()}
         kinds = {view.dtype for view in views.values()}
         if len(kinds) > 1:
             self.ranks[0].file.damaged(f"{name} is {' and '.join(sorted(kinds))} on different ranks")
@@ -200,24 +202,26 @@ class StateTable:
         for fragment, box, begins in parts:
             view = views[fragment.rank, fragment.group]
             if fragment.at + fragment.length > view.shape[0]:
-                told = f"{name} should reach to element {fragment.at + fragment.length:,} of a flat tensor of {view.shape[0]:,}"
-                self.ranks[fragment.rank].file.damaged(told)
+                message = f"{name} should reach to element {fragment.at + fragment.length:,} of a flat tensor of {view.shape[0]:,}"
+                self.ranks[fragment.rank].file.damaged(message)
             at = (view.offset + fragment.at + begins) * view.itemsize
-            blocks.append(Block(self.ranks[fragment.rank].file.file, view.storage, at, box.numel * view.itemsize))
-        self.table.add_placed(name, kinds.pop(), found.shape, grid, blocks)
+            blocks.append(StorageBlock(self.ranks[fragment.rank].file.file, view.storage, at, box.numel * view.itemsize))
+        self.table.add_placed(name, kinds.pop(), partitioned.shape, grid, blocks)
 
-    def _checked_view(self, name: str, found: Partitioned, at: tuple[int, int], value: Any) -> StoredView:
+    def _checked_view(self, name: str, partitioned: Partitioned, at: tuple[int, int], value: Any) -> StoredView:
         """A flat tensor that lies beside the master: as long as it, or as long with padding."""
         rank, group = at
         file = self.ranks[rank].file
         if type(value) is not StoredView or len(value.shape) != 1 or value.shape[0] not in _lengths(self.ranks[rank], group):
             shape = list(value.shape) if type(value) is StoredView else type(value).__name__
-            self._refuse(found, name.rpartition(".")[2], f"a state {shape} of a partition of {self.ranks[rank].masters[group].shape[0]:,}")
+            self._refuse(
+                partitioned, name.rpartition(".")[2], f"a state {shape} of a partition of {self.ranks[rank].masters[group].shape[0]:,}"
+            )
         view = file.flat(value, name)
         if (file.file, view.storage.key) not in self._checked:
             self._checked.add((file.file, view.storage.key))
             file.archive.check(view.storage)
         return view
 
-    def _refuse(self, found: Partitioned, key: str, what: str) -> NoReturn:
-        self.ranks[0].file.unknown(f"the optimizer has {what} ({key} of {found.name})")
+    def _refuse(self, partitioned: Partitioned, key: str, what: str) -> NoReturn:
+        self.ranks[0].file.unknown(f"the optimizer has {what} ({key} of {partitioned.name})")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import Size, StoredView, counts
+from ckpt.formats.pickles.stored import Size, StoredView, counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _THREADS = 16
 
 
-class Pickled:
+class PickledFile:
     """``whole`` is what was saved, with stand-ins; ``file`` the number of the file."""
 
     def __init__(self, archive: Archive, path: str, file: int) -> None:
@@ -41,8 +41,8 @@ class Pickled:
 
     def mapping(self, value: Any, what: str) -> dict[Any, Any]:
         """A dict, or what was one."""
-        found = self.archive.values.meaning(value)
-        return found if isinstance(found, dict) else self.damaged(f"{what} should be a mapping, not {_kind(value)}")
+        meant = self.archive.values.meaning(value)
+        return meant if isinstance(meant, dict) else self.damaged(f"{what} should be a mapping, not {_kind(value)}")
 
     def optional(self, value: Any, what: str) -> dict[Any, Any]:
         """A dict, or an empty one for None."""
@@ -50,8 +50,8 @@ class Pickled:
 
     def sequence(self, value: Any, what: str) -> list[Any]:
         """A list or tuple."""
-        found = self.archive.values.meaning(value)
-        return list(found) if isinstance(found, (list, tuple)) else self.damaged(f"{what} should be a list, not {_kind(value)}")
+        meant = self.archive.values.meaning(value)
+        return list(meant) if isinstance(meant, (list, tuple)) else self.damaged(f"{what} should be a list, not {_kind(value)}")
 
     def number(self, value: Any, what: str) -> int:
         """A whole number that is not negative; that of an enumeration, if it is one."""
@@ -64,28 +64,28 @@ class Pickled:
 
     def flat(self, value: Any, what: str) -> StoredView:
         """A tensor of one dimension whose elements lie one after another."""
-        found = self.archive.values.meaning(value)
-        if type(found) is not StoredView or len(found.shape) != 1 or (found.shape[0] > 1 and found.strides != (1,)) or found.lazy:
+        meant = self.archive.values.meaning(value)
+        if type(meant) is not StoredView or len(meant.shape) != 1 or (meant.shape[0] > 1 and meant.strides != (1,)) or meant.lazy:
             self.damaged(f"{what} should be a flat tensor, not {_kind(value)}")
-        return found
+        return meant
 
     def shapes(self, value: Any, what: str) -> dict[str, tuple[int, ...]]:
         """Parameters and their shapes, in order."""
-        found = {}
+        shapes = {}
         for name, shape in self.mapping(value, what).items():
             shape = self.archive.values.meaning(shape)
             if type(name) is not str or not name or type(shape) not in (tuple, list, Size):
                 self.damaged(f"{what} should be names and shapes")
             try:
-                found[name] = counts(shape)
+                shapes[name] = counts(shape)
             except ValueError as err:
                 self.damaged(f"{what} has a shape of {name} that is none ({err})")
-            if math.prod(found[name]) >= 1 << 58:
-                self.damaged(f"{what} has a shape {list(found[name])} that no parameter has")
-        return found
+            if math.prod(shapes[name]) >= 1 << 58:
+                self.damaged(f"{what} has a shape {list(shapes[name])} that no parameter has")
+        return shapes
 
 
-def open_files(backend: Backend, paths: Iterable[str]) -> list[Pickled]:
+def open_files(backend: Backend, paths: Iterable[str]) -> list[PickledFile]:
     """The objects of many files, several at a time.
 
     Raises:
@@ -93,7 +93,7 @@ def open_files(backend: Backend, paths: Iterable[str]) -> list[Pickled]:
     """
     numbered = list(enumerate(paths))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        return list(pool.map(lambda n: Pickled(open_archive(backend, n[1]), n[1], n[0]), numbered))
+        return list(pool.map(lambda n: PickledFile(open_archive(backend, n[1]), n[1], n[0]), numbered))
 
 
 def _kind(value: Any) -> str:

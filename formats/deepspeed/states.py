@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 
-from .pickled import Pickled
+from .pickled import PickledFile
 
 MASTER = "master"
 """Key of the full-precision parameter in an optimizer's state; DeepSpeed keeps it beside that."""
@@ -27,7 +27,7 @@ _OTHERWISE = {
 class RankStates:
     """What one rank has. ``keys`` has for each flat group the values of each key: flat tensors, scalar tensors, anything else."""
 
-    file: Pickled
+    file: PickledFile
     zero: int
     """3 if every parameter is cut, else 1 or 2: parameters are flattened, and that is cut."""
     counts: tuple[int, ...]
@@ -53,29 +53,29 @@ _ENTRIES = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
 _LAYOUT = frozenset({"param_slice_mappings", "partition_count", "group_paddings", "param_alignment_paddings", "ds_version", "zero_stage"})
 
 
-def others_of(held: Mapping[Any, Any]) -> dict[Any, Any]:
+def others_of(content: Mapping[Any, Any]) -> dict[Any, Any]:
     """What of ZeRO's optimizer is neither about parameters nor about where they lie."""
-    return {k: v for k, v in held.items() if k not in _TAKEN and k not in _LAYOUT}
+    return {k: v for k, v in content.items() if k not in _TAKEN and k not in _LAYOUT}
 
 
-def read_states(file: Pickled) -> RankStates:
+def read_states(file: PickledFile) -> RankStates:
     """Take a file apart.
 
     Raises:
         FormatError: it has partitions of a kind that is not known.
         CorruptError: it is not what DeepSpeed writes.
     """
-    held = file.mapping(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'")
-    zero = file.number(held["zero_stage"], "'zero_stage'") if "zero_stage" in held else (3 if _EACH in held else 1)
+    content = file.mapping(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'")
+    zero = file.number(content["zero_stage"], "'zero_stage'") if "zero_stage" in content else (3 if _EACH in content else 1)
     key = {1: _EVENLY, 2: _EVENLY, 3: _EACH}.get(zero)
-    if key is None or key not in held:
-        told = ", ".join(map(str, list(held)[:8])) or "nothing"
-        file.unknown(f"there are optimizer states of ZeRO stage {zero} with {told}")
-    _check_partitions(file, held)
-    masters = tuple(file.flat(m, f"{key}[{i}]") for i, m in enumerate(file.sequence(held[key], key)))
-    base = file.meaning(held.get("base_optimizer_state" if zero < 3 else "optimizer_state_dict"))
-    options, members, keys = _of_optimizer(file, base, held, len(masters))
-    counts = held.get("partition_count", 1)
+    if key is None or key not in content:
+        listed = ", ".join(map(str, list(content)[:8])) or "nothing"
+        file.unknown(f"there are optimizer states of ZeRO stage {zero} with {listed}")
+    _check_partitions(file, content)
+    masters = tuple(file.flat(m, f"{key}[{i}]") for i, m in enumerate(file.sequence(content[key], key)))
+    base = file.meaning(content.get("base_optimizer_state" if zero < 3 else "optimizer_state_dict"))
+    options, members, keys = _of_optimizer(file, base, content, len(masters))
+    counts = content.get("partition_count", 1)
     return RankStates(
         file=file,
         zero=zero,
@@ -84,14 +84,14 @@ def read_states(file: Pickled) -> RankStates:
         keys=keys,
         options=options,
         members=members,
-        gaps=_gaps(file, held.get("param_alignment_paddings")),
-        slices=None if _round_robin(file) else _slices(file, held.get("param_slice_mappings")),
-        others=others_of(held) | _others_of_base(file, base),
+        gaps=_gaps(file, content.get("param_alignment_paddings")),
+        slices=None if _round_robin(file) else _slices(file, content.get("param_slice_mappings")),
+        others=others_of(content) | _others_of_base(file, base),
         unknown=tuple(sorted(str(key) for key in file.root.keys() - _ENTRIES)),
     )
 
 
-def _others_of_base(file: Pickled, base: Any) -> dict[str, Any]:
+def _others_of_base(file: PickledFile, base: Any) -> dict[str, Any]:
     """What the optimizer itself has besides groups and states."""
     if isinstance(base, list):
         return {}
@@ -99,8 +99,8 @@ def _others_of_base(file: Pickled, base: Any) -> dict[str, Any]:
     return {"base_optimizer_state": more} if more else {}
 
 
-def _check_partitions(file: Pickled, held: Mapping[Any, Any]) -> None:
-    if held.get("ds_zero_partition_groups"):
+def _check_partitions(file: PickledFile, content: Mapping[Any, Any]) -> None:
+    if content.get("ds_zero_partition_groups"):
         file.unknown("there are partitions over groups of ranks (AutoEP)")
     config = file.meaning(file.root.get("ds_config"))
     if not isinstance(config, dict):
@@ -119,11 +119,11 @@ def _check_partitions(file: Pickled, held: Mapping[Any, Any]) -> None:
 
 
 def _of_optimizer(
-    file: Pickled, base: Any, held: Mapping[Any, Any], flat: int
+    file: PickledFile, base: Any, content: Mapping[Any, Any], flat: int
 ) -> tuple[tuple[Mapping[Any, Any], ...], tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]:
     """Options, flat groups of each parameter group, and states of each flat group."""
     if isinstance(base, list):  # elastic checkpoints have the states alone
-        step = held.get("base_optimizer_state_step")
+        step = content.get("base_optimizer_state_step")
         states = [file.mapping(state, "'base_optimizer_state'") for state in base]
         lean = tuple(state | ({"step": step} if step is not None and "step" not in state else {}) for state in states)
         return (), tuple((i,) for i in range(flat)), lean
@@ -146,14 +146,14 @@ def _of_optimizer(
     return tuple({k: v for k, v in g.items() if k != "params"} for g in groups), members, tuple(keys)
 
 
-def _gaps(file: Pickled, value: Any) -> tuple[tuple[int, ...], ...] | None:
+def _gaps(file: PickledFile, value: Any) -> tuple[tuple[int, ...], ...] | None:
     if value is None:
         return None
     what = "'param_alignment_paddings'"
     return tuple(tuple(file.number(n, what) for n in file.sequence(group, what)) for group in file.sequence(value, what))
 
 
-def _round_robin(file: Pickled) -> bool:
+def _round_robin(file: PickledFile) -> bool:
     """Whether parameters were flattened in another order than their own: DeepSpeed 0.19 writes its slice mappings as if they were not,
     while ``param_shapes`` has the order in which the elements lie."""
     config = file.meaning(file.root.get("ds_config"))
@@ -161,11 +161,11 @@ def _round_robin(file: Pickled) -> bool:
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
-def _slices(file: Pickled, value: Any) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
+def _slices(file: PickledFile, value: Any) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
     if value is None:
         return None
     what = "'param_slice_mappings'"
-    found = []
+    slices = []
     for group in file.sequence(value, what):
         rows = {}
         for name, address in file.mapping(group, what).items():
@@ -173,8 +173,8 @@ def _slices(file: Pickled, value: Any) -> tuple[Mapping[str, tuple[int, int]], .
                 file.damaged(f"{what} should be addresses of fragments")
             attributes = address.attributes()
             rows[name] = (file.number(attributes["start"], what), file.number(attributes["numel"], what))
-        found.append(rows)
-    return tuple(found)
+        slices.append(rows)
+    return tuple(slices)
 
 
 def in_one_order(ranks: Sequence[RankStates]) -> list[RankStates]:
@@ -190,8 +190,8 @@ def in_one_order(ranks: Sequence[RankStates]) -> list[RankStates]:
 def _labels(rank: RankStates) -> list[tuple[str, int]]:
     """The name of each group, and how many before it have the same; nothing if there are none."""
     names = [str(options.get("name", "")) for options in rank.options]
-    told = all(names) and rank.members == tuple((i,) for i in range(len(rank.masters))) and len(rank.counts) == len(names)
-    return [(name, names[:i].count(name)) for i, name in enumerate(names)] if told else []
+    labelled = all(names) and rank.members == tuple((i,) for i in range(len(rank.masters))) and len(rank.counts) == len(names)
+    return [(name, names[:i].count(name)) for i, name in enumerate(names)] if labelled else []
 
 
 def _ordered(rank: RankStates, wanted: Sequence[tuple[str, int]]) -> RankStates:

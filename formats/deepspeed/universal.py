@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.geometry import row_major_strides
 
-from .pickled import Pickled
+from .pickled import PickledFile
 from .weights import MODEL, STATE, Weights
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _FULL = "fp32"
 
 def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
     """Paths by parameter and state."""
-    found = {}
+    files = {}
     for entry in backend.list(FOLDER):
         parts = entry.path.removeprefix(FOLDER).split("/")
         if len(parts) == 2 and parts[1].endswith(".pt"):
-            found[parts[0], parts[1].removesuffix(".pt")] = entry.path
-    return dict(sorted(found.items()))
+            files[parts[0], parts[1].removesuffix(".pt")] = entry.path
+    return dict(sorted(files.items()))
 
 
 class Universal:
@@ -44,30 +44,30 @@ class Universal:
         self.shapes = shapes
         self.values: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, states: Mapping[str, Pickled]) -> None:
+    def add(self, name: str, states: Mapping[str, PickledFile]) -> None:
         """A parameter that is trained, or anything else that was put among them.
 
         Raises:
             CorruptError: a file has no tensor, or one that does not fit the parameter.
         """
         if name not in self.shapes:
-            said = f"{MODEL}.{name}"
-            if said not in self.table.entries and _FULL in states:
-                self.table.add(said, states[_FULL].file, self._tensor(name, states[_FULL]))
+            label = f"{MODEL}.{name}"
+            if label not in self.table.entries and _FULL in states:
+                self.table.add(label, states[_FULL].file, self._tensor(name, states[_FULL]))
             return
         for key, file in states.items():
-            said, further = self.weights.place_master(name) if key == _FULL else (f"{STATE}.{name}.{key}", None)
+            label, further = self.weights.place_master(name) if key == _FULL else (f"{STATE}.{name}.{key}", None)
             value = file.whole
             if type(value) is StoredView and (value.shape == () or key == "step"):
-                self.table.add(said, file.file, value)
+                self.table.add(label, file.file, value)
             elif key == "step":
                 self.values.setdefault(name, {})[key] = (file, value)
             else:
-                self.table.add(said, file.file, self._tensor(name, file))
+                self.table.add(label, file.file, self._tensor(name, file))
                 if further is not None:
-                    self.table.add_alias(further, said)
+                    self.table.add_alias(further, label)
 
-    def _tensor(self, name: str, file: Pickled) -> StoredView:
+    def _tensor(self, name: str, file: PickledFile) -> StoredView:
         value = file.whole
         if type(value) is not StoredView:
             value = file.meaning(file.mapping(value, "its contents").get("param"))
@@ -85,9 +85,9 @@ class Universal:
         return StoredView(storage=flat.storage, dtype=flat.dtype, offset=flat.offset, shape=shape, strides=row_major_strides(shape))
 
 
-def by_parameter(files: Mapping[tuple[str, str], Pickled]) -> dict[str, dict[str, Pickled]]:
+def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
     """Files of states, by parameter."""
-    found: dict[str, dict[str, Pickled]] = {}
+    by_name: dict[str, dict[str, PickledFile]] = {}
     for (name, key), file in files.items():
-        found.setdefault(name, {})[key] = file
-    return found
+        by_name.setdefault(name, {})[key] = file
+    return by_name

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.foreign import grid_of
+from ckpt.formats.external.base import grid_of
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredView
-from ckpt.formats.torchzip.table import Block, TensorTable
+from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.torchzip.table import StorageBlock, TensorTable
 from ckpt.geometry import flat_to_boxes
 from ckpt.tree import Node
 
 from .flat import split_each
-from .pickled import Pickled
+from .pickled import PickledFile
 from .states import MASTER
 
 MODEL = "model"
@@ -32,35 +32,35 @@ class Weights:
         self.table = table
         self.extras: dict[str, Node] = {}
         self._tied: dict[str, str] = {}
-        self._empty: list[tuple[Pickled, str, str]] = []
+        self._empty: list[tuple[PickledFile, str, str]] = []
 
-    def module(self, file: Pickled, place: Any, *, partitioned: bool) -> None:
+    def module(self, file: PickledFile, place: Any, *, partitioned: bool) -> None:
         """The module of a file. ``place`` makes nodes of entries that are no tensors; ``partitioned``: its parameters are empty."""
         entries = file.optional(file.root.get("module"), "'module'")
         shared = {alias: of for alias, of in file.optional(file.root.get("shared_params"), "'shared_params'").items() if alias != of}
-        told = file.sequence(file.root.get("buffer_names") or [], "'buffer_names'")
-        buffers = frozenset(name for name in told if type(name) is str)
+        buffer_names = file.sequence(file.root.get("buffer_names") or [], "'buffer_names'")
+        buffers = frozenset(name for name in buffer_names if type(name) is str)
         self._tied |= shared
         for name, value in entries.items():
-            found = file.meaning(value)
-            if type(found) is not StoredView:
-                if found is not None:
+            tensor = file.meaning(value)
+            if type(tensor) is not StoredView:
+                if tensor is not None:
                     self.extras[name] = place(file, value, f"{MODEL}.{name}")
-            elif partitioned and not math.prod(found.shape) and name not in buffers:
-                self._empty.append((file, name, found.storage.key))
+            elif partitioned and not math.prod(tensor.shape) and name not in buffers:
+                self._empty.append((file, name, tensor.storage.key))
             elif name not in shared:
-                self.table.add(f"{MODEL}.{name}", file.file, found)
+                self.table.add(f"{MODEL}.{name}", file.file, tensor)
 
-    def layer(self, file: Pickled, prefix: str) -> None:
+    def layer(self, file: PickledFile, prefix: str) -> None:
         """A file that is the state of one layer, or of one expert."""
         for name, value in file.root.items():
-            found = file.meaning(value)
-            if type(found) is StoredView:
-                self.table.add(f"{MODEL}.{prefix}{name}", file.file, found)
-            elif found is not None:
+            tensor = file.meaning(value)
+            if type(tensor) is StoredView:
+                self.table.add(f"{MODEL}.{prefix}{name}", file.file, tensor)
+            elif tensor is not None:
                 raise FormatError(f"the entry {name!r} of a layer is no tensor", where=file.where, hint="such layers are not read")
 
-    def frozen(self, files: Sequence[Pickled]) -> None:
+    def frozen(self, files: Sequence[PickledFile]) -> None:
         """Parameters of ZeRO-3 that are not trained: every rank has a part of each."""
         first = files[0]
         value = first.root.get("frozen_param_shapes")
@@ -72,7 +72,7 @@ class Weights:
             views = [f.flat(part.get(name), f"the part of {name}") for f, part in zip(files, parts, strict=True)]
             self._frozen(name, shape, files, views)
 
-    def _frozen(self, name: str, shape: tuple[int, ...], files: Sequence[Pickled], views: Sequence[StoredView]) -> None:
+    def _frozen(self, name: str, shape: tuple[int, ...], files: Sequence[PickledFile], views: Sequence[StoredView]) -> None:
         numel, kinds = math.prod(shape), {v.dtype for v in views}
         part = -(-numel // len(files))
         if len(kinds) > 1 or any(v.shape[0] != part for v in views):
@@ -82,7 +82,9 @@ class Weights:
             view, at = views[fragment.rank], fragment.at
             for box in flat_to_boxes(shape, fragment.start, fragment.start + fragment.length):
                 boxes.append((box.offset, box.shape))
-                blocks.append(Block(files[fragment.rank].file, view.storage, (view.offset + at) * view.itemsize, box.numel * view.itemsize))
+                blocks.append(
+                    StorageBlock(files[fragment.rank].file, view.storage, (view.offset + at) * view.itemsize, box.numel * view.itemsize)
+                )
                 at += box.numel
             files[fragment.rank].archive.check(view.storage)
         if not numel:
@@ -97,8 +99,8 @@ class Weights:
 
     def place_master(self, name: str) -> tuple[str, str | None]:
         """How the master of a parameter is called, and a further name of it: it is the weight too, where no file has another."""
-        said, master = f"{MODEL}.{name}", f"{STATE}.{name}.{MASTER}"
-        return (master, None) if said in self.table.entries else (said, master)
+        label, master = f"{MODEL}.{name}", f"{STATE}.{name}.{MASTER}"
+        return (master, None) if label in self.table.entries else (label, master)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         """Raise FormatError if a trained parameter has no weight, or one that does not fit its master."""
@@ -107,9 +109,9 @@ class Weights:
             if weight is None and 0 not in shape:
                 raise FormatError(f"no file has the elements of {name}", where=where, hint="copy the whole directory")
             if weight is not None and full is not None and weight.shape != full.shape:
-                told = f"{name} is {list(weight.shape)} in the model and {list(full.shape)} in the optimizer"
+                message = f"{name} is {list(weight.shape)} in the model and {list(full.shape)} in the optimizer"
                 hint = "slices of tensor parallelism are read from universal checkpoints only: deepspeed.checkpoint.ds_to_universal"
-                raise FormatError(told, where=where, hint=hint)
+                raise FormatError(message, where=where, hint=hint)
 
     def tied_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Tied layers of a pipeline: the optimizer calls them ``tied_modules.<key>.<name>``, and the file of the first layer has them."""
@@ -143,13 +145,13 @@ class Weights:
             self.table.add_alias(f"{MODEL}.{name}", f"{MODEL}.{owners[0]}")
 
 
-def node_maker(table: TensorTable, file: Pickled, suffix: str = "", rank: int | None = None) -> NodeMaker:
+def node_maker(table: TensorTable, file: PickledFile, suffix: str = "", rank: int | None = None) -> NodeMaker:
     """Makes nodes of what is neither weights nor optimizer; tensors in it go into the table, with ``suffix`` after their names."""
 
-    def place(found: Any, path: str) -> Node:
-        if type(found) is not StoredView:
+    def place(value: Any, path: str) -> Node:
+        if type(value) is not StoredView:
             file.damaged(f"{path} is a part of a tensor")
-        table.add(f"{path}{suffix}", file.file, found, rank)
+        table.add(f"{path}{suffix}", file.file, value, rank)
         return {"$tensor": f"{path}{suffix}"}
 
     return NodeMaker(file.archive.values, place, pickle_bytes=file.archive.pickle_bytes)

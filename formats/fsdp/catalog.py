@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile
-from ckpt.formats.hf_index import shown
+from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.hf_index import shown
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import SingleFile
 from ckpt.formats.torchzip.archive import open_archive
 from ckpt.formats.torchzip.catalog import SUFFIXES, is_torch_file
 from ckpt.formats.torchzip.table import TensorTable
@@ -32,21 +32,23 @@ _FILE = re.compile(r"(.*?)(?:_?world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})(?:
 def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
     """The files by what they are called besides the rank (``model``, ``optim``), then by rank. Empty unless all ``torch.save`` files of
     the directory are of such sets, each from rank 0 up without a gap. Sets whose names say how many ranks there were may lack files."""
-    found: dict[str, dict[int, str]] = {}
-    said: dict[str, int] = {}
+    sets: dict[str, dict[int, str]] = {}
+    world_sizes: dict[str, int] = {}
     for name in names:
         if not name.endswith(SUFFIXES):
             continue
         match = _FILE.fullmatch(name)
-        if match is None or int(match[3]) in found.setdefault(match[1], {}):
+        if match is None or int(match[3]) in sets.setdefault(match[1], {}):
             return {}
-        found[match[1]][int(match[3])] = name
+        sets[match[1]][int(match[3])] = name
         world = int(match[2] or 0)
-        if said.setdefault(match[1], world) != world:
+        if world_sizes.setdefault(match[1], world) != world:
             return {}
-    worlds = {said[name] or len(files) for name, files in found.items()}
-    whole = all(max(files) < said[name] if said[name] else sorted(files) == list(range(len(files))) for name, files in found.items())
-    return found if whole and len(worlds) == 1 and worlds.pop() > 1 else {}
+    worlds = {world_sizes[name] or len(files) for name, files in sets.items()}
+    complete = all(
+        max(files) < world_sizes[name] if world_sizes[name] else sorted(files) == list(range(len(files))) for name, files in sets.items()
+    )
+    return sets if complete and len(worlds) == 1 and worlds.pop() > 1 else {}
 
 
 def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
@@ -69,11 +71,11 @@ def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
     """Whether the directory has such sets of files."""
-    found = {} if isinstance(backend, SingleFile) else rank_sets(names)
-    return bool(found) and all(is_torch_file(backend, min(files.values())) for files in found.values())
+    sets = {} if isinstance(backend, SingleFile) else rank_sets(names)
+    return bool(sets) and all(is_torch_file(backend, min(files.values())) for files in sets.values())
 
 
-def open_ranks(backend: Backend) -> ForeignCatalog:
+def open_ranks(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found. With several sets, names begin with that of the set.
 
     Raises:
@@ -82,7 +84,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
     sets = rank_sets(backend.children())
     ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
-    files = [ForeignFile(path, backend.size(path), rank) for _, rank, path in paths]
+    files = [ExternalFile(path, backend.size(path), rank) for _, rank, path in paths]
     joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))
     nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for number, (name, rank, _) in enumerate(paths):
@@ -91,7 +93,7 @@ def open_ranks(backend: Backend) -> ForeignCatalog:
     joined.finish()
     values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
-    return ForeignCatalog(
+    return ExternalCatalog(
         backend=backend,
         format=FORMAT_NAME,
         tensors=joined.table.entries.values(),
@@ -117,18 +119,18 @@ class _Joined:
     def node(self, file: int, rank: int, path: str) -> tree.Node:
         archive = self.table.archives[file]
 
-        def place(found: StoredView | StoredPart, at: str) -> tree.Node:
-            if isinstance(found, StoredPart):
-                self._parts.setdefault(at, []).append((file, found))
+        def place(node: StoredView | StoredPart, at: str) -> tree.Node:
+            if isinstance(node, StoredPart):
+                self._parts.setdefault(at, []).append((file, node))
                 return {"$tensor": at}
             name = f"{at}@rank{rank}"
-            self.table.add(name, file, found, rank)
+            self.table.add(name, file, node, rank)
             return {"$tensor": name}
 
         maker = NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
-        found = maker.root(archive.load(), path)
+        node = maker.root(archive.load(), path)
         self.opaque |= maker.opaque
-        return found
+        return node
 
     def finish(self) -> None:
         for name, parts in self._parts.items():
@@ -156,10 +158,10 @@ class RankValues:
             return first
         pairs = {rank: tree.pairs_of(node) for rank, node in nodes.items()}
         if all(pairs.values()):
-            keys = {tree.text(key): key for found in pairs.values() for key, _ in found or ()}
-            by_key = {rank: {tree.text(k): v for k, v in found or ()} for rank, found in pairs.items()}
+            keys = {tree.text(key): key for own in pairs.values() for key, _ in own or ()}
+            by_key = {rank: {tree.text(k): v for k, v in own or ()} for rank, own in pairs.items()}
             merged = [(key, {r: of[text] for r, of in by_key.items() if text in of}) for text, key in keys.items()]
-            return tree.mapping_node([(key, self.merge(held, tree.child_path(path, key))) for key, held in merged])
+            return tree.mapping_node([(key, self.merge(values, tree.child_path(path, key))) for key, values in merged])
         for rank, node in nodes.items():
             self.ranks.setdefault(rank, {})[path] = node
         return {"$per_rank": True}

@@ -27,43 +27,43 @@ class Besides:
 
 def besides(meaning: Callable[[Any], Any], value: Any, *, by_number: bool) -> Besides:
     """Walk the value of ``optimizer``. ``by_number``: states of parameters are expected in it, under numbers."""
-    found = Besides()
-    _optimizer(meaning, value, "optimizer", found, by_number)
-    return found
+    rest = Besides()
+    _optimizer(meaning, value, "optimizer", rest, by_number)
+    return rest
 
 
-def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, found: Besides, by_number: bool) -> None:  # noqa: FBT001
-    said = meaning(value)
-    if isinstance(said, (list, tuple)):
-        for number, below in enumerate(said):
-            _optimizer(meaning, below, f"{path}.{number}", found, by_number)
+def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, rest: Besides, by_number: bool) -> None:  # noqa: FBT001
+    content = meaning(value)
+    if isinstance(content, (list, tuple)):
+        for number, below in enumerate(content):
+            _optimizer(meaning, below, f"{path}.{number}", rest, by_number)
         return
-    if not isinstance(said, dict):
-        found.unknown += [] if said is None else [path]
+    if not isinstance(content, dict):
+        rest.unknown += [] if content is None else [path]
         return
-    for key, below in said.items():
+    for key, below in content.items():
         if key == "optimizer" or type(key) is int:
-            _optimizer(meaning, below, f"{path}.{key}", found, by_number)
+            _optimizer(meaning, below, f"{path}.{key}", rest, by_number)
         elif key == SCALER:
             scaler = meaning(below)
-            found.scalers += [scaler] if isinstance(scaler, dict) and scaler else []
-            found.unknown += [] if isinstance(scaler, dict) else [f"{path}.{key}"]
+            rest.scalers += [scaler] if isinstance(scaler, dict) and scaler else []
+            rest.unknown += [] if isinstance(scaler, dict) else [f"{path}.{key}"]
         elif key == "state":
-            _states(meaning, below, f"{path}.{key}", found, by_number)
+            _states(meaning, below, f"{path}.{key}", rest, by_number)
         elif key not in _READ and _has_leaves(meaning, below):
-            found.unknown.append(f"{path}.{key}")
+            rest.unknown.append(f"{path}.{key}")
 
 
-def _states(meaning: Callable[[Any], Any], value: Any, path: str, found: Besides, by_number: bool) -> None:  # noqa: FBT001
-    said = meaning(value)
-    for key, below in said.items() if isinstance(said, dict) else ():
+def _states(meaning: Callable[[Any], Any], value: Any, path: str, rest: Besides, by_number: bool) -> None:  # noqa: FBT001
+    content = meaning(value)
+    for key, below in content.items() if isinstance(content, dict) else ():
         if key != COMMON_STEP and not (by_number and type(key) is int) and _has_leaves(meaning, below):
-            found.unknown.append(f"{path}.{key}")
+            rest.unknown.append(f"{path}.{key}")
 
 
 def _has_leaves(meaning: Callable[[Any], Any], value: Any) -> bool:
     """Whether anything is in it: what was stored elsewhere leaves empty containers behind."""
-    said = meaning(value)
-    if isinstance(said, (dict, list, tuple)):
-        return any(_has_leaves(meaning, below) for below in (said.values() if isinstance(said, dict) else said))
-    return said is not None
+    content = meaning(value)
+    if isinstance(content, (dict, list, tuple)):
+        return any(_has_leaves(meaning, below) for below in (content.values() if isinstance(content, dict) else content))
+    return content is not None

@@ -10,54 +10,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.formats.dcp.metadata import StoredTensor
+from ckpt.formats.dcp.metadata import DcpTensor
 
-from .buffers import Member, layout_in
+from .buffers import BufferParam, layout_in
 from .flat import FlatStates, coalesced_layout, members_of
 from .names import ORDERS
+from .parallel_layout import ParallelLayout
 from .params import LocalParam
 from .pieces import PieceTable
-from .spread import Spread
-from .stored_buffers import Buffer, Collected, GroupOf, Values, collect
+from .stored_buffers import BucketState, Buffer, GroupOf, Values, collect
 
 
-def add_bucket_space(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values, arguments: Mapping[str, Any]) -> Collected:
+def add_bucket_space(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values, arguments: Mapping[str, Any]) -> BucketState:
     """Add the optimizer's tensors to a table that has the model's; gives all that was stored of the buffers.
 
     Raises:
         FormatError: the layout of the buffers cannot be told from what is stored.
     """
-    found = collect(table, tensors, values)
-    buffers = found.buffers
-    spread = Spread(table, arguments, buffers)
+    collected = collect(table, tensors, values)
+    buffers = collected.buffers
+    spread = ParallelLayout(table, arguments, buffers)
     states = FlatStates(table)
     for group, own in sorted(buffers.items()):
         for number, (names, buffer) in enumerate(spread.paired(group, own)):
             for param, start in _chosen(spread, group, number, names, buffer, arguments):
                 states.add(param, start, buffer.segments)
     states.finish()
-    return found
+    return collected
 
 
 def _chosen(
-    spread: Spread, group: GroupOf, number: int, names: Sequence[str], buffer: Buffer, arguments: Mapping[str, Any]
+    spread: ParallelLayout, group: GroupOf, number: int, names: Sequence[str], buffer: Buffer, arguments: Mapping[str, Any]
 ) -> list[tuple[LocalParam, int]]:
     """The parameters of a buffer and where they begin, in the one order of the model that fits what is stored."""
-    found: dict[Any, tuple[list[LocalParam], list[int]]] = {}
+    by_buffer: dict[Any, tuple[list[LocalParam], list[int]]] = {}
     for order in ORDERS:
         params = spread.ordered(group, names, order)
         starts = _starts(members_of(params), buffer, arguments)
         if starts is not None and _boundaries_fit(params, starts, buffer):
-            found.setdefault(tuple((p.blocks, start) for p, start in zip(params, starts, strict=True)), (params, starts))
-    if len(found) > 1:
+            by_buffer.setdefault(tuple((p.blocks, start) for p, start in zip(params, starts, strict=True)), (params, starts))
+    if len(by_buffer) > 1:
         segments = buffer.segments.get("param", [])
-        found = {key: own for key, own in found.items() if spread.are_weights(*own, segments)}
-    if len(found) != 1:
-        spread.refuse(f"{len(found)} orders of the parameters fit buffer {number} of group {group.rank}")
-    return list(zip(*next(iter(found.values())), strict=True))
+        by_buffer = {key: own for key, own in by_buffer.items() if spread.are_weights(*own, segments)}
+    if len(by_buffer) != 1:
+        spread.refuse(f"{len(by_buffer)} orders of the parameters fit buffer {number} of group {group.rank}")
+    return list(zip(*next(iter(by_buffer.values())), strict=True))
 
 
-def _starts(members: Sequence[Member], buffer: Buffer, arguments: Mapping[str, Any]) -> list[int] | None:
+def _starts(members: Sequence[BufferParam], buffer: Buffer, arguments: Mapping[str, Any]) -> list[int] | None:
     if buffer.buckets:
         layout = layout_in(members, buffer.buckets)
         return None if layout is None else [slot.start for slot in layout.slots]

@@ -13,11 +13,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt.formats.strided import reach
+from ckpt.formats.external.strided import reach
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
-from .params import Block, LocalParam
-from .pieces import Piece, Source
+from .params import LocalParam, ParamBlock
+from .pieces import Source, SourcePiece
 
 ALIGNMENT = 64
 """Every parameter starts at a multiple of this."""
@@ -25,7 +25,7 @@ BUCKET_DIVISOR = 128
 """The size of a bucket is a multiple of this, and of the number of data-parallel ranks."""
 
 
-class Member(NamedTuple):
+class BufferParam(NamedTuple):
     """A parameter of a buffer, in the model's order: elements, and whether the first and last pipeline stage share it."""
 
     numel: int
@@ -66,7 +66,9 @@ class BufferLayout(NamedTuple):
         return slot.start - self.padding_before(slot.bucket)
 
 
-def buffer_layout(members: Sequence[Member], *, bucket_size: int | None, data_parallel: int, divisor: int = BUCKET_DIVISOR) -> BufferLayout:
+def buffer_layout(
+    members: Sequence[BufferParam], *, bucket_size: int | None, data_parallel: int, divisor: int = BUCKET_DIVISOR
+) -> BufferLayout:
     """The layout of a buffer.
 
     Args:
@@ -96,7 +98,7 @@ def buffer_layout(members: Sequence[Member], *, bucket_size: int | None, data_pa
     return BufferLayout(tuple(reversed(slots)), tuple(buckets))
 
 
-def layout_in(members: Sequence[Member], buckets: Sequence[Bucket]) -> BufferLayout | None:
+def layout_in(members: Sequence[BufferParam], buckets: Sequence[Bucket]) -> BufferLayout | None:
     """The layout of a buffer whose buckets are known; None if the members do not fill them exactly."""
     slots: list[Slot] = []
     number = opened = at = 0
@@ -120,7 +122,7 @@ def _aligned(at: int) -> int:
 # ------------------------------------------------------------------------------------------------------ from flat to boxes
 
 
-class Segment(NamedTuple):
+class BufferSegment(NamedTuple):
     """Elements ``[start, stop)`` of a flat buffer are those of ``source`` from ``at`` on."""
 
     start: int
@@ -129,7 +131,7 @@ class Segment(NamedTuple):
     at: int
 
 
-def pieces_of(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
+def pieces_of(param: LocalParam, start: int, segments: Sequence[BufferSegment]) -> Iterator[tuple[str, SourcePiece]]:
     """What a flat buffer has of a parameter that begins at ``start``: the tensor's name and a piece of it, for each box.
 
     ``segments`` are in order and do not overlap.
@@ -145,12 +147,12 @@ def pieces_of(param: LocalParam, start: int, segments: Sequence[Segment]) -> Ite
                 low, high = max(first, segment.start), min(first + span, segment.stop)
                 yield from _boxes(block, low - first, high - first, segment, first)
             elif segment.start <= first and first + span <= segment.stop:
-                yield block.name, Piece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
+                yield block.name, SourcePiece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
             else:
                 raise ValueError(block.name)
 
 
-def _overlapping(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
+def _overlapping(segments: Sequence[BufferSegment], start: int, stop: int) -> Iterator[BufferSegment]:
     number = max(bisect_right(segments, start, key=_segment_start) - 1, 0)
     while number < len(segments) and segments[number].start < stop:
         if segments[number].stop > start:
@@ -158,16 +160,16 @@ def _overlapping(segments: Sequence[Segment], start: int, stop: int) -> Iterator
         number += 1
 
 
-def _segment_start(segment: Segment) -> int:
+def _segment_start(segment: BufferSegment) -> int:
     return segment.start
 
 
-def _boxes(block: Block, low: int, high: int, segment: Segment, first: int) -> Iterator[tuple[str, Piece]]:
+def _boxes(block: ParamBlock, low: int, high: int, segment: BufferSegment, first: int) -> Iterator[tuple[str, SourcePiece]]:
     strides = row_major_strides(block.shape)
     for box in flat_to_boxes(block.shape, low, high):
         flat = sum(o * s for o, s in zip(box.offset, strides, strict=True))
         offset = tuple(a + b for a, b in zip(block.offset, box.offset, strict=True))
-        yield block.name, Piece(offset, box.shape, segment.source, segment.at + first + flat - segment.start)
+        yield block.name, SourcePiece(offset, box.shape, segment.source, segment.at + first + flat - segment.start)
 
 
 # --------------------------------------------------------------------------------------------- a defect that can be undone
@@ -194,7 +196,7 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
     starts = [slot.start for slot in layout.slots]
     by_start = sorted(range(len(starts)), key=starts.__getitem__)
     in_order = sorted(starts)
-    found = []
+    moves = []
     for member, (slot, numel) in enumerate(zip(layout.slots, numels, strict=True)):
         true = layout.compact(slot)
         at = true
@@ -204,9 +206,9 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
             if low >= high:
                 continue
             if low > at:
-                found.append(Shift(member, at - true, low - true, None, 0))
-            found.append(Shift(member, low - true, high - true, other, low - starts[other]))
+                moves.append(Shift(member, at - true, low - true, None, 0))
+            moves.append(Shift(member, low - true, high - true, other, low - starts[other]))
             at = high
         if at < true + numel:
-            found.append(Shift(member, at - true, numel, None, 0))
-    return found
+            moves.append(Shift(member, at - true, numel, None, 0))
+    return moves

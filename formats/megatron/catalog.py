@@ -7,61 +7,21 @@ Whatever the layout that wrote them, they are one training checkpoint: ``model.<
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError
-from ckpt.formats.foreign import ForeignCatalog
 from ckpt.formats.protocol import Format
+from ckpt.io_backends.registry import join_url, open_backend
 
-from .pieces import PieceTable
-from .training import ABOUT_STORAGE
+from .base import RANK_DIRECTORY, MegatronCatalog
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA_JSON = "metadata.json"
-RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?/")
 _MAX_JSON = 1 << 16
-
-
-class MegatronCatalog(ForeignCatalog):
-    """A Megatron checkpoint. ``arguments`` are those of the job that wrote it, as far as they are plain values.
-
-    ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.
-    """
-
-    about_storage = ABOUT_STORAGE
-
-    def __init__(
-        self,
-        *,
-        table: PieceTable,
-        format: str,
-        state: Any,
-        world_size: int,
-        arguments: Mapping[str, Any],
-        notes: Sequence[str] = (),
-        suspect: str | None = None,
-        opaque: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(
-            backend=table.backend,
-            format=format,
-            tensors=table.entries.values(),
-            files=table.files,
-            locate=table.locate,
-            world_size=world_size,
-            state=state,
-            opaque=opaque,
-            replicas=table.replicas,
-            notes=notes,
-        )
-        self.arguments = arguments
-        self.suspect = suspect
-        self.table = table
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
@@ -86,10 +46,10 @@ def _is_torch_dist(backend: Backend, names: Sequence[str], below: str) -> bool:
     if METADATA_JSON not in names or backend.size(path) > _MAX_JSON:
         return False
     try:
-        said = json.loads(backend.read(path))
+        metadata = json.loads(backend.read(path))
     except ValueError:
         return False
-    return isinstance(said, dict) and said.get("sharded_backend") == "torch_dist"
+    return isinstance(metadata, dict) and metadata.get("sharded_backend") == "torch_dist"
 
 
 def _latest(backend: Backend) -> str:
@@ -112,9 +72,7 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
         FormatError: a form of the format that is not read, or parameters whose layout is not known.
         CorruptError: files are damaged or missing.
     """
-    from ckpt.io_backends.registry import join_url, open_backend
-
-    from .legacy import open_legacy
+    from .legacy import open_legacy  # the catalogs of other formats ask this module too, and need none of these
     from .torch_dist import open_torch_dist
 
     names = backend.children()

@@ -8,9 +8,9 @@ from typing import Any
 
 from ckpt.errors import CorruptError, FormatError
 
-from .buffers import BufferLayout, Member, Segment, buffer_layout, pieces_of
+from .buffers import BufferLayout, BufferParam, BufferSegment, buffer_layout, pieces_of
 from .params import LocalParam
-from .pieces import Piece, PieceTable
+from .pieces import PieceTable, SourcePiece
 from .training import KEYS, MODEL, STATE
 
 _DEFAULT_BUCKET = 40_000_000
@@ -22,9 +22,9 @@ class FlatStates:
 
     def __init__(self, table: PieceTable) -> None:
         self.table = table
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._pieces: dict[tuple[str, str], list[SourcePiece]] = {}
 
-    def add(self, param: LocalParam, start: int, segments: Mapping[str, Sequence[Segment]]) -> None:
+    def add(self, param: LocalParam, start: int, segments: Mapping[str, Sequence[BufferSegment]]) -> None:
         """The states of a parameter that begins at ``start`` of a flat buffer; ``segments`` by Megatron's key.
 
         Raises:
@@ -51,9 +51,9 @@ class FlatStates:
             self.table.add(f"{STATE}{name}.{KEYS.get(key, key)}", pieces[0].source.dtype, weight.shape, pieces, weight.logical)
 
 
-def members_of(params: Sequence[LocalParam]) -> list[Member]:
+def members_of(params: Sequence[LocalParam]) -> list[BufferParam]:
     """The members of the buffer that these parameters make."""
-    return [Member(p.numel, p.shared) for p in params]
+    return [BufferParam(p.numel, p.shared) for p in params]
 
 
 def default_bucket(ranks: int) -> int:
@@ -61,7 +61,7 @@ def default_bucket(ranks: int) -> int:
     return max(_DEFAULT_BUCKET, _PER_RANK * ranks)
 
 
-def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[str, Any]) -> BufferLayout | None:
+def coalesced_layout(members: Sequence[BufferParam], used: int, arguments: Mapping[str, Any]) -> BufferLayout | None:
     """The layout of a buffer that is stored in one piece, without the padding of its ``used`` elements' buckets; None if it is not known.
 
     Parameters whose sizes are multiples of 64 follow one another whatever the buckets are. For others it matters where buckets begin, so
@@ -72,7 +72,7 @@ def coalesced_layout(members: Sequence[Member], used: int, arguments: Mapping[st
     return fitting[0] if len({_places(layout) for layout in fitting}) == 1 else None
 
 
-def job_layout(members: Sequence[Member], arguments: Mapping[str, Any], *, bucketed: bool) -> BufferLayout | None:
+def job_layout(members: Sequence[BufferParam], arguments: Mapping[str, Any], *, bucketed: bool) -> BufferLayout | None:
     """The layout of a buffer in a job with these arguments; None if it depends on the size of buckets, which they do not say.
 
     ``bucketed``: it is of the first chunk of the first stage, the only one whose buffers have several buckets, and only where reductions

@@ -17,27 +17,27 @@ from .names import LAYER, expert_of, tensor_parallel_axis
 _LOCAL_NORM = re.compile(r"(.*\.layers\.\d+\.)pre_mlp_layernorm\.")
 
 
-class Place(NamedTuple):
+class StackedKey(NamedTuple):
     """The key of the tensor that a parameter is part of, and where along the leading axes: layer, expert."""
 
     key: str
     at: tuple[int, ...]
 
 
-def place_of(name: str, *, stacked: bool) -> Place:
+def place_of(name: str, *, stacked: bool) -> StackedKey:
     """Where a parameter is stored."""
     match = LAYER.fullmatch(name)
     if match is None:
-        return Place(name, ())
+        return StackedKey(name, ())
     before, layer, inner = match[1], match[2], match[3]
     expert = expert_of(inner)
     if expert is not None:
         inner = f"mlp.experts.experts.{expert.rest}"
     experts = () if expert is None else (expert.number,)
-    return Place(before + inner, (int(layer), *experts)) if stacked else Place(f"{before}{layer}.{inner}", experts)
+    return StackedKey(before + inner, (int(layer), *experts)) if stacked else StackedKey(f"{before}{layer}.{inner}", experts)
 
 
-def spelled(names: Iterable[str], *, local: bool) -> dict[str, str]:
+def stored_names(names: Iterable[str], *, local: bool) -> dict[str, str]:
     """What Megatron-Core calls each parameter when it saves. ``local`` is the specification of layers without Transformer Engine, which
     names the norm in front of a router after the linear layer that is not there."""
     return {name: _LOCAL_NORM.sub(r"\1mlp.linear_fc1.layer_norm_", name) if local else name for name in names}
@@ -47,20 +47,20 @@ def are_alike(tensors: Mapping[str, object]) -> bool:
     """Whether all layers have the same parameters, with the same values in ``tensors`` (their shapes and dtypes), and layers are numbered
     from 0 on without a gap: then Megatron-Core stacks them. Layers of a kind that is not known here are not alike."""
     layers: dict[str, dict[int, dict[str, object]]] = {}
-    for name, said in tensors.items():
+    for name, shape in tensors.items():
         match = LAYER.fullmatch(name)
         if match is not None:
             if not is_known(name):
                 return False
-            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = said
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = shape
     return all(sorted(own) == list(range(len(own))) and all(one == own[0] for one in own.values()) for own in layers.values())
 
 
 def are_listed(arguments: Mapping[str, Any]) -> bool:
     """Whether a job with these arguments asks for layers one by one, whether or not they are alike."""
     for name in ("moe_layer_freq", "linear_attention_freq"):
-        said = arguments.get(name)
-        if isinstance(said, (list, tuple)) or (isinstance(said, int) and said > 1):
+        value = arguments.get(name)
+        if isinstance(value, (list, tuple)) or (isinstance(value, int) and value > 1):
             return True
     return bool(arguments.get("heterogeneous_layers_config_path") or arguments.get("heterogeneous_layers_config_encoded_json"))
 

@@ -15,21 +15,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignFile
-from ckpt.formats.hf_index import sizes_of
+from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
+from .base import RANK_DIRECTORY, MegatronCatalog, logical_shape
 from .besides import besides
-from .catalog import RANK_DIRECTORY, MegatronCatalog
 from .flat import FlatStates
 from .legacy_names import ChunkNames, Local, local_params
 from .legacy_optimizer import add_distributed
 from .names import EXTRA_STATE, LAYER
-from .pieces import InArchive, Piece, PieceTable
+from .pieces import InArchive, PieceTable, SourcePiece
 from .plain_optimizer import PlainStates, Value
-from .torch_dist import logical_shape
 from .training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, no_tensor, optimizer_node, state_node
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ _THREADS = 16
 _CHUNK = re.compile(r"model_?(\d*)")
 
 
-class Coordinates(NamedTuple):
+class FileRank(NamedTuple):
     """The ranks that a file is of: tensor-, pipeline- and expert-parallel."""
 
     tensor: int
@@ -60,7 +59,7 @@ class RankFile:
     root: Mapping[Any, Any]
     optimizer: int | None
     chunks: list[dict[str, StoredView]] = field(default_factory=list)
-    at: Coordinates = field(default_factory=lambda: Coordinates(0, 0, 0))
+    at: FileRank = field(default_factory=lambda: FileRank(0, 0, 0))
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class _Legacy:
             beside = dict(zip(directories, pool.map(backend.children, directories), strict=True))
         paths = [d + FILE for d in directories]
         extra = [d + OPTIMIZER_FILE for d in directories if OPTIMIZER_FILE in beside[d]]
-        files = [ForeignFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
+        files = [ExternalFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
             archives = list(pool.map(lambda file: open_archive(backend, file.path), files))
         optimizers = {p.removesuffix(OPTIMIZER_FILE): len(paths) + i for i, p in enumerate(extra)}
@@ -93,7 +92,7 @@ class _Legacy:
         self.ranks = [self._rank(n, d, optimizers.get(d)) for n, d in enumerate(directories)]
         self.arguments = self.ranks[0].arguments
         self._place()
-        self.sizes = Coordinates(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
+        self.sizes = FileRank(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
         self._check_sizes()
 
     def _rank(self, number: int, directory: str, optimizer: int | None) -> RankFile:
@@ -112,7 +111,7 @@ class _Legacy:
         return rank
 
     def _chunk(self, archive: Archive, value: Any) -> dict[str, StoredView]:
-        found = {}
+        views = {}
         for name, stored in (archive.values.meaning(value) or {}).items():
             if not isinstance(name, str) or name.endswith(EXTRA_STATE):
                 continue
@@ -120,8 +119,8 @@ class _Legacy:
             if not isinstance(view, StoredView):
                 hint = "convert it with Megatron-LM's tools/checkpoint first"
                 raise FormatError(f"{name!r} of the model is no tensor: a model from before Megatron-Core?", where=archive.where, hint=hint)
-            found[name] = view
-        return found
+            views[name] = view
+        return views
 
     # ---- who wrote which file
 
@@ -133,7 +132,7 @@ class _Legacy:
             second, third = (None if g is None else int(g) for g in match.group(2, 3))
             if third is None and second is not None and self._second_is_expert():
                 second, third = None, second
-            rank.at = Coordinates(int(match[1]), second or 0, third or 0)
+            rank.at = FileRank(int(match[1]), second or 0, third or 0)
 
     def _second_is_expert(self) -> bool:
         stages, groups = (self.arguments.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
@@ -144,17 +143,17 @@ class _Legacy:
         return all(any(n.startswith("embedding.") for n in rank.chunks[0]) for rank in self.ranks)
 
     def _check_sizes(self) -> None:
-        told = {
+        sizes = {
             "tensor": self.arguments.get("tensor_model_parallel_size"),
             "pipeline": self.arguments.get("pipeline_model_parallel_size"),
             "expert": self.arguments.get("expert_model_parallel_size"),
         }
-        wrong = [k for k, n in told.items() if isinstance(n, int) and n != getattr(self.sizes, k)]
+        wrong = [k for k, n in sizes.items() if isinstance(n, int) and n != getattr(self.sizes, k)]
         there = {(r.at.tensor, r.at.pipeline) for r in self.ranks}
         owners = {(r.at.pipeline, r.at.expert) for r in self.ranks}
         complete = len(there) == self.sizes.tensor * self.sizes.pipeline and len(owners) == self.sizes.pipeline * self.sizes.expert
         if wrong or not complete:
-            what = ", ".join(f"{k} parallelism of {told[k]}" for k in wrong) or "all of them"
+            what = ", ".join(f"{k} parallelism of {sizes[k]}" for k in wrong) or "all of them"
             raise CorruptError(
                 f"there are files of {len(self.ranks)} ranks, which is not {what}",
                 where=self.backend.url,
@@ -189,7 +188,7 @@ class _Legacy:
 
     def catalog(self) -> MegatronCatalog:
         local = [(rank, self._local(rank)) for rank in self.ranks]
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[SourcePiece]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rank, chunks in local:
             for one in (one for chunk in chunks for one in chunk):
@@ -201,15 +200,15 @@ class _Legacy:
         first = self.ranks[0]
         more = besides(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
         models = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
-        state, opaque, told = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
+        state, opaque, more_notes = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *told]
+        notes = [LEFT_OUT, *(f"files {name} of ranks are not read" for name in self.unread), *more_notes]
         notes += [f"{key} is not known here, and left out" for key in more.unknown]
         if plain.values or any(n.startswith(STATE) for n in self.table.entries):
             groups = groups_in(self.table, 0, first.root.get("optimizer"))
             values = {name: self._nodes(name, own) for name, own in plain.values.items()}
-            state["optimizer"], told = optimizer_node(first.archive, groups, self.table.entries, values)
-            notes += told
+            state["optimizer"], more_notes = optimizer_node(first.archive, groups, self.table.entries, values)
+            notes += more_notes
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -241,14 +240,14 @@ class _Legacy:
         alone = self.arguments.get("expert_tensor_parallel_size") == 1
         return (0, 1) if alone else (rank.at.tensor, self.sizes.tensor)
 
-    def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[Piece]], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[SourcePiece]], shapes: dict[str, tuple[int, ...]]) -> None:
         source = InArchive(rank.number, one.view)
         for block in one.param.blocks:
             shape = one.shapes[block.name]
             if shapes.setdefault(block.name, shape) != shape:
                 what = f"{block.name} would be {list(shape)} and {list(shapes[block.name])}"
                 raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
-            pieces.setdefault(block.name, []).append(Piece(block.offset, block.shape, source, block.start, block.strides))
+            pieces.setdefault(block.name, []).append(SourcePiece(block.offset, block.shape, source, block.start, block.strides))
 
     def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> PlainStates:
         states = FlatStates(self.table)
@@ -265,8 +264,8 @@ class _Legacy:
 
     def _nodes(self, name: str, values: Mapping[str, Value]) -> dict[str, Any]:
         """The nodes of the states of a parameter that are no tensors; a step stays the number that it is."""
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         for key, (number, value) in values.items():
             owner = self.table.archives[number]
-            found[key] = NodeMaker(owner.values, no_tensor, pickle_bytes=owner.pickle_bytes).root(value, f"{STATE}{name}.{key}")
-        return found
+            nodes[key] = NodeMaker(owner.values, no_tensor, pickle_bytes=owner.pickle_bytes).root(value, f"{STATE}{name}.{key}")
+        return nodes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 
 from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_name, expert_of, fused_norms
 from .params import LocalParam, cut_of, gated_layers, is_latent_cut, transposed_experts
@@ -53,12 +53,12 @@ def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str)
     called = {old: _called(old, experts, names) for old in chunk}
     fused = fused_norms(called.values())
     gated = gated_layers({called[old]: view.shape for old, view in chunk.items()})
-    found = []
+    params = []
     for old, view in chunk.items():
         transposed = _TRANSPOSED.search(old)
         name = fused[called[old]]
         if transposed is not None:
-            found.append(_of_experts(name, view, chunk, old, names, where))
+            params.append(_of_experts(name, view, chunk, old, names, where))
             continue
         expert = ".mlp.experts." in name
         rank, ranks = names.expert_tensor if expert else names.tensor
@@ -73,8 +73,8 @@ def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str)
         shared = names.shared and name in (EMBEDDING, OUTPUT)
         apart = expert and names.expert[1] > 1
         param = LocalParam(dtype=view.dtype, numel=math.prod(view.shape), blocks=cut.blocks, shared=shared, expert=apart)
-        found.append(Local(view=view, param=param, shapes={target: cut.shape}, trained=not name.endswith(NOT_TRAINED)))
-    return found
+        params.append(Local(view=view, param=param, shapes={target: cut.shape}, trained=not name.endswith(NOT_TRAINED)))
+    return params
 
 
 def _is_cut(name: str, chunk: Mapping[str, StoredView], ranks: int, arguments: Mapping[str, Any]) -> bool | None:
@@ -86,14 +86,14 @@ def _is_cut(name: str, chunk: Mapping[str, StoredView], ranks: int, arguments: M
 
 def _experts_of(chunk: Iterable[str]) -> dict[str, int]:
     """How many experts each layer of a chunk has, by the beginning of its names."""
-    found: dict[str, int] = {}
+    experts: dict[str, int] = {}
     for name in chunk:
         match = LAYER.fullmatch(name)
         expert = None if match is None else expert_of(match[3])
         if match is not None and expert is not None:
             head = match[1] + match[2]
-            found[head] = max(found.get(head, 0), expert.number + 1)
-    return found
+            experts[head] = max(experts.get(head, 0), expert.number + 1)
+    return experts
 
 
 def _called(old: str, experts: Mapping[str, int], names: ChunkNames) -> str:

@@ -1,6 +1,6 @@
-"""Names of parameters of Megatron-Core's GPTModel: one spelling for all of its formats, and how tensor parallelism cuts each. Pure.
+"""Names of parameters of Megatron-Core's GPTModel: one convention for all of its formats, and how tensor parallelism cuts each. Pure.
 
-The spelling: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
+The convention: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
 with the linear layer that follows it. (Sources: Megatron-LM core/models/gpt, core/transformer/{transformer_layer,mlp,attention,
 multi_latent_attention}.py and core/transformer/moe/experts.py, versions 0.12 to 0.20.)
 """
@@ -104,9 +104,9 @@ class Expert(NamedTuple):
 
 def expert_of(inner: str) -> Expert | None:
     """``mlp.experts.local_experts.3.linear_fc1.weight`` and ``mlp.experts.linear_fc1.weight3`` (of grouped linear layers) apart."""
-    found = _LOCAL.fullmatch(inner)
-    if found is not None:
-        return Expert(int(found[1]), found[2])
+    match = _LOCAL.fullmatch(inner)
+    if match is not None:
+        return Expert(int(match[1]), match[2])
     grouped = _GROUPED.fullmatch(inner)
     return None if grouped is None else Expert(int(grouped[3]), f"{grouped[1]}.{grouped[2]}")
 
@@ -128,11 +128,11 @@ def fused_norms(names: Iterable[str]) -> dict[str, str]:
         match = LAYER.fullmatch(name)
         if match is not None:
             there.setdefault(match[1] + match[2], set()).add(match[3])
-    found = {}
+    norms = {}
     for name in names:
         match = LAYER.fullmatch(name)
-        found[name] = name if match is None else f"{match[1]}{match[2]}.{_norm(match[3], there[match[1] + match[2]])}"
-    return found
+        norms[name] = name if match is None else f"{match[1]}{match[2]}.{_norm(match[3], there[match[1] + match[2]])}"
+    return norms
 
 
 def _norm(inner: str, layer: Collection[str]) -> str:

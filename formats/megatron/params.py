@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .names import is_gated_part, tensor_parallel_axis
 
 
-class Block(NamedTuple):
+class ParamBlock(NamedTuple):
     """A box of the tensor ``name`` of the whole model, at ``offset``, and its elements in a rank's flat parameter: the first at ``start``,
     then row by row, or with ``strides`` elements between neighbours."""
 
@@ -36,19 +36,19 @@ class LocalParam:
 
     dtype: str
     numel: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ParamBlock, ...]
     shared: bool = False
     expert: bool = False
 
 
-class Cut(NamedTuple):
+class ParamPart(NamedTuple):
     """A rank's part of one tensor: the ``shape`` of the whole, and the boxes."""
 
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ParamBlock, ...]
 
 
-def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool, cut_latent: bool = False) -> Cut:
+def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool, cut_latent: bool = False) -> ParamPart:
     """What part of tensor ``name`` a parameter of shape ``local`` is on tensor-parallel ``rank`` of ``ranks``; for ``cut_latent`` see
     ``tensor_parallel_axis``.
 
@@ -58,14 +58,14 @@ def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: b
     zeros = (0,) * len(local)
     axis = tensor_parallel_axis(name, cut_latent=cut_latent) if ranks > 1 else None
     if axis is None or axis >= len(local):
-        return Cut(local, (Block(name, 0, local, zeros),))
+        return ParamPart(local, (ParamBlock(name, 0, local, zeros),))
     shape = (*local[:axis], local[axis] * ranks, *local[axis + 1 :])
     if not gated or not is_gated_part(name):
-        return Cut(shape, (Block(name, 0, local, (*zeros[:axis], rank * local[axis], *zeros[axis + 1 :])),))
+        return ParamPart(shape, (ParamBlock(name, 0, local, (*zeros[:axis], rank * local[axis], *zeros[axis + 1 :])),))
     half = (local[0] // 2, *local[1:])
-    gate = Block(name, 0, half, (rank * half[0], *zeros[1:]))
-    up = Block(name, math.prod(half), half, (shape[0] // 2 + rank * half[0], *zeros[1:]))
-    return Cut(shape, (gate, up))
+    gate = ParamBlock(name, 0, half, (rank * half[0], *zeros[1:]))
+    up = ParamBlock(name, math.prod(half), half, (shape[0] // 2 + rank * half[0], *zeros[1:]))
+    return ParamPart(shape, (gate, up))
 
 
 def local_shape(name: str, shape: tuple[int, ...], ranks: int, *, cut_latent: bool = False) -> tuple[int, ...] | None:
@@ -93,24 +93,24 @@ def is_latent_cut(name: str, local: Mapping[str, tuple[int, ...]], ranks: int, a
     if up is None or not isinstance(rotated, int):
         other = name.replace("linear_kv_down_proj", "linear_q_down_proj")
         return is_latent_cut(other, local, ranks, arguments) if kind == "kv" and other in local else None
-    whole = up[1] + rotated
-    return rows != whole if whole in (rows, rows * ranks) else None
+    total_rows = up[1] + rotated
+    return rows != total_rows if total_rows in (rows, rows * ranks) else None
 
 
 def gated_layers(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """The first layers, by name, that are a gate and an up projection: they have twice as many rows as the second has columns."""
-    found = set()
+    layers = set()
     for name, shape in shapes.items():
         if name.endswith(".linear_fc2.weight"):
             first = name.removesuffix("linear_fc2.weight") + "linear_fc1.weight"
             if shapes.get(first, (0,))[0] == 2 * shape[-1]:
-                found |= {first, first.removesuffix("weight") + "bias"}
-    return frozenset(found)
+                layers |= {first, first.removesuffix("weight") + "bias"}
+    return frozenset(layers)
 
 
 def transposed_experts(
     name: str, numbers: Sequence[int], local: tuple[int, ...], hidden: int, rank: int, ranks: int, *, gated: bool
-) -> list[Cut]:
+) -> list[ParamPart]:
     """The experts in ``weight1`` or ``weight2`` of GroupedMLP: transposed, one after another in memory, whatever shape the parameter says.
     In ``name`` the number of an expert goes for ``{}``.
 
@@ -121,10 +121,10 @@ def transposed_experts(
     for place, number in enumerate(numbers):
         at, own = place * hidden * inner, name.format(number)
         if own.endswith("linear_fc2.weight"):  # in memory [inner, hidden]
-            cuts.append(Cut((hidden, inner * ranks), (Block(own, at, (hidden, inner), (0, rank * inner), (1, hidden)),)))
+            cuts.append(ParamPart((hidden, inner * ranks), (ParamBlock(own, at, (hidden, inner), (0, rank * inner), (1, hidden)),)))
             continue
         parts = 2 if gated else 1  # in memory [hidden, inner], gate before up
         rows = inner // parts
-        blocks = (Block(own, at + i * rows, (rows, hidden), (i * rows * ranks + rank * rows, 0), (1, inner)) for i in range(parts))
-        cuts.append(Cut((inner * ranks, hidden), tuple(blocks)))
+        blocks = (ParamBlock(own, at + i * rows, (rows, hidden), (i * rows * ranks + rank * rows, 0), (1, inner)) for i in range(parts))
+        cuts.append(ParamPart((inner * ranks, hidden), tuple(blocks)))
     return cuts

@@ -12,13 +12,13 @@ import numpy as np
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.alike import Places
-from ckpt.formats.dcp.metadata import Item, StoredBox
-from ckpt.formats.elements import read_extent
-from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
-from ckpt.formats.pickles.values import StoredView
-from ckpt.formats.ranges import Range, read_ranges
-from ckpt.formats.strided import reach, strided
+from ckpt.formats.dcp.item_templates import Places
+from ckpt.formats.dcp.metadata import DcpBox, DcpItem
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
+from ckpt.formats.external.elements import read_extent
+from ckpt.formats.external.ranges import Range, read_ranges
+from ckpt.formats.external.strided import reach, strided
+from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.table import rows_of
 from ckpt.geometry import Box, find_fault
@@ -34,7 +34,7 @@ class InItem(NamedTuple):
 
     name: str
     dtype: str
-    box: StoredBox
+    box: DcpBox
 
     @property
     def numel(self) -> int:
@@ -68,7 +68,7 @@ class InFile(NamedTuple):
 Source = InItem | InArchive | InFile
 
 
-class Piece(NamedTuple):
+class SourcePiece(NamedTuple):
     """A box of a tensor and the elements of a source that it is: from ``start`` on, row by row or with ``strides`` between neighbours."""
 
     offset: tuple[int, ...]
@@ -84,7 +84,7 @@ class PieceTable:
     ``rows`` says which of ``files`` each archive lies in.
     """
 
-    def __init__(self, backend: Backend, files: Sequence[ForeignFile], archives: Sequence[Archive], rows: Sequence[int]) -> None:
+    def __init__(self, backend: Backend, files: Sequence[ExternalFile], archives: Sequence[Archive], rows: Sequence[int]) -> None:
         self.entries: dict[str, TensorEntry] = {}
         self.backend = backend
         self.files = files
@@ -92,12 +92,14 @@ class PieceTable:
         self._rows = rows
         self._row_of = {file.path: row for row, file in enumerate(files)}
         self._looks = Places(backend, {file.path: file.size for file in files})
-        self._pieces: dict[str, list[Piece]] = {}
-        self._copies: dict[str, list[Piece]] = {}
-        self._places: dict[Item, tuple[int, int | None]] = {}
+        self._pieces: dict[str, list[SourcePiece]] = {}
+        self._copies: dict[str, list[SourcePiece]] = {}
+        self._places: dict[DcpItem, tuple[int, int | None]] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[Piece], logical: tuple[int, ...] | None = None) -> None:
+    def add(
+        self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[SourcePiece], logical: tuple[int, ...] | None = None
+    ) -> None:
         """A tensor. Of pieces with the same box, which are replicas, the first counts.
 
         Raises:
@@ -105,7 +107,7 @@ class PieceTable:
         """
         if name in self.entries:
             raise CorruptError(f"two tensors have the name {name!r}", where=self.backend.url, hint="files of several saves are mixed")
-        first: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+        first: dict[tuple[tuple[int, ...], tuple[int, ...]], SourcePiece] = {}
         copies = []
         for piece in pieces:
             self._check(name, kind, shape, piece)
@@ -122,7 +124,7 @@ class PieceTable:
         if copies:
             self._copies[name] = copies
 
-    def _check(self, name: str, kind: str, shape: tuple[int, ...], piece: Piece) -> None:
+    def _check(self, name: str, kind: str, shape: tuple[int, ...], piece: SourcePiece) -> None:
         inside = len(piece.offset) == len(shape) and all(o + n <= s for o, n, s in zip(piece.offset, piece.shape, shape, strict=True))
         span = reach(piece.shape, piece.strides, 1) if piece.strides is not None else math.prod(piece.shape)
         if not inside or piece.source.dtype != kind or not 0 <= piece.start <= piece.source.numel - span:
@@ -142,11 +144,11 @@ class PieceTable:
             return self._rows[source.archive]
         return self._row_of[source.path if isinstance(source, InFile) else source.box.item.path]
 
-    def pieces(self, name: str) -> Sequence[Piece]:
+    def pieces(self, name: str) -> Sequence[SourcePiece]:
         """What a tensor of the table is made of, in the order of its chunks."""
         return self._pieces[name]
 
-    def with_pieces(self, backend: Backend, files: Sequence[ForeignFile], pieces: Mapping[str, Sequence[Piece]]) -> PieceTable:
+    def with_pieces(self, backend: Backend, files: Sequence[ExternalFile], pieces: Mapping[str, Sequence[SourcePiece]]) -> PieceTable:
         """The same tensors, some of them made of other ``pieces``, which may lie in further ``files`` of the ``backend``.
 
         Raises:
@@ -160,7 +162,7 @@ class PieceTable:
 
     # ---- places of bytes
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks. Reads headers of records and items that were not read before, many at once."""
         return self._extents([(entry.name, self._pieces[entry.name][number]) for entry, number in wanted])
 
@@ -169,11 +171,11 @@ class PieceTable:
         named = [(name, piece) for name, pieces in self._copies.items() for piece in pieces]
         return [Replica(name, Box(p.offset, p.shape), e) for (name, p), e in zip(named, self._extents(named), strict=True)]
 
-    def extents_of(self, wanted: Wanted) -> list[Extent]:
+    def extents_of(self, wanted: ChunkRequests) -> list[Extent]:
         """The same, as catalogs call it."""
         return self.locate(wanted)
 
-    def read_piece(self, name: str, piece: Piece) -> npt.NDArray[Any]:
+    def read_piece(self, name: str, piece: SourcePiece) -> npt.NDArray[Any]:
         """The elements of a piece of the tensor ``name``, which need not be in the table, as ``read_box`` gives them."""
         (extent,) = self._extents([(name, piece)])
         return read_extent(self.backend, piece.source.dtype, extent, piece.shape)
@@ -194,14 +196,14 @@ class PieceTable:
             raise FormatError(f"a step of dtype {source.dtype}", where=self.archives[source.archive].where, hint="save it as float32")
         return name
 
-    def _extents(self, named: Sequence[tuple[str, Piece]]) -> list[Extent]:
+    def _extents(self, named: Sequence[tuple[str, SourcePiece]]) -> list[Extent]:
         sources = [piece.source for _, piece in named if math.prod(piece.shape)]
         with self._lock:
             self._look([s for s in sources if isinstance(s, InItem)])
         self._look_at_headers([s for s in sources if isinstance(s, InArchive)])
         return [self._extent(name, piece) for name, piece in named]
 
-    def _extent(self, name: str, piece: Piece) -> Extent:
+    def _extent(self, name: str, piece: SourcePiece) -> Extent:
         size = dtype(piece.source.dtype).itemsize
         path = self.files[self._row(piece.source)].path
         if not math.prod(piece.shape):
@@ -212,12 +214,12 @@ class PieceTable:
         strides = [s * size for s in piece.strides]
         return Extent(path, start, reach(piece.shape, strides, size), None, strided(piece.shape, strides, size))
 
-    def _crc32(self, piece: Piece, size: int) -> int | None:
+    def _crc32(self, piece: SourcePiece, size: int) -> int | None:
         """What the archive says of the bytes of a piece, if these are a whole storage."""
         source, length = piece.source, math.prod(piece.shape) * size
         if isinstance(source, InItem):
-            whole = piece.start == 0 and length == math.prod(source.box.shape) * size
-            return self._places[source.box.item][1] if whole else None
+            is_whole = piece.start == 0 and length == math.prod(source.box.shape) * size
+            return self._places[source.box.item][1] if is_whole else None
         if isinstance(source, InFile):
             return None
         return self.archives[source.archive].crc32(source.view.storage, (source.view.offset + piece.start) * size, length)
@@ -238,8 +240,8 @@ class PieceTable:
 
     def _look(self, sources: Sequence[InItem]) -> None:
         new = {source.box.item: source for source in sources if source.box.item not in self._places}
-        found = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
-        self._places |= zip(new, found, strict=True)
+        places = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
+        self._places |= zip(new, places, strict=True)
 
     def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
         by_archive: dict[int, list[InArchive]] = {}
@@ -249,6 +251,6 @@ class PieceTable:
             self.archives[number].starts([s.view.storage for s in members])
 
 
-def whole_piece(source: Source, shape: tuple[int, ...]) -> Piece:
+def whole_piece(source: Source, shape: tuple[int, ...]) -> SourcePiece:
     """All of a source, as all of a tensor."""
-    return Piece((0,) * len(shape), shape, source)
+    return SourcePiece((0,) * len(shape), shape, source)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.pickles.stored import StoredView
 
-from .buffers import Segment
+from .buffers import BufferSegment
 from .flat import FlatStates
 from .names import is_decayed
 from .params import LocalParam
@@ -56,8 +56,8 @@ class PlainStates:
         root = meaning(value)
         optimizers = list(root) if isinstance(root, (list, tuple)) else [root]
         for optimizer in optimizers:
-            said = meaning(optimizer)
-            inner = meaning(said.get("optimizer", said)) if isinstance(said, dict) else None
+            content = meaning(optimizer)
+            inner = meaning(content.get("optimizer", content)) if isinstance(content, dict) else None
             by_number = meaning(inner.get("state")) if isinstance(inner, dict) else None
             if not by_number or not isinstance(inner, dict):
                 continue  # the states of a distributed optimizer are in a file of their own, which another rank may have
@@ -66,7 +66,7 @@ class PlainStates:
             odd = [n for n in by_number if n not in owned and n != COMMON_STEP]
             if odd:
                 raise FormatError(f"the optimizer has a state {odd[0]!r} of no parameter", where=archive.where, hint=HINT)
-            masters = [meaning(group) for group in meaning(said.get(MASTERS, []))]
+            masters = [meaning(group) for group in meaning(content.get(MASTERS, []))]
             for place, group in enumerate(groups):
                 numbers, own = meaning(group["params"]), _members(group, params, apart=len(optimizers) > 1)
                 if len(own) != len(numbers):
@@ -74,14 +74,14 @@ class PlainStates:
                     raise FormatError(what, where=archive.where, hint=HINT)
                 full = _masters(own, masters[place], archive.where) if masters else {}
                 for n, (index, param) in zip(numbers, enumerate(own), strict=True):
-                    found = {k: meaning(v) for k, v in (meaning(by_number.get(n)) or {}).items()}
+                    states = {k: meaning(v) for k, v in (meaning(by_number.get(n)) or {}).items()}
                     if index in full:
-                        found["param"] = meaning(full[index])
-                    self._add(number, param, found, archive.where)
+                        states["param"] = meaning(full[index])
+                    self._add(number, param, states, archive.where)
 
-    def _add(self, number: int, param: LocalParam, found: Mapping[str, Any], where: str) -> None:
+    def _add(self, number: int, param: LocalParam, states: Mapping[str, Any], where: str) -> None:
         segments = {}
-        for key, value in found.items():
+        for key, value in states.items():
             if not isinstance(value, StoredView):
                 for name in _names(param):
                     self._say(name, key, Value(number, value))
@@ -93,7 +93,7 @@ class PlainStates:
                 if source.numel != param.numel:
                     what = f"{key} of {param.blocks[0].name} has {source.numel} elements, not {param.numel}"
                     raise FormatError(what, where=where, hint="states without an element for each of the parameter are not read")
-                segments[key] = [Segment(0, source.numel, source, 0)]
+                segments[key] = [BufferSegment(0, source.numel, source, 0)]
         self.states.add(param, 0, segments)
 
     def _say(self, name: str, key: str, value: Value) -> None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from ckpt.errors import FormatError, UsageError
 from ckpt.geometry import Box, box_to_flat, flat_to_boxes
 
-from .buffers import BUCKET_DIVISOR, BufferLayout, Segment, buffer_layout, pieces_of, shifts
-from .catalog import MegatronCatalog
+from .base import MegatronCatalog
+from .bucket_sizes import count
+from .buffers import BUCKET_DIVISOR, BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
 from .flat import members_of
-from .job import count
 from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
-from .params import Block, LocalParam
-from .pieces import Piece, PieceTable
-from .spread import Spread
+from .parallel_layout import ParallelLayout
+from .params import LocalParam, ParamBlock
+from .pieces import PieceTable, SourcePiece
 from .stored_buffers import Buffer, GroupOf
 from .training import KEYS, MODEL, STATE
 
@@ -37,7 +37,7 @@ class Repaired:
     """``pieces``: by name of a tensor of the optimizer's state, the boxes of it and the elements that they truly are. ``lost``: the boxes
     that no file has, of a tensor's master and moments alike, by name of the parameter."""
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[SourcePiece, ...]]
     lost: Mapping[str, tuple[Box, ...]]
 
 
@@ -82,8 +82,8 @@ class _Laid(NamedTuple):
     params: list[LocalParam]
     layout: BufferLayout
     starts: list[int]
-    segments: Mapping[str, Sequence[Segment]]
-    beyond: Mapping[str, Sequence[Segment]]
+    segments: Mapping[str, Sequence[BufferSegment]]
+    beyond: Mapping[str, Sequence[BufferSegment]]
 
 
 class _Repair:
@@ -98,9 +98,9 @@ class _Repair:
         routed = next((n for n in names if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
         self.experts = experts if routed is not None else 1
         self.tensor, self.expert_tensor = self._parts(EMBEDDING, 0), self._parts(routed, 1)
-        self.spread = Spread(self.table, arguments, self._groups())
+        self.spread = ParallelLayout(self.table, arguments, self._groups())
         self.trained = {n for n in names if f"{STATE}{n}.{KEYS['param']}" in self.table.entries} | ({OUTPUT} - set(names))
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[SourcePiece]] = {}
         self.lost: dict[str, list[Box]] = {}
 
     def _parts(self, name: str | None, axis: int) -> int:
@@ -126,11 +126,11 @@ class _Repair:
 
     def _buffer(self, group: GroupOf, names: Sequence[str], *, single: bool, copies: bool) -> None:
         """``single``: its parameters are not cut into buckets. ``copies``: what the first stage has too was not written."""
-        found: dict[Any, _Laid] = {}
+        candidates: dict[Any, _Laid] = {}
         for order in ORDERS:
             laid = self._laid(group, names, order, single=single, copies=copies)
-            found.setdefault(tuple(p.blocks for p in laid.params), laid)
-        laid = self._chosen(list(found.values()))
+            candidates.setdefault(tuple(p.blocks for p in laid.params), laid)
+        laid = self._chosen(list(candidates.values()))
         numels = [p.numel for p in laid.params]
         for param, start in zip(laid.params, laid.starts, strict=True):
             for key, own in laid.segments.items() if not (param.shared and copies) else ():
@@ -153,31 +153,31 @@ class _Repair:
         beyond = {key: [_behind(s, layout.used) for s in own if s.stop > layout.used] for key, own in written.items()}
         return _Laid(order, params, layout, starts, inside, beyond)
 
-    def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[Segment]]:
+    def _segments(self, params: Sequence[LocalParam], layout: BufferLayout, *, copies: bool) -> dict[str, list[BufferSegment]]:
         """The buffer without its padding, as it was written, also beyond its end: by Megatron's key."""
-        found: dict[str, list[Segment]] = {key: [] for key in _KEYS}
+        by_key: dict[str, list[BufferSegment]] = {key: [] for key in _KEYS}
         for param, slot in zip(params, layout.slots, strict=True):
             if param.shared and copies:
                 continue
             for block in param.blocks:
-                for key, segments in found.items():
+                for key, segments in by_key.items():
                     segments += self._written(f"{STATE}{block.name}.{KEYS[key]}", block, slot.start + block.start)
-        for segments in found.values():
+        for segments in by_key.values():
             segments.sort(key=lambda s: s.start)
-        return found
+        return by_key
 
-    def _written(self, name: str, block: Block, start: int) -> list[Segment]:
+    def _written(self, name: str, block: ParamBlock, start: int) -> list[BufferSegment]:
         """The segments that were written as a block from ``start`` on."""
-        found, elements, own = [], 0, Box(block.offset, block.shape)
+        runs, elements, own = [], 0, Box(block.offset, block.shape)
         for piece in self.table.pieces(name) if name in self.table.entries else ():
             box = Box(piece.offset, piece.shape)
             flat = box_to_flat(block.shape, box.relative_to(block.offset)) if own.contains(box) else None
             if flat is not None:
                 elements += box.numel
-                found += [Segment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
+                runs += [BufferSegment(start + flat[0], start + flat[1], piece.source, piece.start)] if box.numel else []
         if elements != block.numel:
             raise FormatError(f"{name} is stored in other parts than ranks have", where=self.catalog.url)
-        return found
+        return runs
 
     def _lose(self, param: LocalParam, start: int, stop: int) -> None:
         for block in param.blocks:
@@ -190,8 +190,8 @@ class _Repair:
 
     # ---- which order the model had
 
-    def _chosen(self, found: Sequence[_Laid]) -> _Laid:
-        fitting = [laid for laid in found if self._fits(laid, found) and self._is_zero_beyond(laid)]
+    def _chosen(self, candidates: Sequence[_Laid]) -> _Laid:
+        fitting = [laid for laid in candidates if self._fits(laid, candidates) and self._is_zero_beyond(laid)]
         if not fitting:
             raise UsageError(
                 "the repaired masters would not be the weights, so the buckets had other sizes",
@@ -199,21 +199,21 @@ class _Repair:
                 hint="give bucket size and data-parallel size as the job had them",
             )
         if len(fitting) > 1:
-            fitting = [laid for laid in fitting if laid.order == self._told_order()]
+            fitting = [laid for laid in fitting if laid.order == self._stated_order()]
         if len(fitting) != 1:
             raise FormatError("several orders of the model's parameters fit what is stored", where=self.catalog.url)
         return fitting[0]
 
-    def _told_order(self) -> tuple[str, bool]:
+    def _stated_order(self) -> tuple[str, bool]:
         """The order that the arguments speak of."""
         fused = self.arguments.get("transformer_impl") == "transformer_engine"
         return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
 
-    def _fits(self, laid: _Laid, found: Sequence[_Laid]) -> bool:
+    def _fits(self, laid: _Laid, others: Sequence[_Laid]) -> bool:
         """Whether masters are weights, in a sample of the parameters that orders place differently, or of all if there is one order."""
         own = [(p, s) for p, s in zip(laid.params, laid.starts, strict=True) if not p.shared]  # of shared ones, one copy is the weight
-        if len(found) > 1:
-            common = set.intersection(*({(p.blocks, s) for p, s in zip(one.params, one.starts, strict=True)} for one in found))
+        if len(others) > 1:
+            common = set.intersection(*({(p.blocks, s) for p, s in zip(one.params, one.starts, strict=True)} for one in others))
             own = [(p, s) for p, s in own if (p.blocks, s) not in common]
         every = max(1, len(own) // _SAMPLES)
         return all(self.spread.is_weight(*sample) for p, s in own[::every] for sample in _samples(p, s, laid.segments["param"]))
@@ -224,20 +224,20 @@ class _Repair:
         If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what fits.
         """
         return not any(
-            self.table.read_piece(key, Piece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
+            self.table.read_piece(key, SourcePiece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
             for key, segments in laid.beyond.items()
             for s in segments
             for at in range(s.start, s.stop, _WINDOW)
         )
 
 
-def _behind(segment: Segment, end: int) -> Segment:
+def _behind(segment: BufferSegment, end: int) -> BufferSegment:
     """The part of a segment that begins at ``end`` or later."""
     start = max(segment.start, end)
     return segment._replace(start=start, at=segment.at + start - segment.start)
 
 
-def _samples(param: LocalParam, start: int, segments: Sequence[Segment]) -> Iterator[tuple[str, Piece]]:
+def _samples(param: LocalParam, start: int, segments: Sequence[BufferSegment]) -> Iterator[tuple[str, SourcePiece]]:
     """The first elements of each piece of a parameter, which are in one row."""
     for name, piece in pieces_of(param, start, segments):
         if piece.shape:

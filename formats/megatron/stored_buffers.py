@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.errors import FormatError
-from ckpt.formats.dcp.metadata import StoredTensor
-from ckpt.formats.pickles.stand_ins import Global
-from ckpt.formats.pickles.values import StoredView
+from ckpt.formats.dcp.metadata import DcpTensor
+from ckpt.formats.pickles.stand_ins import GlobalName
+from ckpt.formats.pickles.stored import StoredView
 
-from .buffers import Bucket, Segment
+from .buffers import Bucket, BufferSegment
 from .pieces import InArchive, InItem, PieceTable
 from .training import KEYS, SCALER, Group, groups_in
 
@@ -38,7 +38,7 @@ class Buffer:
     """A flat buffer of one group of data-parallel ranks: its stored segments by key, and its buckets."""
 
     dtype: str
-    segments: dict[str, list[Segment]] = field(default_factory=dict)
+    segments: dict[str, list[BufferSegment]] = field(default_factory=dict)
     buckets: list[Bucket] = field(default_factory=list)
     used: int = 0
     """Elements without the padding of buckets: all that is known of a buffer that is stored in one piece."""
@@ -56,7 +56,7 @@ Buffers = dict[GroupOf, dict[int, Buffer]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class BucketState:
     """The buffers of all groups of ranks, and the optimizer's parameter groups; ``scalers`` are the states of grad scalers, of each
     optimizer of a chain, and the archives that have them; ``unknown`` the names of objects that are not known here."""
 
@@ -66,7 +66,7 @@ class Collected:
     unknown: list[str]
 
 
-def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Values) -> Collected:
+def collect(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values) -> BucketState:
     """Sort the items of flat buffers.
 
     Raises:
@@ -103,7 +103,7 @@ def collect(table: PieceTable, tensors: Mapping[str, StoredTensor], values: Valu
         for segments in buffer.segments.values():
             segments.sort(key=lambda s: s.start)
     ordered = [g for chain in sorted(groups) for g in groups[chain]]
-    return Collected(buffers=buffers, groups=ordered, scalers=[scalers[chain] for chain in sorted(scalers)], unknown=unknown)
+    return BucketState(buffers=buffers, groups=ordered, scalers=[scalers[chain] for chain in sorted(scalers)], unknown=unknown)
 
 
 def _buckets(meaning: Meaning, used: Any, padded: Any, own: dict[int, Buffer], where: str) -> None:
@@ -129,10 +129,10 @@ def coalesced(meaning: Meaning, number: int, value: Any, where: str) -> dict[int
 
 
 def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer], where: str) -> None:
-    said = meaning(value)
-    if not isinstance(said, dict) or said.get("buckets_coalesced") is not True:
+    content = meaning(value)
+    if not isinstance(content, dict) or content.get("buckets_coalesced") is not True:
         raise FormatError("an optimizer state of Megatron-LM before 2024, or in an unknown form", where=where, hint=HINT)
-    for index, by_dtype in said.items():
+    for index, by_dtype in content.items():
         if index == "buckets_coalesced":
             continue
         if not isinstance(index, int) or isinstance(index, bool):
@@ -144,12 +144,12 @@ def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer]
             raise FormatError(f"buffer {index} of the optimizer cannot be read: {err}", where=where, hint=HINT) from err
         views = {key: v for key, v in state.items() if isinstance(v, StoredView)}
         _check_keys((str(key) for key in state if key != "numel_unpadded"), where)
-        segments = {key: [Segment(0, math.prod(v.shape), InArchive(number, v), 0)] for key, v in views.items()}
+        segments = {key: [BufferSegment(0, math.prod(v.shape), InArchive(number, v), 0)] for key, v in views.items()}
         used = state.get("numel_unpadded", max((s[0].stop for s in segments.values()), default=0))
         own[index] = Buffer(dtype=_dtype(kinds), segments=segments, used=int(used))
 
 
-def _bucket(name: str, match: re.Match[str], tensor: StoredTensor, buffers: Buffers, where: str) -> None:
+def _bucket(name: str, match: re.Match[str], tensor: DcpTensor, buffers: Buffers, where: str) -> None:
     bucket = _BUCKET.fullmatch(match[3])
     group = GroupOf(int(match[1] or 0), int(match[2]))
     buffer = buffers.get(group, {}).get(int(bucket[1])) if bucket is not None else None
@@ -160,7 +160,7 @@ def _bucket(name: str, match: re.Match[str], tensor: StoredTensor, buffers: Buff
     segments = buffer.segments.setdefault(bucket[4], [])
     for box in tensor.boxes:
         low = start + box.offset[0]
-        segments.append(Segment(low, low + box.shape[0], InItem(name, tensor.dtype, box), 0))
+        segments.append(BufferSegment(low, low + box.shape[0], InItem(name, tensor.dtype, box), 0))
 
 
 def _check_keys(keys: Iterable[str], where: str) -> None:
@@ -170,6 +170,6 @@ def _check_keys(keys: Iterable[str], where: str) -> None:
 
 
 def _dtype(kinds: Any) -> str:
-    if isinstance(kinds, tuple) and kinds and isinstance(kinds[0], Global) and kinds[0].module == "torch":
+    if isinstance(kinds, tuple) and kinds and isinstance(kinds[0], GlobalName) and kinds[0].module == "torch":
         return kinds[0].name
     raise ValueError("a buffer without a dtype")

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import open_items
-from ckpt.formats.dcp.metadata import METADATA, Metadata, StoredTensor, read_metadata
-from ckpt.formats.foreign import ForeignFile
-from ckpt.formats.hf_index import sizes_of
-from ckpt.formats.pickles.values import counts
+from ckpt.formats.dcp.metadata import METADATA, DcpTensor, Metadata, read_metadata
+from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.hf_index import sizes_of
+from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 from ckpt.geometry import flat_to_boxes, row_major_strides
 
+from .base import MegatronCatalog, logical_shape
 from .besides import besides
 from .bucket_space import add_bucket_space
-from .catalog import MegatronCatalog
-from .names import EXTRA_STATE, LAYER, VOCABULARY, expert_name, fused_norms
-from .pieces import InItem, Piece, PieceTable
+from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
+from .pieces import InItem, PieceTable, SourcePiece
 from .stored_buffers import BUCKET_SPACE, HINT
 from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
 
@@ -50,13 +50,13 @@ _SUSPECT = (
 )
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A piece of one tensor of the model: its name, the shape of the tensor, and where the piece lies. Of tensors that are stored as gate
     and up ``half`` is which one, and offset and shape are those of the half."""
 
     name: str
     shape: tuple[int, ...]
-    piece: Piece
+    piece: SourcePiece
     half: int | None = None
 
 
@@ -83,7 +83,7 @@ class _TorchDist:
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
         common = [COMMON] if COMMON in backend.children() else []
         paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
-        files = [ForeignFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        files = [ExternalFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         sizes = {f.path: f.size for f in files}
         rows = {f.path: row for row, f in enumerate(files)}
         archives = list(open_items(backend, list(self.items.values()), sizes))
@@ -103,25 +103,25 @@ class _TorchDist:
         if name not in self.number:
             raise CorruptError("there is neither common.pt nor a common state", where=self.backend.url, hint="copy the checkpoint again")
         archive = self.archives[self.number[name]]
-        found = archive.values.meaning(archive.load())
-        if name == _COMMON_ITEM and isinstance(found, list) and len(found) == 1:
-            found = archive.values.meaning(found[0])
-        if not isinstance(found, dict):
+        value = archive.values.meaning(archive.load())
+        if name == _COMMON_ITEM and isinstance(value, list) and len(value) == 1:
+            value = archive.values.meaning(value[0])
+        if not isinstance(value, dict):
             raise CorruptError("the common state is no dictionary", where=archive.where, hint="copy the checkpoint again")
         self.common_archive = self.number[name]
-        return found
+        return value
 
     def catalog(self) -> MegatronCatalog:
         form = self._sharding_type()
         self._refuse_unknown(form)
         spaces = [name for name in (*self.tensors, *self.items) if BUCKET_SPACE.match(name)]
-        by_key: dict[str, list[_Stored]] = {}
+        by_key: dict[str, list[_KeyedTensor]] = {}
         for name, tensor in self.tensors.items():
             match = _STATE_KEY.fullmatch(name)
             if match is not None:
-                by_key.setdefault(match[1], []).append(_Stored(match[2], name, tensor))
+                by_key.setdefault(match[1], []).append(_KeyedTensor(match[2], name, tensor))
             elif not BUCKET_SPACE.match(name):
-                by_key.setdefault("", []).append(_Stored(name, name, tensor))
+                by_key.setdefault("", []).append(_KeyedTensor(name, name, tensor))
         names = self._add(by_key.pop("", []), MODEL, "")
         for key, own in by_key.items():
             self._add_states(own, KEYS.get(key, key), names)
@@ -130,14 +130,14 @@ class _TorchDist:
         scalers: list[tuple[int, Any]] = [(self.common_archive, scaler) for scaler in more.scalers]
         unknown = [*self.unknown, *more.unknown]
         if spaces:
-            held = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
-            groups, scalers, unknown = held.groups, [*scalers, *held.scalers], [*unknown, *held.unknown]
-        state, opaque, told = state_node(self.table, self.common_archive, self.common, scalers)
+            buckets = add_bucket_space(self.table, self.tensors, self._values(), self.arguments)
+            groups, scalers, unknown = buckets.groups, [*scalers, *buckets.scalers], [*unknown, *buckets.unknown]
+        state, opaque, more_notes = state_node(self.table, self.common_archive, self.common, scalers)
         state["model"] = {"$tensors": "model"}
-        notes = [LEFT_OUT, *told, *(f"{name} is not known here, and left out" for name in unknown)]
+        notes = [LEFT_OUT, *more_notes, *(f"{name} is not known here, and left out" for name in unknown)]
         if spaces or any(n.startswith(STATE) for n in self.table.entries):
-            state["optimizer"], told = optimizer_node(self._common_archive, groups, self.table.entries)
-            notes += told
+            state["optimizer"], more_notes = optimizer_node(self._common_archive, groups, self.table.entries)
+            notes += more_notes
         return MegatronCatalog(
             table=self.table,
             format=FORMAT_NAME,
@@ -155,17 +155,17 @@ class _TorchDist:
 
     def _values(self) -> dict[str, tuple[int, Any]]:
         """Objects that are items: the number of the archive, and the value."""
-        found = {}
+        values = {}
         for name in self.items:
             archive = self.archives[self.number[name]]
             root = archive.values.meaning(archive.load())
-            found[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
-        return found
+            values[name] = (self.number[name], root[0] if isinstance(root, list) and len(root) == 1 else root)
+        return values
 
     def _sharding_type(self) -> str | None:
         content = self._common_archive.values.meaning(self.common.get("content_metadata"))
-        said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-        return said if isinstance(said, str) else _type_in(self._common_archive, self.common.get("optimizer"))
+        form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+        return form if isinstance(form, str) else _type_in(self._common_archive, self.common.get("optimizer"))
 
     def _refuse_unknown(self, form: str | None) -> None:
         states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
@@ -176,9 +176,9 @@ class _TorchDist:
 
     # ---- tensors in the space of the model
 
-    def _add(self, stored: Sequence[_Stored], head: str, tail: str, names: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    def _add(self, stored: Sequence[_KeyedTensor], head: str, tail: str, names: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """Add tensors; gives what each of their names is called here. ``names`` are those of the model, which know about norms."""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[ModelPart]] = {}
         kinds: dict[str, str] = {}
         for one in stored:
             for part in _parts(one, self.reformulated.get(one.full), self.backend.url):
@@ -191,7 +191,7 @@ class _TorchDist:
             self.table.add(f"{head}{called}{tail}", kinds[name], shape, pieces, logical_shape(called, shape, self.arguments))
         return names
 
-    def _add_states(self, stored: Sequence[_Stored], key: str, names: Mapping[str, str]) -> None:
+    def _add_states(self, stored: Sequence[_KeyedTensor], key: str, names: Mapping[str, str]) -> None:
         """Add the states of a key, which have an element for each of their parameter, whatever the optimizer."""
         before = {*self.table.entries}
         self._add(stored, STATE, f".{key}", names)
@@ -203,32 +203,26 @@ class _TorchDist:
                 raise FormatError(f"{what}, which is not read", where=self.backend.url, hint=HINT)
 
 
-def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape without the rows that pad the vocabulary; None if there are none, or the arguments do not tell."""
-    rows = arguments.get("vocab_size")
-    return (rows, *shape[1:]) if name in VOCABULARY and isinstance(rows, int) and 0 < rows < shape[0] else None
-
-
-class _Stored(NamedTuple):
+class _KeyedTensor(NamedTuple):
     """A stored tensor: the model's key, its name in the metadata, and what these say."""
 
     key: str
     full: str
-    tensor: StoredTensor
+    tensor: DcpTensor
 
 
 def _reformulated(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """The true shapes of tensors that are stored as a grid of flattened blocks (``fully_sharded_model_space``)."""
-    said = metadata.attributes.get("mcore_data")
-    found = {}
-    for name, data in said.items() if isinstance(said, dict) else ():
+    by_name = metadata.attributes.get("mcore_data")
+    shapes = {}
+    for name, data in by_name.items() if isinstance(by_name, dict) else ():
         shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
         if isinstance(name, str) and shape is not None:
-            found[name] = counts(shape)
-    return found
+            shapes[name] = counts(shape)
+    return shapes
 
 
-class _Place(NamedTuple):
+class _StackedName(NamedTuple):
     """Where a name says that a tensor belongs: the text before the layer's number, the number, what follows, the expert's number, what
     follows that. A number is None where it is a place along an axis instead, and -1 where there is none at all."""
 
@@ -255,7 +249,7 @@ class _Place(NamedTuple):
 _NONE = -1
 
 
-def _place(key: str) -> _Place:
+def _place(key: str) -> _StackedName:
     half = _HALF.fullmatch(key)
     which = None if half is None else "wv".index(half[2])
     key = key if half is None else half[1]
@@ -266,11 +260,11 @@ def _place(key: str) -> _Place:
     experts = _EXPERTS.fullmatch(inner if stacked is None else stacked[2])
     expert = _NONE if experts is None else None if experts[1] is None else int(experts[1])
     if stacked is not None:
-        return _Place(stacked[1], None, stacked[2] if experts is None else experts[2], expert, which)
-    return _Place(before, layer, inner if experts is None else experts[2], expert, which)
+        return _StackedName(stacked[1], None, stacked[2] if experts is None else experts[2], expert, which)
+    return _StackedName(before, layer, inner if experts is None else experts[2], expert, which)
 
 
-def _parts(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Part]:
+def _parts(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str) -> Iterator[ModelPart]:
     """The pieces of the model's tensors that the boxes of a stored tensor are."""
     place, shape = _place(stored.key), true_shape or stored.tensor.shape
     axes = place.axes
@@ -279,16 +273,16 @@ def _parts(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> I
     for box in _boxes(stored, true_shape, where):
         lead, inner = zip(box.offset[:axes], box.shape[:axes], strict=True), box.shape[axes:]
         for number, at in enumerate(product(*(range(o, o + n) for o, n in lead))):
-            piece = Piece(box.offset[axes:], inner, box.source, box.start + number * math.prod(inner))
-            yield Part(place.name(at), shape[axes:], piece, place.half)
+            piece = SourcePiece(box.offset[axes:], inner, box.source, box.start + number * math.prod(inner))
+            yield ModelPart(place.name(at), shape[axes:], piece, place.half)
 
 
-def _boxes(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> Iterator[Piece]:
+def _boxes(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str) -> Iterator[SourcePiece]:
     """The boxes of a stored tensor."""
     for box in stored.tensor.boxes:
         source = InItem(stored.full, stored.tensor.dtype, box)
         if true_shape is None:
-            yield Piece(box.offset, box.shape, source)
+            yield SourcePiece(box.offset, box.shape, source)
             continue
         grid, at = stored.tensor.shape[:-1], box.offset[:-1]
         fits = len(grid) == len(true_shape) and all(g and s % g == 0 for g, s in zip(grid, true_shape, strict=True))
@@ -301,10 +295,10 @@ def _boxes(stored: _Stored, true_shape: tuple[int, ...] | None, where: str) -> I
         for part in flat_to_boxes(block, first, first + box.shape[-1]):
             flat = sum(o * s for o, s in zip(part.offset, strides, strict=True))
             offset = tuple(a * b + o for a, b, o in zip(at, block, part.offset, strict=True))
-            yield Piece(offset, part.shape, source, flat - first)
+            yield SourcePiece(offset, part.shape, source, flat - first)
 
 
-def _joined(parts: Sequence[Part]) -> tuple[tuple[int, ...], list[Piece]]:
+def _joined(parts: Sequence[ModelPart]) -> tuple[tuple[int, ...], list[SourcePiece]]:
     """The shape and pieces of a tensor. Gate and up that are stored apart follow one another."""
     rows = {part.half: part.shape[0] for part in parts if part.half is not None}
     if not rows:
@@ -320,12 +314,12 @@ def _is_wanted(name: str) -> bool:
 
 def _type_in(archive: Archive, value: Any) -> str | None:
     """The form of an optimizer's state, as the optimizer itself says it."""
-    found = archive.values.meaning(value)
-    if not isinstance(found, dict):
+    content = archive.values.meaning(value)
+    if not isinstance(content, dict):
         return None
-    said = found.get("param_state_sharding_type")
-    below = (_type_in(archive, v) for k, v in found.items() if isinstance(k, int))
-    return said if isinstance(said, str) else next((s for s in below if s is not None), None)
+    form = content.get("param_state_sharding_type")
+    below = (_type_in(archive, v) for k, v in content.items() if isinstance(k, int))
+    return form if isinstance(form, str) else next((s for s in below if s is not None), None)
 
 
 def _rank(path: str) -> int | None:

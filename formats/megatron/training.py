@@ -13,7 +13,7 @@ from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
 from ckpt.formats.pickles.nodes import NodeMaker, Place
 from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
 
 from .names import is_decayed, is_expert
@@ -43,8 +43,8 @@ Group = Mapping[str, Any]
 
 def arguments_of(value: Any) -> dict[str, Any]:
     """The plain values in an ``argparse.Namespace``, and lists of them."""
-    said = value.attributes() if isinstance(value, Made) else value if isinstance(value, dict) else {}
-    return {k: v for k, v in said.items() if isinstance(k, str) and (_is_plain(v) or (isinstance(v, list) and all(map(_is_plain, v))))}
+    fields = value.attributes() if isinstance(value, Made) else value if isinstance(value, dict) else {}
+    return {k: v for k, v in fields.items() if isinstance(k, str) and (_is_plain(v) or (isinstance(v, list) and all(map(_is_plain, v))))}
 
 
 def _is_plain(value: object) -> bool:
@@ -63,7 +63,7 @@ def state_node(
     opaque = dict(maker.opaque)
     if "args" in common:
         state["args"] = maker.root(arguments_of(common["args"]), "args")
-    told: list[str] = []
+    notes: list[str] = []
     for key, value in common.items():
         if key in _ELSEWHERE or key in state or key in stored:
             continue
@@ -72,30 +72,30 @@ def state_node(
             state[key] = own.root(value, str(key))
             opaque |= own.opaque
         except FormatError as err:  # what one job kept besides is no reason not to read the rest
-            told.append(f"{key!r} is left out: {err.message}")
+            notes.append(f"{key!r} is left out: {err.message}")
     made: list[tree.Node] = []
     for number, scaler in scalers:
-        held = table.archives[number]
-        own = NodeMaker(held.values, _placing(table, number), pickle_bytes=held.pickle_bytes)
+        kept_in = table.archives[number]
+        own = NodeMaker(kept_in.values, _placing(table, number), pickle_bytes=kept_in.pickle_bytes)
         made.append(own.root(scaler, SCALER if len(scalers) == 1 else f"{SCALER}.{len(made)}"))
     if made:
         state[SCALER] = made[0] if len(made) == 1 else made
-    return state, opaque, told
+    return state, opaque, notes
 
 
 def _placing(table: PieceTable, archive: int) -> Place:
     """Puts the tensors of a value into the table, under the path that leads there."""
 
-    def place(found: StoredView | StoredPart, path: str) -> tree.Node:
-        if isinstance(found, StoredPart):
+    def place(value: StoredView | StoredPart, path: str) -> tree.Node:
+        if isinstance(value, StoredPart):
             raise FormatError(f"{path} is a sharded tensor", where=table.archives[archive].where, hint="load it with Megatron-LM")
-        table.add(path, found.dtype, found.shape, [whole_piece(InArchive(archive, found), found.shape)])
+        table.add(path, value.dtype, value.shape, [whole_piece(InArchive(archive, value), value.shape)])
         return {"$tensor": path}
 
     return place
 
 
-def _no_tensor_here(found: object, path: str) -> tree.Node:
+def _no_tensor_here(value: object, path: str) -> tree.Node:
     raise FormatError(f"{path} is a tensor that is not Megatron's own")
 
 
@@ -107,25 +107,25 @@ def groups_in(table: PieceTable, number: int, value: Any) -> list[Group]:
 
 def _groups(table: PieceTable, number: int, value: Any) -> Iterator[Group]:
     meaning = table.archives[number].values.meaning
-    found = meaning(value)
-    if isinstance(found, dict):
-        state = meaning(found.get("state"))
+    content = meaning(value)
+    if isinstance(content, dict):
+        state = meaning(content.get("state"))
         common = {"step": state[COMMON_STEP]} if isinstance(state, dict) and COMMON_STEP in state else {}
-        for key, below in found.items():
+        for key, below in content.items():
             if key == "param_groups":
                 groups = (g for g in map(meaning, meaning(below)) if isinstance(g, dict))
                 yield from ({k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups)
             else:
                 yield from _groups(table, number, below)
-    elif isinstance(found, (list, tuple)):
-        for below in found:
+    elif isinstance(content, (list, tuple)):
+        for below in content:
             yield from _groups(table, number, below)
 
 
 def _plain(table: PieceTable, number: int, value: Any) -> Any:
-    found = table.archives[number].values.meaning(value)
-    if isinstance(found, StoredView) and math.prod(found.shape) == 1:
-        return table.read_scalars([InArchive(number, found)])[0]
+    meant = table.archives[number].values.meaning(value)
+    if isinstance(meant, StoredView) and math.prod(meant.shape) == 1:
+        return table.read_scalars([InArchive(number, meant)])[0]
     return value
 
 
@@ -149,24 +149,26 @@ def optimizer_node(
         steps, of_step = steps[:1], [owned]
     else:
         of_step = shared or []
-    said: dict[str, dict[str, Any]] = {}
+    by_parameter: dict[str, dict[str, Any]] = {}
     for step, names in zip(steps, of_step, strict=False):
         if _is_number(step):
-            said |= {name: {"step": step} for name in names}
+            by_parameter |= {name: {"step": step} for name in names}
     for name, own in (values or {}).items():
-        said[name] = {**said.get(name, {}), **own}
+        by_parameter[name] = {**by_parameter.get(name, {}), **own}
     state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
-    state |= {f"{MODEL}{n}": {k: number(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in said.items()}
-    told = _without_steps(owned, said, entries)
+    state |= {
+        f"{MODEL}{n}": {k: number(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in by_parameter.items()
+    }
+    notes = _without_steps(owned, by_parameter, entries)
     if shared is None:
-        told += ["the optimizer's groups do not say which parameters are theirs"] if groups else []
-        return {"state": state, "groups": options}, told
+        notes += ["the optimizer's groups do not say which parameters are theirs"] if groups else []
+        return {"state": state, "groups": options}, notes
     named = [{"options": o, "params": [f"{MODEL}{n}" for n in names]} for o, names in zip(options, shared, strict=True)]
-    return {"state": state, "param_groups": {"$param_groups": named}}, told
+    return {"state": state, "param_groups": {"$param_groups": named}}, notes
 
 
-def _without_steps(owned: Sequence[str], said: Mapping[str, Mapping[str, Any]], entries: Collection[str]) -> list[str]:
-    lacking = [name for name in owned if f"{STATE}{name}.exp_avg_sq" in entries and "step" not in said.get(name, {})]
+def _without_steps(owned: Sequence[str], by_parameter: Mapping[str, Mapping[str, Any]], entries: Collection[str]) -> list[str]:
+    lacking = [name for name in owned if f"{STATE}{name}.exp_avg_sq" in entries and "step" not in by_parameter.get(name, {})]
     if not lacking:
         return []
     return [f"no step is stored for {len(lacking)} parameters of the optimizer, such as {lacking[0]}: torch's Adam asks for one"]
@@ -202,6 +204,6 @@ def number(step: float) -> tree.Node:
     return {"$inline": ["float32", [], base64.b64encode(struct.pack("<f", step)).decode()]}
 
 
-def no_tensor(found: object, path: str) -> tree.Node:
+def no_tensor(value: object, path: str) -> tree.Node:
     """Refuses a tensor where only values are read."""
     raise FormatError(f"{path} has a tensor of several numbers, which is not read there", hint="load it with Megatron-LM")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ckpt.errors import FormatError
-from ckpt.formats.strided import PREFIX, gather
+from ckpt.formats.external.strided import PREFIX, gather
 
 from .frames import Bytes, damaged, decode_zstd, encode_zstd, worth
 from .planes import decode_planes, encode_planes

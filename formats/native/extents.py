@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ckpt.catalog import Contents, Extent, Grid, Source, TensorEntry
 from ckpt.errors import ConsistencyError, CorruptError
-from ckpt.formats.strided import reach, strided, strides_of
+from ckpt.formats.external.strided import reach, strided, strides_of
 
 from .paths import EXTENTS, SOURCES, is_digest, path_problem
 from .tables import from_file, to_file

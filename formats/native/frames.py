@@ -61,11 +61,11 @@ class Tools:
         return own[: count * size].view(f"<u{size}")
 
 
-class _Own(threading.local):
+class _ThreadTools(threading.local):
     tools: Tools | None = None
 
 
-_own = _Own()
+_own = _ThreadTools()
 
 
 def tools() -> Tools:

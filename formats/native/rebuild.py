@@ -45,7 +45,7 @@ class Rebuilt:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Found:
+class _RebuiltTensor:
     """What the headers say of one tensor. One list item per chunk in ``keys``, ``codecs``, ``boxes`` and ``files``."""
 
     dtype: DType
@@ -75,7 +75,7 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
             f"there are no data files of save {id!r}", where=backend.url, hint="ids are the first part of the names in data/"
         )
     files: list[DataFile] = []
-    found: dict[str, _Found] = {}
+    found: dict[str, _RebuiltTensor] = {}
     for number, entry in enumerate(entries):
         where = f"{backend.url.rstrip('/')}/{entry.path}"
         file, header, coded = _read(backend, entry, where)
@@ -123,7 +123,7 @@ def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_INCOMPLETE)
 
 
-def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _Found], where: str) -> None:
+def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _RebuiltTensor], where: str) -> None:
     for key, chunk in header.chunks.items():
         try:
             name, ranges, codec = parse_key(key)
@@ -134,7 +134,7 @@ def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _Found],
             raise FormatError(
                 f"chunk {key!r} is coded in a way that is not known", where=where, hint="use a newer release of this software"
             )
-        tensor = found.setdefault(name, _Found(dtype=dtype, dims=len(box.shape)))
+        tensor = found.setdefault(name, _RebuiltTensor(dtype=dtype, dims=len(box.shape)))
         if (tensor.dtype, tensor.dims) != (dtype, len(box.shape)):
             raise CorruptError(f"chunk {key!r} is {dtype.name}, others of this tensor {tensor.dtype.name}", where=where, hint=_INCOMPLETE)
         if None not in (shape, tensor.shape) and shape != tensor.shape:
@@ -187,7 +187,7 @@ def _box(ranges: Ranges | None, shape: tuple[int, ...]) -> Box:
     return Box(tuple(0 if r is None else r[0] for r in ranges), shape)
 
 
-def _tensor(name: str, found: _Found, where: str) -> TensorEntry:
+def _tensor(name: str, found: _RebuiltTensor, where: str) -> TensorEntry:
     offsets = np.array([b.offset for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
     shapes = np.array([b.shape for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
     ends = tuple((offsets + shapes).max(axis=0).tolist())

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
-from ckpt.formats.read_only import ReadOnly
+from ckpt.formats.external.virtual_backends import ReadOnly
 from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 

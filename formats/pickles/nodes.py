@@ -13,8 +13,9 @@ from ckpt import tree
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.tree import MAX_DEPTH, Node, child_path, mapping_node
 
-from .stand_ins import Global, Made, Persistent
-from .values import Array, Device, Size, StoredPart, StoredStorage, StoredView, Values
+from .stand_ins import GlobalName, Made, Persistent
+from .stored import Array, Device, Size, StoredPart, StoredStorage, StoredView
+from .values import PickleValues
 
 SLACK = 16
 """Nodes may be this many times what a pickle has bytes: objects are shared, and nodes are not."""
@@ -29,7 +30,7 @@ Place = Callable[[StoredView | StoredPart, str], Node]
 class NodeMaker:
     """Turns one object graph into nodes. ``place`` is given each tensor; ``opaque`` says, by path, what has no known meaning."""
 
-    def __init__(self, values: Values, place: Place, *, pickle_bytes: int) -> None:
+    def __init__(self, values: PickleValues, place: Place, *, pickle_bytes: int) -> None:
         self.values = values
         self.place = place
         self.opaque: dict[str, str] = {}
@@ -56,29 +57,29 @@ class NodeMaker:
             return tree.encode(value, path, _unknown)
         if depth > MAX_DEPTH:
             self.values.damaged(f"values nested more than {MAX_DEPTH} deep, or one that contains itself,")
-        found = self.values.meaning(value)
-        if found is not value and type(found) in _SCALARS:
-            return self.node(found, path, depth)
-        kind = type(found)
+        meant = self.values.meaning(value)
+        if meant is not value and type(meant) in _SCALARS:
+            return self.node(meant, path, depth)
+        kind = type(meant)
         if kind in _CONTAINERS:
-            return self._container(found, path, depth)
+            return self._container(meant, path, depth)
         if kind in (StoredView, StoredPart):
-            return self._tensor(found, path)
+            return self._tensor(meant, path)
         if kind in (Persistent, StoredStorage):
             self.values.refuse(f"a storage outside of any tensor, at {path!r},")
-        return self._object(found, path, depth)
+        return self._object(meant, path, depth)
 
     def _charge(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             self.values.damaged("a few values that unfold to very many")
 
-    def _tensor(self, found: StoredView | StoredPart, path: str) -> Node:
+    def _tensor(self, tensor: StoredView | StoredPart, path: str) -> Node:
         if not 0 < len(path.encode("utf-8", "surrogatepass")) <= _MAX_NAME or "\0" in path:
             if not path:
-                return self.place(found, "tensor")
+                return self.place(tensor, "tensor")
             self.values.damaged("a tensor whose name is too long, or has a NUL,")
-        return self.place(found, path)
+        return self.place(tensor, path)
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
         if isinstance(value, dict):
@@ -116,7 +117,7 @@ class NodeMaker:
             return self.node(bytes(value), path, depth)
         if type(value) is Array:
             return self._array(value)
-        if type(value) is Global:
+        if type(value) is GlobalName:
             if self.values.is_dtype(value):
                 return {"$dtype": value.name}
             self._tell(path, str(value))
@@ -139,17 +140,17 @@ class NodeMaker:
     def _opaque(self, made: Made, path: str, depth: int) -> Node:
         """An object of a class that is not known: what was pickled of it. Tensors in it are tensors of the checkpoint too."""
         of, args = made.of, made.args
-        if made.name == "copyreg._reconstructor" and args and type(args[0]) is Global:
+        if made.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
             of, args = args[0], ()
-        said: dict[str, Any] = {"__class__": str(of) if type(of) is Global else of}
-        self._tell(path, str(of) if type(of) is Global else "what another object made")
+        fields: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
+        self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
         parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
         parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
-        said |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
-        return self._mapping(said, path, depth + 1)
+        fields |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
+        return self._mapping(fields, path, depth + 1)
 
 
-def _no_tensor(found: object, path: str) -> Node:
+def _no_tensor(tensor: object, path: str) -> Node:
     raise CorruptError("the file has a tensor in the key of a mapping, or in a set", where=path, hint="the file is damaged")
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .machine import Machine
 from .opcodes_plain import PLAIN, Handler, decimal, push
-from .stand_ins import Global, Made, Persistent
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
+from .stand_ins import GlobalName, Made, Persistent
 
 # -------------------------------------------------------------------------------------------------------- containers
 
@@ -194,12 +191,12 @@ def _frame(m: Machine) -> None:
 
 def _global(m: Machine) -> None:
     module = m.text_line()
-    m.stack.append(m.found_global(module, m.text_line()))
+    m.stack.append(m.global_name(module, m.text_line()))
 
 
 def _stack_global(m: Machine) -> None:
     name = m.stack.pop()
-    m.stack.append(m.found_global(m.stack.pop(), name))
+    m.stack.append(m.global_name(m.stack.pop(), name))
 
 
 def _reduce(m: Machine) -> None:
@@ -209,7 +206,7 @@ def _reduce(m: Machine) -> None:
 
 def _inst(m: Machine) -> None:
     module = m.text_line()
-    of = m.found_global(module, m.text_line())
+    of = m.global_name(module, m.text_line())
     args = tuple(m.items())
     m.stack.append(Made(of, args))
 
@@ -224,13 +221,13 @@ def _newobj_ex(m: Machine) -> None:
     args = m.stack.pop()
     if type(kwargs) is not dict:
         m.fail("keyword arguments that are no dict")
-    found = _made(m, m.stack.pop(), args)
-    found.kwargs = kwargs
-    m.stack.append(found)
+    made = _made(m, m.stack.pop(), args)
+    made.kwargs = kwargs
+    m.stack.append(made)
 
 
 def _made(m: Machine, of: Any, args: Any) -> Made:
-    if type(of) not in (Global, Made):
+    if type(of) not in (GlobalName, Made):
         m.fail(f"a {type(of).__name__} is called")
     if type(args) is not tuple:
         m.fail("the arguments of a call are no tuple")

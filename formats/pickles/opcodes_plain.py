@@ -7,16 +7,15 @@ import pickle
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .machine import Machine
+from .machine import Machine
 
 MAX_DIGITS = 4300
 """Decimal digits of an integer, as in Python itself: longer ones take quadratic time."""
 _MAX_LONG = 1786  # bytes of the largest such integer
 
-Handler = Callable[["Machine"], None]
+Handler = Callable[[Machine], None]
 
 
 def push(value: Any, m: Machine) -> None:

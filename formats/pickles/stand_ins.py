@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Global(NamedTuple):
+class GlobalName(NamedTuple):
     """The name of a class, function or constant. It is not looked up."""
 
     module: str
@@ -39,19 +39,19 @@ class Made:
     @property
     def name(self) -> str:
         """What was called, as ``module.name``; empty if that has no name itself."""
-        return str(self.of) if isinstance(self.of, Global) else ""
+        return str(self.of) if isinstance(self.of, GlobalName) else ""
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that an object of a plain class would have; those in slots count too."""
         states = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for state in states:
             if isinstance(state, dict):
-                found.update((k, v) for k, v in state.items() if isinstance(k, str))
-        return found
+                attributes.update((k, v) for k, v in state.items() if isinstance(k, str))
+        return attributes
 
 
-_QUICK_KEYS = frozenset({str, float, bool, bytes, type(None), Global, Made})
+_QUICK_KEYS = frozenset({str, float, bool, bytes, type(None), GlobalName, Made})
 """Kinds of value that are quickly hashed, and of which nobody can make many with one hash."""
 _PLAIN_KEYS = _QUICK_KEYS | {int, complex}
 _MAX_KEY_PARTS = 1000

@@ -7,77 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 
-from .stand_ins import Global, Keys, Made, Persistent
-
-_MAX_BYTES = 1 << 62
-"""Bytes of a tensor: no more than what the arithmetic of 64 bits can say."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredStorage:
-    """A storage of a ``torch.save`` archive: ``key`` names its record, ``nbytes`` is its size; ``dtype`` is None if it is untyped."""
-
-    key: str
-    dtype: str | None
-    nbytes: int
+from .sharded import dtensor, sharded_tensor
+from .stand_ins import GlobalName, Keys, Made, Persistent
+from .stored import Array, Device, Size, StoredStorage, StoredView, count_of, counts, shape_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredView:
-    """A tensor as ``torch.save`` writes it: a view of a storage. ``offset`` and ``strides`` in elements.
-
-    ``lazy`` names what has still to be done to its elements (``conj``, ``neg``); None if nothing has.
-    """
-
-    storage: StoredStorage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    lazy: str | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPart:
-    """One rank's part of a tensor of ``shape``: boxes (offset and view of each) of a ShardedTensor or DTensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], StoredView], ...]
-
-
-class Size(tuple[int, ...]):
-    """A ``torch.Size``."""
-
-
-class Device(NamedTuple):
-    """A ``torch.device``, as text."""
-
-    text: str
-
-
-class Array(NamedTuple):
-    """A numpy array, or a scalar of numpy if ``shape`` is None: the name of its dtype and its bytes, row-major and little-endian."""
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    data: bytes
-
-
-class Values:
+class PickleValues:
     """Gives meaning to the stand-ins of one pickle, which is called ``where`` in errors."""
 
     def __init__(self, where: str) -> None:
@@ -118,62 +60,34 @@ class Values:
         if type(value) is not Persistent:
             self.damaged("a tensor without a storage")
         kind, of, key, _, count, *_ = value.id
-        if kind != "storage" or type(of) is not Global or type(key) is not str:
+        if kind != "storage" or type(of) is not GlobalName or type(key) is not str:
             self.damaged("a reference that is no storage")
         if of.name not in _STORAGES:
             self.refuse(f"a storage of the kind {of}")
         name = _STORAGES[of.name]
-        return StoredStorage(key=key, dtype=name, nbytes=_count(count) * (DTYPES[name].itemsize if name else 1))
+        return StoredStorage(key=key, dtype=name, nbytes=count_of(count) * (DTYPES[name].itemsize if name else 1))
 
     def view(self, storage: Any, offset: Any, shape: Any, strides: Any, name: str | None, extra: Any) -> StoredView:
         """A checked view: all of its elements lie in its storage."""
-        held = self.storage(storage)
-        name = name or held.dtype or "uint8"
+        stored = self.storage(storage)
+        name = name or stored.dtype or "uint8"
         sizes = shape_of(shape, DTYPES[name].itemsize)
-        found = StoredView(storage=held, dtype=name, offset=_count(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
-        if len(found.shape) != len(found.strides):
-            self.damaged(f"a tensor of {len(found.shape)} dimensions and {len(found.strides)} strides")
-        last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
-        if math.prod(found.shape) and (last + 1) * found.itemsize > held.nbytes:
-            self.damaged(f"a tensor that reaches to byte {(last + 1) * found.itemsize:,} of a storage of {held.nbytes:,}")
-        return found
+        view = StoredView(storage=stored, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
+        if len(view.shape) != len(view.strides):
+            self.damaged(f"a tensor of {len(view.shape)} dimensions and {len(view.strides)} strides")
+        last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+        if math.prod(view.shape) and (last + 1) * view.itemsize > stored.nbytes:
+            self.damaged(f"a tensor that reaches to byte {(last + 1) * view.itemsize:,} of a storage of {stored.nbytes:,}")
+        return view
 
     def dtype_name(self, value: Any) -> str:
         """The name of a ``torch.dtype``."""
-        if type(value) is not Global or value.module != "torch":
+        if type(value) is not GlobalName or value.module != "torch":
             self.damaged("a dtype that is none")
         return dtype(value.name).name
 
     def is_dtype(self, value: Any) -> bool:
-        return type(value) is Global and value.module == "torch" and value.name in DTYPES
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_BYTES:
-        raise ValueError(f"a {type(value).__name__} that is no count")
-    return value
-
-
-def counts(value: Any) -> tuple[int, ...]:
-    """Sizes, strides or offsets: whole numbers that are not negative. A tuple, a list or a ``torch.Size``."""
-    if type(value) is Made and value.name == "torch.Size":
-        (value,) = value.args
-    if type(value) not in (tuple, list, Size):
-        raise ValueError(f"a {type(value).__name__} that is no list of counts")
-    if len(value) > 64:
-        raise ValueError(f"{len(value)} dimensions")
-    for n in value:
-        if type(n) is not int or not 0 <= n < _MAX_BYTES:
-            _count(n)
-    return tuple(value)
-
-
-def shape_of(value: Any, itemsize: int) -> tuple[int, ...]:
-    """A shape whose elements of ``itemsize`` bytes could be stored."""
-    found = counts(value)
-    if math.prod(found) * itemsize >= _MAX_BYTES:
-        raise ValueError("more elements than can be")
-    return found
+        return type(value) is GlobalName and value.module == "torch" and value.name in DTYPES
 
 
 def _lazy(extra: Any) -> str | None:
@@ -190,21 +104,21 @@ def _text(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------- known names
 
 
-def _tensor_v2(v: Values, made: Made) -> StoredView:
+def _tensor_v2(v: PickleValues, made: Made) -> StoredView:
     storage, offset, shape, strides, *rest = made.args
     return v.view(storage, offset, shape, strides, None, rest[2] if len(rest) > 2 else None)
 
 
-def _tensor_v3(v: Values, made: Made) -> StoredView:
+def _tensor_v3(v: PickleValues, made: Made) -> StoredView:
     storage, offset, shape, strides, _, _, name, *rest = made.args
     return v.view(storage, offset, shape, strides, v.dtype_name(name), rest[0] if rest else None)
 
 
-def _first(v: Values, made: Made) -> Any:
+def _first(v: PickleValues, made: Made) -> Any:
     return v.meaning(made.args[0])
 
 
-def _from_type(v: Values, made: Made) -> Any:
+def _from_type(v: PickleValues, made: Made) -> Any:
     """A tensor with attributes of its own, or of a subclass: what it was made by says the rest."""
     func, kind, args, state = made.args
     inner = Made(func, args, state=state)
@@ -216,47 +130,45 @@ def _from_type(v: Values, made: Made) -> Any:
 
 
 def _class(kind: Any) -> str:
-    return str(kind) if type(kind) is Global else f"a {type(kind).__name__}"
+    return str(kind) if type(kind) is GlobalName else f"a {type(kind).__name__}"
 
 
-def _of_subclass(v: Values, kind: Any, made: Made) -> Any:
-    from .sharded import dtensor, sharded_tensor  # these need the table below
-
-    name = _class(made.args[0] if type(made.args[0]) is Global else kind)
+def _of_subclass(v: PickleValues, kind: Any, made: Made) -> Any:
+    name = _class(made.args[0] if type(made.args[0]) is GlobalName else kind)
     reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
     if reader is None:
         v.refuse(f"a tensor of the class {name}")
     return reader(v, made)
 
 
-def _mapping(v: Values, made: Made) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+def _mapping(v: PickleValues, made: Made) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
     for group in (*(arg for arg in made.args if type(arg) in (list, tuple, dict)), made.pairs or []):
         for key, value in group.items() if type(group) is dict else group:
-            found[_key(v, key)] = value
-    return found
+            mapping[_key(v, key)] = value
+    return mapping
 
 
-def _key(v: Values, value: Any) -> Any:
+def _key(v: PickleValues, value: Any) -> Any:
     if not v.keys.allow(value):
         raise ValueError(f"a {type(value).__name__} as a key")
     return value
 
 
-def _set(v: Values, made: Made) -> Any:
+def _set(v: PickleValues, made: Made) -> Any:
     return {_key(v, key) for key in made.args[0]} if made.args else set()
 
 
-def _frozenset(v: Values, made: Made) -> Any:
+def _frozenset(v: PickleValues, made: Made) -> Any:
     return frozenset(_key(v, key) for key in made.args[0]) if made.args else frozenset()
 
 
-def _complex(v: Values, made: Made) -> complex:
+def _complex(v: PickleValues, made: Made) -> complex:
     real, imag = made.args
     return complex(real, imag)
 
 
-def _encode(v: Values, made: Made) -> bytes:
+def _encode(v: PickleValues, made: Made) -> bytes:
     """How protocol 2 writes bytes."""
     text, coding = made.args
     if type(text) is not str or type(coding) is not str or coding != "latin1":
@@ -264,21 +176,21 @@ def _encode(v: Values, made: Made) -> bytes:
     return text.encode("latin1")
 
 
-def _bytearray(v: Values, made: Made) -> bytes:
-    found = v.meaning(made.args[0]) if made.args else b""
-    if type(found) is not bytes:
+def _bytearray(v: PickleValues, made: Made) -> bytes:
+    data = v.meaning(made.args[0]) if made.args else b""
+    if type(data) is not bytes:
         raise ValueError("no bytes")
-    return found
+    return data
 
 
-def _array(v: Values, made: Made) -> Any:
+def _array(v: PickleValues, made: Made) -> Any:
     """``numpy._reconstruct``, whose state has all: version, shape, dtype, whether column-major, bytes."""
     _, shape, kind, fortran, data = made.state
-    found, raw = _numpy_dtype(v, kind), v.meaning(data)
+    dtype_of, raw = _numpy_dtype(v, kind), v.meaning(data)
     sizes = counts(shape)
-    if found is None or type(raw) is not bytes:
+    if dtype_of is None or type(raw) is not bytes:
         return made
-    return _array_bytes(found, sizes, raw, column_major=bool(fortran))
+    return _array_bytes(dtype_of, sizes, raw, column_major=bool(fortran))
 
 
 def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, column_major: bool) -> Array:
@@ -287,18 +199,18 @@ def _array_bytes(kind: np.dtype[Any], shape: tuple[int, ...], raw: bytes, *, col
     return _little(kind, shape, raw, math.prod(shape))
 
 
-def _array_of_buffer(v: Values, made: Made) -> Any:
+def _array_of_buffer(v: PickleValues, made: Made) -> Any:
     """How protocol 5 writes arrays: bytes, dtype, shape, and whether row-major (``C``) or not (``F``)."""
     data, kind, shape, order = made.args
-    found, raw = _numpy_dtype(v, kind), v.meaning(data)
-    if found is None or type(raw) not in (bytes, bytearray):
+    dtype_of, raw = _numpy_dtype(v, kind), v.meaning(data)
+    if dtype_of is None or type(raw) not in (bytes, bytearray):
         return made
-    return _array_bytes(found, counts(shape), bytes(raw), column_major=order == "F")
+    return _array_bytes(dtype_of, counts(shape), bytes(raw), column_major=order == "F")
 
 
-def _numpy_scalar(v: Values, made: Made) -> Any:
-    found, raw = _numpy_dtype(v, made.args[0]), v.meaning(made.args[1])
-    return made if found is None or type(raw) is not bytes else _little(found, None, raw, 1)
+def _numpy_scalar(v: PickleValues, made: Made) -> Any:
+    dtype_of, raw = _numpy_dtype(v, made.args[0]), v.meaning(made.args[1])
+    return made if dtype_of is None or type(raw) is not bytes else _little(dtype_of, None, raw, 1)
 
 
 def _little(kind: np.dtype[Any], shape: tuple[int, ...] | None, raw: bytes, count: int) -> Array:
@@ -307,13 +219,13 @@ def _little(kind: np.dtype[Any], shape: tuple[int, ...] | None, raw: bytes, coun
     return Array(kind.name, shape, np.frombuffer(raw, kind).astype(kind.newbyteorder("<"), copy=False).tobytes())
 
 
-def _numpy_dtype(v: Values, made: Any) -> np.dtype[Any] | None:
+def _numpy_dtype(v: PickleValues, made: Any) -> np.dtype[Any] | None:
     """A dtype of numbers; None for structures, objects and text."""
     if type(made) is not Made or made.name != "numpy.dtype" or type(made.args[0]) is not str or made.args[0] not in _NUMPY_CODES:
         return None
     order = made.state[1] if type(made.state) is tuple else "|"
-    found: np.dtype[Any] = np.dtype(made.args[0]).newbyteorder(">" if order == ">" else "<")
-    return found
+    kind: np.dtype[Any] = np.dtype(made.args[0]).newbyteorder(">" if order == ">" else "<")
+    return kind
 
 
 _NUMPY_CODES = frozenset(f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes) | {
@@ -340,7 +252,7 @@ _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "tor
 _TENSOR_MAKERS = ("torch._utils._rebuild", "torch._tensor.", "torch.nn.parameter.", "torch.storage._load_from_bytes")
 """Beginnings of names whose objects are tensors: unknown ones are errors, since leaving a tensor out would lose it."""
 
-MEANINGS: Mapping[str, Callable[[Values, Made], Any]] = {
+MEANINGS: Mapping[str, Callable[[PickleValues, Made], Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _first,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile, Wanted, grid_of, whole
-from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import candidates
 
-from .header import MAX_HEADER, Header, Stored, read_header
+from .header import MAX_HEADER, FileHeader, TensorSpan, read_header
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -44,7 +44,7 @@ def _begins_right(backend: Backend, path: str) -> bool:
     return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") <= min(MAX_HEADER, size)
 
 
-def open_safetensors(backend: Backend) -> ForeignCatalog:
+def open_safetensors(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found.
 
     Raises:
@@ -57,44 +57,44 @@ def open_safetensors(backend: Backend) -> ForeignCatalog:
     paths = sorted(set(index.values())) if index is not None else candidates(backend, names, (SUFFIX,))
     if index is None:
         check_all_there(backend, paths)
-    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
         headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
-    tensors = _Tensors(backend.url, files, headers)
-    return ForeignCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
+    tensors = _TensorSpans(backend.url, files, headers)
+    return ExternalCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
 
 
-def _owners(headers: Sequence[Header], paths: Sequence[str], url: str) -> dict[str, str]:
+def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> dict[str, str]:
     """Name → file, of all files.
 
     Raises:
         CorruptError: two files have the same name.
     """
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for header, path in zip(headers, paths, strict=True):
-        twice = [name for name in header.tensors if name in found]
+        twice = [name for name in header.tensors if name in owners]
         if twice:
             raise CorruptError(
-                f"both {found[twice[0]]} and {path} have {shown(twice)}",
+                f"both {owners[twice[0]]} and {path} have {shown(twice)}",
                 where=url,
                 hint="files of two models are mixed: remove those that do not belong here, or open one file by its own URL",
             )
-        found |= dict.fromkeys(header.tensors, path)
-    return found
+        owners |= dict.fromkeys(header.tensors, path)
+    return owners
 
 
 class _Part(NamedTuple):
     file: int
     offset: tuple[int, ...]
-    stored: Stored
+    stored: TensorSpan
 
 
-class _Tensors:
+class _TensorSpans:
     """Entries of all tensors, and their places."""
 
-    def __init__(self, url: str, files: Sequence[ForeignFile], headers: Sequence[Header]) -> None:
+    def __init__(self, url: str, files: Sequence[ExternalFile], headers: Sequence[FileHeader]) -> None:
         self._files = files
         self._places: dict[str, list[tuple[int, int]]] = {}
         boxes = [_saved_offsets(header, f"{url.rstrip('/')}/{file.path}") for header, file in zip(headers, files, strict=True)]
@@ -105,7 +105,7 @@ class _Tensors:
             for name, stored in header.tensors.items():
                 offset = boxes[row].get(name, (0,) * len(stored.shape))
                 parts.setdefault(name, []).append(_Part(row, offset, stored))
-        self.entries = [self._entry(name, held, url) for name, held in parts.items()]
+        self.entries = [self._entry(name, own, url) for name, own in parts.items()]
 
     def _entry(self, name: str, parts: Sequence[_Part], url: str) -> TensorEntry:
         kind = parts[0].stored.dtype
@@ -117,32 +117,32 @@ class _Tensors:
             self._places[name] = [(part.file, part.stored.offset)]
             return TensorEntry(name=name, dtype=kind, shape=part.stored.shape, grid=whole(part.stored.shape, part.file))
         shape = tuple(max(p.offset[d] + p.stored.shape[d] for p in parts) for d in range(ndim))
-        held = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
-        grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in held], [p.file for p in held], url)
-        self._places[name] = [(held[i].file, held[i].stored.offset) for i in order]
+        filled = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
+        grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in filled], [p.file for p in filled], url)
+        self._places[name] = [(filled[i].file, filled[i].stored.offset) for i in order]
         return TensorEntry(name=name, dtype=kind, shape=shape, grid=grid)
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
-        found = []
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
+        extents = []
         for entry, number in wanted:
             file, offset = self._places[entry.name][number]
             length = entry.nbytes if entry.grid.single else entry.grid.box(number).numel * entry.dtype.itemsize
-            found.append(Extent(self._files[file].path, offset, length, None))
-        return found
+            extents.append(Extent(self._files[file].path, offset, length, None))
+        return extents
 
 
-def _saved_offsets(header: Header, where: str) -> Mapping[str, tuple[int, ...]]:
+def _saved_offsets(header: FileHeader, where: str) -> Mapping[str, tuple[int, ...]]:
     """The boxes that a file of ``torch.distributed.checkpoint`` has; empty for all other files."""
     text = header.metadata.get(SHARDING)
     if text is None:
         return {}
     try:
-        found = {name: tuple(said["saved_offsets"]) for name, said in json.loads(text).items()}
+        by_name = {name: tuple(fields["saved_offsets"]) for name, fields in json.loads(text).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again") from err
-    if not all(type(n) is int and 0 <= n < 1 << 62 for offsets in found.values() for n in offsets):
+    if not all(type(n) is int and 0 <= n < 1 << 62 for offsets in by_name.values() for n in offsets):
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again")
-    return found
+    return by_name
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_safetensors)

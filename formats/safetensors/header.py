@@ -23,7 +23,7 @@ FIRST = 32 << 10
 """Bytes that are read first: most headers are shorter."""
 
 
-class Stored(NamedTuple):
+class TensorSpan(NamedTuple):
     """One tensor of a file: ``offset`` in bytes from the start of the file."""
 
     dtype: DType
@@ -36,14 +36,14 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
+class FileHeader(NamedTuple):
     """All tensors of a file by name, and what its ``__metadata__`` says."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorSpan]
     metadata: Mapping[str, str]
 
 
-def read_header(backend: Backend, path: str, size: int) -> Header:
+def read_header(backend: Backend, path: str, size: int) -> FileHeader:
     """Read and check the header of a file of ``size`` bytes.
 
     Raises:
@@ -57,42 +57,42 @@ def read_header(backend: Backend, path: str, size: int) -> Header:
         _damaged(where, f"a header of {length:,} bytes in a file of {size:,}")
     if 8 + length > len(data):
         data += backend.read(path, len(data), 8 + length - len(data))
-    found = _json(data[8 : 8 + length], where)
-    metadata = found.pop("__metadata__", None) or {}
+    content = _json(data[8 : 8 + length], where)
+    metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         _damaged(where, "metadata that are no texts")
-    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in found.items()}
+    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in content.items()}
     _check_cover(tensors, 8 + length, size, where)
-    return Header(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
+    return FileHeader(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        by_name = dict(pairs)
+        if len(by_name) != len(pairs):
             _damaged(where, f"the same name twice in its header: {_twice([k for k, _ in pairs])!r}")
-        return found
+        return by_name
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=once)
+        by_name = json.loads(data.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as err:
         _damaged(where, f"a header that is not JSON ({err})", err)
-    if not isinstance(found, dict):
+    if not isinstance(by_name, dict):
         _damaged(where, "a header that is no object")
-    return found
+    return by_name
 
 
 def _twice(names: list[str]) -> str:
     return next(name for name, times in Counter(names).items() if times > 1)
 
 
-def _stored(name: str, entry: Any, base: int, where: str) -> Stored:
+def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:
     try:
         spelled, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, stop))
+        counts = all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as err:
         _damaged(where, f"a malformed entry for {name!r}", err)
-    if not whole or not isinstance(shape, list) or not isinstance(spelled, str) or not name or len(name) > 4096 or "\0" in name:
+    if not counts or not isinstance(shape, list) or not isinstance(spelled, str) or not name or len(name) > 4096 or "\0" in name:
         _damaged(where, f"a malformed entry for {name[:80]!r}")
     kind = FROM_SAFETENSORS.get(spelled)
     if kind is None:
@@ -100,10 +100,10 @@ def _stored(name: str, entry: Any, base: int, where: str) -> Stored:
         raise FormatError(f"tensor {name} has the unknown dtype {spelled!r}", where=where, hint=f"known dtypes: {known}")
     if spelled == "F4":
         shape = _packed(name, shape, where)
-    found = Stored(kind, tuple(shape), base + start)
-    if found.length != stop - start:
-        _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {found.length:,}")
-    return found
+    span = TensorSpan(kind, tuple(shape), base + start)
+    if span.length != stop - start:
+        _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {span.length:,}")
+    return span
 
 
 def _packed(name: str, shape: list[int], where: str) -> list[int]:
@@ -113,7 +113,7 @@ def _packed(name: str, shape: list[int], where: str) -> list[int]:
     return [*shape[:-1], shape[-1] // 2]
 
 
-def _check_cover(tensors: Mapping[str, Stored], base: int, size: int, where: str) -> None:
+def _check_cover(tensors: Mapping[str, TensorSpan], base: int, size: int, where: str) -> None:
     """Every byte after the header belongs to one tensor."""
     end, last = base, "the header"
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].length)):

@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.machine import MAX_PICKLE, load_pickle
-from ckpt.formats.pickles.values import StoredStorage, Values
-from ckpt.formats.ranges import Range, read_ranges
+from ckpt.formats.external.ranges import Range, read_ranges
+from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.stored import StoredStorage
+from ckpt.formats.pickles.values import PickleValues
 
-from .directory import Record, data_offset, header_length, names_below, read_directory
-from .window import Window
+from .directory import ZipRecord, data_offset, header_length, names_below, read_directory
+from .window import FileRange
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -36,7 +37,7 @@ class Archive:
         FormatError: an archive of something else than ``torch.save``, or in a form that is not read.
     """
 
-    def __init__(self, backend: Backend, window: Window) -> None:
+    def __init__(self, backend: Backend, window: FileRange) -> None:
         self._backend = backend
         self._window = window
         self.where = window.where
@@ -53,12 +54,12 @@ class Archive:
             raise FormatError("the numbers are not little-endian", where=self.where, hint=RESAVE)
 
     @cached_property
-    def values(self) -> Values:
+    def values(self) -> PickleValues:
         """Gives meaning to the stand-ins of ``load``."""
-        return Values(self.where)
+        return PickleValues(self.where)
 
     @property
-    def records(self) -> Collection[Record]:
+    def records(self) -> Collection[ZipRecord]:
         """What the directory lists; positions count from the start of the archive."""
         return self._records.values()
 
@@ -82,8 +83,8 @@ class Archive:
             header = self._window.read(record.header, header_length(record))
             data = self._window.read(data_offset(record, header, self.where), record.size)
             if record.crc and zlib.crc32(data) != record.crc:
-                told = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
-                raise CorruptError(told, where=self.where, hint="get the file again")
+                message = f"the record {name!r} is damaged: its CRC-32 is {zlib.crc32(data):08x}, should be {record.crc:08x}"
+                raise CorruptError(message, where=self.where, hint="get the file again")
             return data
 
         return self._window.checked(read)
@@ -98,16 +99,16 @@ class Archive:
         self._starts |= self._located(wanted)
         return [self._starts[s.key] for s in storages]
 
-    def _located(self, wanted: dict[str, Record]) -> dict[str, int]:
+    def _located(self, wanted: dict[str, ZipRecord]) -> dict[str, int]:
         window = self._window
         if len(wanted) == 1:
             headers = [window.read(r.header, header_length(r)) for r in wanted.values()]
         else:
             headers = read_ranges(self._backend, [Range(window.path, window.start + r.header, header_length(r)) for r in wanted.values()])
-        found = zip(wanted.items(), headers, strict=True)
-        return {key: window.start + data_offset(record, header, self.where) for (key, record), header in found}
+        located = zip(wanted.items(), headers, strict=True)
+        return {key: window.start + data_offset(record, header, self.where) for (key, record), header in located}
 
-    def _record(self, storage: StoredStorage) -> Record:
+    def _record(self, storage: StoredStorage) -> ZipRecord:
         record = self._records.get(f"data/{storage.key}")
         if record is None or record.size < storage.nbytes:
             has = "no record" if record is None else f"a record of {record.size:,} bytes"
@@ -145,7 +146,7 @@ def open_archive(backend: Backend, path: str) -> Archive:
         raise FormatError("a file of the format that torch before 1.6 wrote: one pickle after another", where=where, hint=RESAVE)
     if not head.startswith(MAGIC):
         raise FormatError("no archive of `torch.save`", where=where, hint="check what wrote the file")
-    return Archive(backend, Window(backend, path, 0, size))
+    return Archive(backend, FileRange(backend, path, 0, size))
 
 
 def is_legacy(head: bytes) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.foreign import ForeignCatalog, ForeignFile
-from ckpt.formats.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
+from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
+from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.values import StoredPart, StoredView
+from ckpt.formats.pickles.stored import StoredPart, StoredView
 from ckpt.formats.protocol import Format
-from ckpt.formats.single import candidates
 
 from .archive import MAGIC, Archive, is_legacy, open_archive
 from .table import TensorTable
@@ -39,7 +39,7 @@ def is_torch_file(backend: Backend, path: str) -> bool:
     return head.startswith(MAGIC) or is_legacy(head)
 
 
-def open_torch(backend: Backend) -> ForeignCatalog:
+def open_torch(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found.
 
     Raises:
@@ -55,13 +55,13 @@ def open_torch(backend: Backend) -> ForeignCatalog:
     return _open_file(backend, path)
 
 
-def _open_file(backend: Backend, path: str) -> ForeignCatalog:
+def _open_file(backend: Backend, path: str) -> ExternalCatalog:
     archive = open_archive(backend, path)
-    files = [ForeignFile(path, backend.size(path))]
+    files = [ExternalFile(path, backend.size(path))]
     table = TensorTable([archive], files)
     maker = node_maker(table, 0)
     state = maker.root(archive.load())
-    return ForeignCatalog(
+    return ExternalCatalog(
         backend=backend,
         format=FORMAT_NAME,
         tensors=table.entries.values(),
@@ -77,11 +77,11 @@ def node_maker(table: TensorTable, file: int) -> NodeMaker:
     """Makes the nodes of an archive's object graph; puts its tensors into the table."""
     archive = table.archives[file]
 
-    def place(found: StoredView | StoredPart, path: str) -> Any:
-        if isinstance(found, StoredPart):
+    def place(value: StoredView | StoredPart, path: str) -> Any:
+        if isinstance(value, StoredPart):
             _refuse_part(archive, path)
         else:
-            table.add(path, file, found)
+            table.add(path, file, value)
         return {"$tensor": path}
 
     return NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
@@ -95,17 +95,17 @@ def _refuse_part(archive: Archive, path: str) -> None:
     )
 
 
-def _open_shards(backend: Backend, index: str) -> ForeignCatalog:
+def _open_shards(backend: Backend, index: str) -> ExternalCatalog:
     weights = read_index(backend, index)
     paths = sorted(set(weights.values()))
-    files = [ForeignFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     table = TensorTable([open_archive(backend, path) for path in paths], files)
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for number, path in enumerate(paths):
         node_maker(table, number).root(table.archives[number].load())
-        found |= {name: path for name in table.entries if name not in found}
-    check_index(weights, found, f"{backend.url.rstrip('/')}/{index}")
-    return ForeignCatalog(
+        owners |= {name: path for name in table.entries if name not in owners}
+    check_index(weights, owners, f"{backend.url.rstrip('/')}/{index}")
+    return ExternalCatalog(
         backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate, storages=table.storages
     )
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 
-from .window import Window
+from .window import FileRange
 
 MAX_DIRECTORY = 256 << 20
 """Bytes of a directory: that of some three million records."""
@@ -29,7 +29,7 @@ _MAX_COMMENT = 0xFFFF
 _FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One record: where its local header is, how many bytes of data it has, and where these must have ended; and their CRC-32, or 0 if
     the archive does not say (``torch.serialization.set_crc32_options(False)``)."""
 
@@ -40,7 +40,7 @@ class Record(NamedTuple):
     crc: int
 
 
-def read_directory(window: Window) -> dict[str, Record]:
+def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     """Read and check the central directory: all records by name. Positions count from the start of the window.
 
     Raises:
@@ -63,7 +63,7 @@ def read_directory(window: Window) -> dict[str, Record]:
     return _records(window, data, count, offset)
 
 
-def _extent(window: Window, tail: bytes, at: int) -> tuple[int, int, int, int]:
+def _extent(window: FileRange, tail: bytes, at: int) -> tuple[int, int, int, int]:
     """Number of records, size and position of the directory, and where it must have ended."""
     _, disk, disk_of, here, count, size, offset, _ = _END.unpack_from(tail)
     if count != _FULL16 and _FULL not in (size, offset):
@@ -81,13 +81,13 @@ def _extent(window: Window, tail: bytes, at: int) -> tuple[int, int, int, int]:
     return count, size, offset, end_at
 
 
-def _whole(window: Window, disk: int, disk_of: int, here: int, count: int) -> None:
+def _whole(window: FileRange, disk: int, disk_of: int, here: int, count: int) -> None:
     if disk or disk_of or here != count:
         raise FormatError("the archive is one of several parts", where=window.where, hint="`torch.save` writes whole archives")
 
 
-def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Record]:
-    found: list[Record] = []
+def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, ZipRecord]:
+    records: list[ZipRecord] = []
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
@@ -102,12 +102,12 @@ def _records(window: Window, data: bytes, count: int, end: int) -> dict[str, Rec
         if method or flags & 0x41 or size != packed:
             how = "encrypted" if flags & 0x41 else "compressed"
             raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
-        found.append(Record(name, header, size, 0, crc))
+        records.append(ZipRecord(name, header, size, 0, crc))
         at = stop
-    return _checked(window, found, end)
+    return _checked(window, records, end)
 
 
-def _name(window: Window, raw: bytes) -> str:
+def _name(window: FileRange, raw: bytes) -> str:
     try:
         name = raw.decode()
     except UnicodeDecodeError:
@@ -117,7 +117,7 @@ def _name(window: Window, raw: bytes) -> str:
     return name
 
 
-def _long_sizes(window: Window, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+def _long_sizes(window: FileRange, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
     """The zip64 extra field has those numbers, in this order, that do not fit 32 bits."""
     if _FULL not in (size, packed, header):
         return size, packed, header
@@ -126,20 +126,20 @@ def _long_sizes(window: Window, extra: bytes, size: int, packed: int, header: in
         kind, length = struct.unpack_from("<2H", extra, at)
         if kind == 1:
             numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra[: at + 4 + length], at + 4))
-            found = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
-            size, packed, header = found
+            sizes = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
+            size, packed, header = sizes
         at += 4 + length
     if min(size, packed, header) < 0 or _FULL in (size, packed, header):
         _damaged(window, "a record whose size is not said")
     return size, packed, header
 
 
-def _checked(window: Window, found: list[Record], end: int) -> dict[str, Record]:
+def _checked(window: FileRange, listed: list[ZipRecord], end: int) -> dict[str, ZipRecord]:
     """Each record has to end before the next one, or the directory at ``end``, begins."""
-    found.sort(key=lambda r: r.header)
-    limits = [*(after.header for _, after in pairwise(found)), end]
-    records: dict[str, Record] = {}
-    for record, limit in zip(found, limits, strict=True):
+    listed.sort(key=lambda r: r.header)
+    limits = [*(after.header for _, after in pairwise(listed)), end]
+    records: dict[str, ZipRecord] = {}
+    for record, limit in zip(listed, limits, strict=True):
         if record.name in records:
             _damaged(window, f"two records called {record.name!r}")
         if record.header + LOCAL_SIZE + len(record.name.encode()) + record.size > limit:
@@ -148,12 +148,12 @@ def _checked(window: Window, found: list[Record], end: int) -> dict[str, Record]
     return records
 
 
-def header_length(record: Record) -> int:
+def header_length(record: ZipRecord) -> int:
     """Bytes to read for :func:`data_offset`: the local header and its name; what follows the name need not be read."""
     return LOCAL_SIZE + len(record.name.encode())
 
 
-def data_offset(record: Record, header: bytes, where: str) -> int:
+def data_offset(record: ZipRecord, header: bytes, where: str) -> int:
     """Where the data of a record begins, by its local header.
 
     Raises:
@@ -169,7 +169,7 @@ def data_offset(record: Record, header: bytes, where: str) -> int:
     return start
 
 
-def _ends(record: Record, start: int, *, described: bool) -> bool:
+def _ends(record: ZipRecord, start: int, *, described: bool) -> bool:
     """Whether data from ``start`` on end where what comes next begins. Nothing but this shows a wrong length of what stands before them.
 
     A local header may say that sizes follow the data: 16 bytes, or 24 where they are long.
@@ -182,7 +182,7 @@ def _ends(record: Record, start: int, *, described: bool) -> bool:
     return gap == _DESCRIPTOR or (gap == _DESCRIPTOR64 and max(record.size, record.header) >= _FULL)
 
 
-def _damaged(window: Window, what: str) -> NoReturn:
+def _damaged(window: FileRange, what: str) -> NoReturn:
     raise CorruptError(f"the archive has {what}", where=window.where, hint="the file is damaged or was cut off: get it again")
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignFile, Replica, Wanted, grid_of, whole
-from ckpt.formats.pickles.values import StoredStorage, StoredView
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
+from ckpt.formats.pickles.stored import StoredStorage, StoredView
 from ckpt.geometry import Box, row_major_strides
 
 from .archive import Archive
@@ -31,7 +31,7 @@ MAX_SPREAD = 1 << 20
 """Bytes that an expanded tensor, which has the same stored elements many times, may have beyond its storage."""
 
 
-class Block(NamedTuple):
+class StorageBlock(NamedTuple):
     """Contiguous bytes of a storage: ``offset`` and ``length`` in bytes, ``file`` the number of its archive."""
 
     file: int
@@ -74,14 +74,14 @@ class TensorTable:
     """
 
     archives: Sequence[Archive]
-    files: Sequence[ForeignFile]
+    files: Sequence[ExternalFile]
     rows: Sequence[int] = ()
     entries: dict[str, TensorEntry] = field(default_factory=dict)
-    _blocks: dict[str, list[Block]] = field(default_factory=dict)
+    _blocks: dict[str, list[StorageBlock]] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _known: dict[tuple[int, StoredView], str] = field(default_factory=dict)
     _rows_used: int = 0
-    _copies: list[tuple[str, Box, Block]] = field(default_factory=list)
+    _copies: list[tuple[str, Box, StorageBlock]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = self.rows or range(len(self.archives))
@@ -149,7 +149,7 @@ class TensorTable:
         self._rows_used += len(rows)
         return rows if self._rows_used <= MAX_ROWS_OF_ALL else None
 
-    def add_placed(self, name: str, kind: str, shape: tuple[int, ...], grid: Grid, blocks: Sequence[Block]) -> None:
+    def add_placed(self, name: str, kind: str, shape: tuple[int, ...], grid: Grid, blocks: Sequence[StorageBlock]) -> None:
         """A tensor of which it is known where each chunk of ``grid`` lies.
 
         Raises:
@@ -168,26 +168,28 @@ class TensorTable:
         """A further copy of a box of the tensor ``name``; see :meth:`replicas`."""
         for row in () if view.lazy else self._rows(view) or ():
             box = Box(tuple(a + b for a, b in zip(offset, row.offset, strict=True)), row.shape)
-            self._copies.append((name, box, Block(file, view.storage, row.start * view.itemsize, math.prod(row.shape) * view.itemsize)))
+            self._copies.append(
+                (name, box, StorageBlock(file, view.storage, row.start * view.itemsize, math.prod(row.shape) * view.itemsize))
+            )
 
     def replicas(self) -> list[Replica]:
         """All copies of boxes that are stored more than once, besides those that are read; without those that are not stored row by row,
         or whose elements have more than 8 bytes."""
         known = [c for c in self._copies if c[0] not in self._problems and self.entries[c[0]].dtype.itemsize <= 8]
-        found = self._extents([block for _, _, block in known])
-        return [Replica(name, box, extent) for (name, box, _), extent in zip(known, found, strict=True)]
+        extents = self._extents([block for _, _, block in known])
+        return [Replica(name, box, extent) for (name, box, _), extent in zip(known, extents, strict=True)]
 
     def storages(self) -> list[Extent]:
         """Storages with a checksum that tensors are only parts of."""
-        blocks = [b for found in self._blocks.values() for b in found if b.length]
+        blocks = [b for stored in self._blocks.values() for b in stored if b.length]
         parts = {(b.file, b.storage.key): b for b in blocks if self.archives[b.file].crc32(b.storage, b.offset, b.length) is None}
-        whole = [Block(b.file, b.storage, 0, self.archives[b.file].record_size(b.storage)) for b in parts.values()]
-        return [extent for extent in self._extents(whole) if extent.crc32 is not None]
+        whole_storages = [StorageBlock(b.file, b.storage, 0, self.archives[b.file].record_size(b.storage)) for b in parts.values()]
+        return [extent for extent in self._extents(whole_storages) if extent.crc32 is not None]
 
     def _put(
         self, name: str, kind: str, shape: tuple[int, ...], rows: Sequence[tuple[Row, int, StoredStorage, int]], rank: int | None
     ) -> None:
-        blocks = [Block(file, s, row.start * size, math.prod(row.shape) * size) for row, file, s, size in rows]
+        blocks = [StorageBlock(file, s, row.start * size, math.prod(row.shape) * size) for row, file, s, size in rows]
         if len(rows) == 1 and rows[0][0].shape == shape:
             grid = whole(shape, self.rows[rows[0][1]])
         else:
@@ -203,25 +205,25 @@ class TensorTable:
                 f"two tensors have the name {name!r}", where=self.archives[file].where, hint="keys such as 1 and '1' make the same name"
             )
 
-    def locate(self, wanted: Wanted) -> list[Extent]:
+    def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks. Reads local headers of records, many at once."""
         return self._extents([self._block(entry, number) for entry, number in wanted])
 
-    def _extents(self, blocks: Sequence[Block]) -> list[Extent]:
+    def _extents(self, blocks: Sequence[StorageBlock]) -> list[Extent]:
         starts: dict[tuple[int, str], int] = {}
         for file, members in _by_file(blocks).items():
             storages = [b.storage for b in members]
             starts |= {(file, s.key): at for s, at in zip(storages, self.archives[file].starts(storages), strict=True)}
         return [self._extent(b, starts[b.file, b.storage.key] if b.length else 0) for b in blocks]
 
-    def _extent(self, block: Block, start: int) -> Extent:
+    def _extent(self, block: StorageBlock, start: int) -> Extent:
         path = self.files[self.rows[block.file]].path
         if not block.length:
             return Extent(path, 0, 0, None)
         crc = self.archives[block.file].crc32(block.storage, block.offset, block.length)
         return Extent(path, start + block.offset, block.length, None, crc32=crc)
 
-    def _block(self, entry: TensorEntry, number: int) -> Block:
+    def _block(self, entry: TensorEntry, number: int) -> StorageBlock:
         name = entry.alias or entry.name
         if name in self._problems:
             hint = "load it with torch, and save tensor.contiguous() (tensor.resolve_conj(), tensor.resolve_neg())"
@@ -229,9 +231,9 @@ class TensorTable:
         return self._blocks[name][number]
 
 
-def _by_file(blocks: Sequence[Block]) -> Mapping[int, list[Block]]:
-    found: dict[int, list[Block]] = {}
+def _by_file(blocks: Sequence[StorageBlock]) -> Mapping[int, list[StorageBlock]]:
+    by_file: dict[int, list[StorageBlock]] = {}
     for block in blocks:
         if block.length:
-            found.setdefault(block.file, []).append(block)
-    return found
+            by_file.setdefault(block.file, []).append(block)
+    return by_file

@@ -18,7 +18,7 @@ TAIL = 16 << 10
 """Bytes at the end of an archive that are read first: they hold the directory of some 150 records."""
 
 
-class Window:
+class FileRange:
     """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``hold``.
 
     ``tail`` is how many bytes at the end are read at once.
@@ -30,7 +30,7 @@ class Window:
         self.start = start
         self.size = size
         self.tail = tail
-        self._held: list[tuple[int, bytes]] = []
+        self._ahead: list[tuple[int, bytes]] = []
 
     @property
     def where(self) -> str:
@@ -40,7 +40,7 @@ class Window:
 
     def hold(self, parts: Iterable[tuple[int, bytes]]) -> None:
         """Keep bytes at hand: position and bytes of each part."""
-        self._held += parts
+        self._ahead += parts
 
     def checked(self, read: Callable[[], T]) -> T:
         """What ``read`` gives, which reads this window and raises CorruptError if its bytes do not fit; called again if it does."""
@@ -49,7 +49,7 @@ class Window:
             try:
                 return read()
             except CorruptError:
-                self._held.clear()  # what was read ahead may be what does not fit
+                self._ahead.clear()  # what was read ahead may be what does not fit
                 raise
 
         return read_checked(self._backend, self.path, again, offset=self.start, length=self.size)
@@ -64,7 +64,7 @@ class Window:
             raise CorruptError(
                 f"bytes {offset:,} to {offset + length:,} were wanted of {self.size:,}", where=self.where, hint="the file was cut off"
             )
-        for start, data in self._held:
+        for start, data in self._ahead:
             if start <= offset and offset + length <= start + len(data):
                 return data[offset - start : offset - start + length]
         return self._backend.read(self.path, self.start + offset, length)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from tests.cli.checkpoints import write_checkpoint
 
@@ -26,7 +26,7 @@ def run(*arguments: str) -> Any:
 
 
 def test_ranks_of_megatron(tmp_path: Path) -> None:
-    words = ["convert", "--to", "megatron", "--names", "llama", "--spelling", "megatron", "--tp", "2", "--pp", "2"]
+    words = ["convert", "--to", "megatron", "--names", "llama", "--convention", "megatron", "--tp", "2", "--pp", "2"]
     found = run(*words, "--dry-run", str(HF / "llama"), str(tmp_path / "m"))
     assert found.exit_code == 0, found.output
     listed = [line.strip() for line in found.stdout.splitlines()[1:]]
@@ -41,8 +41,8 @@ def test_ranks_of_megatron(tmp_path: Path) -> None:
 
 def test_numbers_of_the_model(tmp_path: Path) -> None:
     """What lacks is said at once, by the words of a configuration; what follows from it is not asked for; typing errors are found."""
-    back = ["convert", "--to", "hf", "--names", "llama", "--spelling", "huggingface"]
-    made = run("convert", "--to", "torch_dist", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), str(tmp_path / "m"))
+    back = ["convert", "--to", "hf", "--names", "llama", "--convention", "huggingface"]
+    made = run("convert", "--to", "torch_dist", "--names", "llama", "--convention", "megatron", str(HF / "llama"), str(tmp_path / "m"))
     assert made.exit_code == 0, made.output
     found = run(*back, str(tmp_path / "m"), str(tmp_path / "b"))
     assert found.exit_code == 2 and "tells: head_size, heads, query_groups, vocabulary" in found.stderr
@@ -63,10 +63,10 @@ def test_numbers_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["--spelling", "huggingface", "llama"], "--spelling megatron for the other way"),
-        (["--spelling", "megatrn", "llama"], "huggingface or megatron"),
-        (["--spelling", "megatron", "."], "such as"),
-        (["--spelling", "megatron", "llama/config.json"], "name the directory"),
+        (["--convention", "huggingface", "llama"], "--convention megatron for the other way"),
+        (["--convention", "megatrn", "llama"], "huggingface or megatron"),
+        (["--convention", "megatron", "."], "such as"),
+        (["--convention", "megatron", "llama/config.json"], "name the directory"),
     ],
 )
 def test_what_to_do_after_a_mistake(tmp_path: Path, words: list[str], hint: str) -> None:
@@ -82,7 +82,7 @@ def test_a_data_file_of_dcp_is_not_damaged() -> None:
 
 def test_what_an_export_lacks(tmp_path: Path) -> None:
     megatron = str(tmp_path / "m")
-    assert run("convert", "--to", "torch_dist", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), megatron).exit_code == 0
+    assert run("convert", "--to", "torch_dist", "--names", "llama", "--convention", "megatron", str(HF / "llama"), megatron).exit_code == 0
     found = run("convert", "--to", "hf", megatron, str(tmp_path / "named"))
     assert "names are still those of Megatron" in found.stderr and "no config.json" in found.stderr
     found = run("convert", "--to", "hf", str(HF / "llama"), str(tmp_path / "whole"))
@@ -113,11 +113,11 @@ def test_what_it_says(tmp_path: Path, step: str) -> None:
 
 def test_a_translation(tmp_path: Path) -> None:
     made = str(tmp_path / "made")
-    found = run("convert", "--to", "native", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), made, "--json")
+    found = run("convert", "--to", "native", "--names", "llama", "--convention", "megatron", str(HF / "llama"), made, "--json")
     assert found.exit_code == 0, found.output
     names = {t["name"] for t in json.loads(run("inspect", "--json", made).stdout)["tensors"]}
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in names
-    found = run("import", "--names", "llama", "--spelling", "megatron", str(HF / "llama"), str(tmp_path / "virtual"))
+    found = run("import", "--names", "llama", "--convention", "megatron", str(HF / "llama"), str(tmp_path / "virtual"))
     assert found.exit_code == 0, found.output
     assert {t["name"] for t in json.loads(run("inspect", "--json", str(tmp_path / "virtual")).stdout)["tensors"]} == names
 

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters import comparing
-from ckpt.converters.comparing import Tolerance, compare
-from ckpt.converters.elements import numbers
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import translated
+from ckpt.converters.compare import comparison
+from ckpt.converters.compare.comparison import Tolerance, compare
+from ckpt.converters.compare.elements import numbers
+from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.geometry import Box
@@ -228,7 +228,7 @@ def test_windows_find_what_torch_finds(
     one = saved(path / "one", {"w": left, "t": right.T.contiguous() if len(shape) == 2 else right})
     two = saved(path / "two", {"w": right, "t": right.T.contiguous() if len(shape) == 2 else right}, codec=codec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparing, "WINDOW", window)
+        patch.setattr(comparison, "WINDOW", window)
         report = compare(one, two)
     apart = (left - right).abs()
     if not apart.any():
@@ -239,10 +239,10 @@ def test_windows_find_what_torch_finds(
     assert (found.name, found.elements, found.max_abs, found.first) == ("w", int((apart > 0).sum()), apart.max().item(), first)
 
 
-def test_other_spellings(tmp_path: Path) -> None:
+def test_other_naming_conventions(tmp_path: Path) -> None:
     """Hugging Face weights and the same in Megatron's names and layouts are equal, and one changed element is found."""
     source = str(FIXTURES / "hf/llama")
-    views = translated(source, "llama", "megatron", {})
+    views = translated_views(source, "llama", "megatron", {})
     import_checkpoint(source, str(tmp_path / "m"), views=views)
     report = compare(source, str(tmp_path / "m"), views=views, values=False)
     assert report.same and report.tensors > 10
@@ -268,7 +268,7 @@ def test_memory_is_bounded(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_elements_of_a_box_of_nothing() -> None:
-    found = comparing.differing(np.zeros(0, "<u4"), np.zeros(0, "<u4"), (DTYPES["float32"],) * 2, Tolerance(glob="*"), Box((0,), (0,)))
+    found = comparison.differing(np.zeros(0, "<u4"), np.zeros(0, "<u4"), (DTYPES["float32"],) * 2, Tolerance(glob="*"), Box((0,), (0,)))
     assert found.elements == 0
 
 
@@ -308,8 +308,8 @@ def test_neither_diff_nor_semantic_load_torch() -> None:
     path = str(FIXTURES / "deepspeed/zero1")
     code = f"""
 import sys
-from ckpt.converters.comparing import compare
-from ckpt.converters.semantic import check_semantic
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.compare.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
 assert "torch" not in sys.modules

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt import convert
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
@@ -104,7 +104,7 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
     url, made = str(tmp_path / "source"), str(tmp_path / "made")
     source(url)
     size = None if to == "torch" else 20_000
-    report = convert_checkpoint(url, made, to=to, shard_size=size, memory=32 << 20, verify=True)
+    report = convert(url, made, to=to, shard_size=size, memory=32 << 20, verify=True)
     assert report.finished and report.written_files == len(report.files) and (to == "torch" or len(report.files) > 1)
     assert not [p for p in tmp_path.rglob("*convert*") if p.name.startswith(("convert", "made.convert"))]
     expected = tensors()
@@ -131,15 +131,15 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
 @pytest.mark.parametrize("verified", [False, True])
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
-    from ckpt.converters import straight, streaming
+    from ckpt.converters.pipeline import file_stream, passthrough
 
-    monkeypatch.setattr(straight, "PIECE", 8192)
-    monkeypatch.setattr(straight, "JOB", 20_000)
+    monkeypatch.setattr(passthrough, "PIECE", 8192)
+    monkeypatch.setattr(passthrough, "JOB", 20_000)
     left: list[int] = []
-    monkeypatch.setattr(streaming.Stream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
+    monkeypatch.setattr(file_stream.FileStream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
     url, made = str(tmp_path / "source"), str(tmp_path / "made")
     source(url)
-    report = convert_checkpoint(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
+    report = convert(url, made, to=to, verify=verified, shard_size=None if to == "torch" else 100_000)
     assert report.read_bytes >= report.tensor_bytes and not left
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
     if to == "native":
@@ -150,7 +150,7 @@ def test_a_training_state_keeps_everything(tmp_path: Path) -> None:
     state, url = trained(), str(tmp_path / "source")
     ckpt.save(url, state)
     for to in ("native", "torch", "dcp"):
-        convert_checkpoint(url, str(tmp_path / to), to=to)
+        convert(url, str(tmp_path / to), to=to)
     again = trained()
     for value in again["optimizer"].state.values():
         value["exp_avg"].zero_()
@@ -185,7 +185,7 @@ def test_tensors_among_values(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD([{"params": [p], "lr": torch.tensor([0.25, 0.5][i])} for i, p in enumerate(model.parameters())])
     ckpt.save(str(tmp_path / "s"), {"model": model, "optimizer": optimizer})
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch", verify=True)
+    convert(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch", verify=True)
     for mmap in (False, True):
         groups = torch.load(tmp_path / "t.pt", weights_only=True, mmap=mmap)["optimizer"]["param_groups"]
         assert [raw(g["lr"]) for g in groups] == [raw(torch.tensor(0.25)), raw(torch.tensor(0.5))]
@@ -199,14 +199,14 @@ def test_tensors_among_values(tmp_path: Path) -> None:
 def test_weights_alone_cast_and_filtered(tmp_path: Path) -> None:
     state, url = trained(), str(tmp_path / "source")
     ckpt.save(url, state)
-    report = convert_checkpoint(url, str(tmp_path / "a.safetensors"), to="hf", dtype="bfloat16", exclude=["*.bias"])
+    report = convert(url, str(tmp_path / "a.safetensors"), to="hf", dtype="bfloat16", exclude=["*.bias"])
     expected = {n: t.bfloat16() for n, t in state["model"].state_dict().items() if not n.endswith("bias")}
     same(load_file(tmp_path / "a.safetensors"), expected)
     assert report.left_out and all(n.startswith(("optimizer", "rng")) or n.endswith("bias") for n in report.left_out)
-    convert_checkpoint(url, str(tmp_path / "n"), to="native", optimizer=False, only=["model.*"])
+    convert(url, str(tmp_path / "n"), to="native", optimizer=False, only=["model.*"])
     view = ckpt.open(str(tmp_path / "n"))
     assert {n.split(".")[0] for n in view} == {"model"} and set(view.state()) == {"model", "step", "rng", "t"}
-    convert_checkpoint(url, str(tmp_path / "c"), to="native", dtype="float16")
+    convert(url, str(tmp_path / "c"), to="native", dtype="float16")
     kinds = {n: t.dtype for n, t in ((t.name, t) for t in ckpt.open(str(tmp_path / "c")).tensors())}
     assert all(k == (torch.float16 if n.startswith("model") else torch.float32) for n, k in kinds.items() if not n.startswith("rng"))
 
@@ -217,18 +217,18 @@ def test_views_filling_and_padding(tmp_path: Path) -> None:
     held = {"v": torch.arange(10.0).reshape(5, 2), "q": torch.arange(12.0).reshape(4, 3), "k": torch.ones(2, 3)}
     ckpt.save(url, held, layout=layout)
     assert ckpt.open(url)["v"].shape == (3, 2)
-    convert_checkpoint(url, str(tmp_path / "n"), to="native")
+    convert(url, str(tmp_path / "n"), to="native")
     fresh = {n: torch.zeros_like(t) for n, t in held.items()}
     ckpt.load(str(tmp_path / "n"), fresh, layout=layout)
     same(fresh, held)
-    convert_checkpoint(url, str(tmp_path / "h"), to="hf")
+    convert(url, str(tmp_path / "h"), to="hf")
     assert raw(load_file(tmp_path / "h" / "model.safetensors")["v"]) == raw(held["v"][:3])
 
     def made(shapes: Any) -> dict[str, views.View]:
         q, k = (views.whole(n, shapes[n]) for n in "qk")
         return {"qk": views.padded(views.interleave([q, k], 0, 2), 0, 7), "qt": views.transpose(q, [1, 0])}
 
-    convert_checkpoint(url, str(tmp_path / "v.safetensors"), to="hf", views=made)
+    convert(url, str(tmp_path / "v.safetensors"), to="hf", views=made)
     q, k = held["q"], held["k"]
     fused = torch.cat([q[:2], k[:1], q[2:], k[1:], torch.zeros(1, 3)])
     same(load_file(tmp_path / "v.safetensors"), {"qk": fused, "qt": q.T})
@@ -237,7 +237,7 @@ def test_views_filling_and_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fsdp1_sharded_orig1", "fsdp2_ws2"])
 def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
     source = ckpt.open(str(FSDP / name))
-    convert_checkpoint(str(FSDP / name), str(tmp_path / "t.pt"), to="torch")
+    convert(str(FSDP / name), str(tmp_path / "t.pt"), to="torch")
     found = ckpt.open(str(tmp_path / "t.pt"))
     assert set(found) == set(source)
     for tensor in source.tensors():
@@ -245,14 +245,14 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters import streaming, windowed, windows
+    from ckpt.converters.pipeline import buffered, file_stream, windows
 
     monkeypatch.setattr(windows, "UNIT", 1000)
-    monkeypatch.setattr(windowed, "LEAST", 5000)
-    monkeypatch.setattr(streaming, "runs_of", lambda chosen, items: {})
-    monkeypatch.setattr("ckpt.converters.converting.SMALLEST", 1)
+    monkeypatch.setattr(buffered, "LEAST", 5000)
+    monkeypatch.setattr(file_stream, "runs_of", lambda chosen, items: {})
+    monkeypatch.setattr("ckpt.converters.convert.SMALLEST", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
+    convert(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
     same(dcp_load(str(tmp_path / "t"), {n: torch.zeros_like(t) for n, t in tensors().items()}), tensors())
 
 
@@ -260,7 +260,7 @@ def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.
 def test_storage_that_is_no_file_system(tmp_path: Path, to: str) -> None:
     url, made = str(tmp_path / "s"), f"memory://convert-{to}/made"
     ckpt.save(url, tensors())
-    convert_checkpoint(url, made, to=to, verify=True)
+    convert(url, made, to=to, verify=True)
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
 
 
@@ -269,7 +269,7 @@ def test_tensors_that_no_state_names(tmp_path: Path) -> None:
 
     url, arrays = str(tmp_path / "s"), {n: t.numpy() for n, t in tensors().items() if n in ("w0", "long", "scalar")}
     write_checkpoint(url, arrays, state={"step": 3})
-    convert_checkpoint(url, str(tmp_path / "t.pt"), to="torch")
+    convert(url, str(tmp_path / "t.pt"), to="torch")
     loaded = torch.load(tmp_path / "t.pt", weights_only=True)
     assert loaded.pop("step") == 3
     same(loaded, {n: torch.from_numpy(a) for n, a in arrays.items()})
@@ -282,21 +282,21 @@ def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     ckpt.save(str(tmp_path / "s"), {"model": model, "optimizer": optimizer})
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch")
+    convert(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch")
     for options in ({}, {"mmap": True}):
         found = torch.load(tmp_path / "t.pt", weights_only=True, **options)
         assert torch.equal(found["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
         assert torch.equal(found["model"]["weight"], model.weight) and found["optimizer"]["state"]["weight"]["step"] == 1
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "d"), to="dcp")
+    convert(str(tmp_path / "s"), str(tmp_path / "d"), to="dcp")
     assert ckpt.open(str(tmp_path / "d")).state()["optimizer"]["param_groups"][0]["lr"].read() == 0.25
 
 
 def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
-    from ckpt.converters.archives import Archive, Stand
+    from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 
-    stands = [Stand(0, dtype("uint8"), (5 << 30,)), Stand(1, dtype("float32"), (3,))]
-    archive = Archive({"large": stands[0], "after": stands[1]}, stands, base=0)
+    stands = [StorageStub(0, dtype("uint8"), (5 << 30,)), StorageStub(1, dtype("float32"), (3,))]
+    archive = ArchivePlan({"large": stands[0], "after": stands[1]}, stands, base=0)
     with open(tmp_path / "large.pt", "wb") as file:
         file.truncate(archive.size)
         for offset, data in archive.ends([7, 8]):
@@ -321,16 +321,16 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
     (made / "notes.txt").write_text("mine")
     for to in ("native", "hf", "dcp"):
         with pytest.raises(ConflictError, match=r"notes\.txt"):
-            convert_checkpoint(url, str(made), to=to)
+            convert(url, str(made), to=to)
     with pytest.raises(ConflictError, match="made"):
-        convert_checkpoint(url, str(made), to="torch")
+        convert(url, str(made), to="torch")
     assert [p.name for p in made.iterdir()] == ["notes.txt"]
     with pytest.raises(UsageError, match="cannot be replaced"):
-        convert_checkpoint(url, str(made), to="hf", overwrite=True)
+        convert(url, str(made), to="hf", overwrite=True)
     ckpt.save(str(tmp_path / "n"), {"w": torch.ones(3)})
     with pytest.raises(ConflictError, match="--overwrite"):
-        convert_checkpoint(url, str(tmp_path / "n"), to="native")
-    convert_checkpoint(url, str(tmp_path / "n"), to="native", overwrite=True)
+        convert(url, str(tmp_path / "n"), to="native")
+    convert(url, str(tmp_path / "n"), to="native", overwrite=True)
     same({t.name: t.read() for t in ckpt.open(str(tmp_path / "n")).tensors()}, tensors())
     assert len(list((tmp_path / "n" / "data").iterdir())) == 1
 
@@ -345,12 +345,12 @@ def test_a_damaged_source_leaves_nothing_to_open(tmp_path: Path, to: str) -> Non
     data[at] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptError, match="long"):
-        convert_checkpoint(url, made, to=to)
+        convert(url, made, to=to)
     with pytest.raises(ckpt.CkptError):
         ckpt.open(made)
     file.write_bytes(data[:-1])
     with pytest.raises(CorruptError):
-        convert_checkpoint(url, made, to=to)
+        convert(url, made, to=to)
 
 
 def test_options_that_cannot_be(tmp_path: Path) -> None:
@@ -368,18 +368,18 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         (UsageError, "one file", {"to": "torch", "shard_size": 5}),
     ):
         with pytest.raises(error, match=match):
-            convert_checkpoint(url, made, **options)  # type: ignore[arg-type]
+            convert(url, made, **options)  # type: ignore[arg-type]
     assert not Path(made).exists()
-    report = convert_checkpoint(url, made, to="native", dry_run=True)
+    report = convert(url, made, to="native", dry_run=True)
     assert (report.finished, report.written_files, report.tensor_bytes) == (False, 1, 40) and not Path(made).exists()
 
 
 KILLED = """
 import os, signal, sys
-import ckpt.converters.record as record
-from ckpt.converters.converting import convert_checkpoint
+from ckpt.converters.pipeline import journal
+from ckpt import convert
 
-done, left = record.Record.done, int(sys.argv[4])
+done, left = journal.ConversionJournal.done, int(sys.argv[4])
 
 def dies(self, number):
     global left
@@ -388,8 +388,8 @@ def dies(self, number):
     left -= 1
     done(self, number)
 
-record.Record.done = dies
-convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
+journal.ConversionJournal.done = dies
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
 """
 
 
@@ -403,30 +403,30 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
     with pytest.raises(NotCommittedError, match="convert"):
         ckpt.open(made)
     with pytest.raises(ConflictError, match="another conversion"):
-        convert_checkpoint(url, made, to=to, shard_size=20_001)
-    report = convert_checkpoint(url, made, to=to, shard_size=20_000)
+        convert(url, made, to=to, shard_size=20_001)
+    report = convert(url, made, to=to, shard_size=20_000)
     assert (len(report.files), report.written_files, report.finished) == (6, 3, True)
     assert report.read_bytes == 3 * 16_000
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, held)
     if to == "native":  # it may have been killed after all was done: the commit record says that it is this very conversion
-        again = convert_checkpoint(url, made, to=to, shard_size=20_000)
+        again = convert(url, made, to=to, shard_size=20_000)
         assert (again.id, again.written_files, again.finished) == (report.id, 0, True)
     with pytest.raises(ConflictError, match="already"):
-        convert_checkpoint(url, made, to=to, shard_size=20_001)
+        convert(url, made, to=to, shard_size=20_001)
 
 
 ENDING = """
 import os, signal, sys
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.record import Record
+from ckpt import convert
+from ckpt.converters.pipeline.journal import ConversionJournal
 
 left = int(sys.argv[4])
 def remove(record):
     for path in [record.path, *sorted(record.marks())][:left]:
         record.backend.delete(path)
     os.kill(os.getpid(), signal.SIGKILL)
-Record.remove = remove
-convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+ConversionJournal.remove = remove
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 """
 
 
@@ -437,7 +437,7 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
     ckpt.save(url, tensors())
     ended = subprocess.run([sys.executable, "-c", ENDING, url, made, to, str(gone)], check=False, timeout=100)
     assert ended.returncode == -signal.SIGKILL
-    report = convert_checkpoint(url, made, to=to)
+    report = convert(url, made, to=to)
     assert (report.written_files, report.finished) == (0, True)
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
     assert not list(tmp_path.glob("**/*convert*"))
@@ -446,10 +446,10 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
 FINISHING = """
 import os, signal, sys
 import ckpt.formats.native.writer as writer
-from ckpt.converters.converting import convert_checkpoint
+from ckpt import convert
 
 writer._publish = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
-convert_checkpoint(sys.argv[1], sys.argv[2], to="native")
+convert(sys.argv[1], sys.argv[2], to="native")
 """
 
 
@@ -460,8 +460,8 @@ def test_killed_while_finishing(tmp_path: Path) -> None:
     assert list(Path(made).glob("index-*/*")) and list(Path(made).glob("convert-*/finish"))
     with pytest.raises(NotCommittedError):
         ckpt.open(made)
-    assert not convert_checkpoint(url, made, to="native", part=(1, 2)).finished
-    report = convert_checkpoint(url, made, to="native")
+    assert not convert(url, made, to="native", part=(1, 2)).finished
+    report = convert(url, made, to="native")
     assert (report.finished, report.written_files) == (True, 0)
     assert verify(made).ok and not list(Path(made).glob("convert*"))
 
@@ -469,10 +469,10 @@ def test_killed_while_finishing(tmp_path: Path) -> None:
 def test_a_save_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(url, {f"w{i}": torch.full((4000,), float(i)) for i in range(2)})
-    convert_checkpoint(url, made, to="native", shard_size=20_000, part=(0, 2))
+    convert(url, made, to="native", shard_size=20_000, part=(0, 2))
     ckpt.save(made, {"mine": torch.ones(3)})
     with pytest.raises(ConflictError, match="by now"):
-        convert_checkpoint(url, made, to="native", shard_size=20_000, part=(1, 2))
+        convert(url, made, to="native", shard_size=20_000, part=(1, 2))
     assert set(ckpt.open(made)) == {"mine"}
 
 
@@ -505,28 +505,28 @@ def test_processes_divide_the_files(tmp_path: Path, to: str) -> None:
 def test_one_process_after_another(tmp_path: Path) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(url, {f"w{i}": torch.full((4000,), float(i)) for i in range(3)})
-    first = convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(1, 4))
+    first = convert(url, made, to="hf", shard_size=20_000, part=(1, 4))
     assert not first.finished and first.written_files == 1
-    assert not convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files
+    assert not convert(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files
     with pytest.raises(NotCommittedError):
         ckpt.open(made)
-    assert not convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(0, 4)).finished
-    assert convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(2, 4)).finished
-    assert convert_checkpoint(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files == 0
+    assert not convert(url, made, to="hf", shard_size=20_000, part=(0, 4)).finished
+    assert convert(url, made, to="hf", shard_size=20_000, part=(2, 4)).finished
+    assert convert(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files == 0
 
 
 PEAK = """
 import sys
-from ckpt.converters.converting import convert_checkpoint
-import ckpt.converters.windowed, ckpt.converters.to_torch
+from ckpt import convert
+import ckpt.converters.pipeline.buffered, ckpt.converters.targets.torch_file
 
 def resident(field):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))
 
-convert_checkpoint(sys.argv[1] + "/small", sys.argv[2] + "-small", to=sys.argv[3])
+convert(sys.argv[1] + "/small", sys.argv[2] + "-small", to=sys.argv[3])
 open("/proc/self/clear_refs", "w").write("5")
 before = resident("VmRSS")
-convert_checkpoint(sys.argv[1] + "/large", sys.argv[2], to=sys.argv[3], memory=64 << 20)
+convert(sys.argv[1] + "/large", sys.argv[2], to=sys.argv[3], memory=64 << 20)
 print((resident("VmHWM") - before) >> 10)
 """
 
@@ -564,7 +564,7 @@ MODELS = {
 @pytest.mark.parametrize("names", MODELS)
 def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from ckpt.converters.spelling import translated
+    from ckpt.converters.mapping.convention import translated_views
 
     kind, more, fused_name = MODELS[names]
     url, fused, back, copy = (str(tmp_path / n) for n in ("model", "fused", "back", "copy"))
@@ -572,12 +572,12 @@ def test_transformers_loads_what_was_converted(tmp_path: Path, names: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON, **more)).save_pretrained(url)
-        convert_checkpoint(url, fused, to="native", views=translated(url, names, "megatron", {}))
+        convert(url, fused, to="native", views=translated_views(url, names, "megatron", {}))
         assert any(fused_name in name for name in ckpt.open(fused))
         shutil.copy(f"{url}/config.json", f"{fused}/config.json")
-        convert_checkpoint(fused, back, to="hf", views=translated(fused, names, "huggingface", {}), shard_size=20_000)
+        convert(fused, back, to="hf", views=translated_views(fused, names, "huggingface", {}), shard_size=20_000)
         shutil.copy(f"{url}/config.json", f"{back}/config.json")
-        convert_checkpoint(url, copy, to="hf")
+        convert(url, copy, to="hf")
         models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (url, back, copy)]
     assert Path(copy, "config.json").read_bytes() == Path(url, "config.json").read_bytes()
     assert len(list(Path(back).glob("*.safetensors"))) > 2

@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.gathering import Planner
-from ckpt.converters.publishing import Begun, Destination
-from ckpt.converters.spelling import translated
+from ckpt import convert, export
+from ckpt.converters.export.plan import WritePlanner
+from ckpt.converters.export.transaction import Destination, ExportTransaction
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import open_backend, posix_shared
 from ckpt.io_backends.posix_shared import PosixSharedObject
@@ -160,7 +159,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, where: type, name: str, act: Callabl
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(("where", "name"), [(Begun, "publish"), (Destination, "is_marked")])
+@pytest.mark.parametrize(("where", "name"), [(ExportTransaction, "publish"), (Destination, "is_marked")])
 def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, other = str(tmp_path / "out"), {"weight": torch.arange(7)}
     if overwrite:
@@ -174,7 +173,7 @@ def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, mo
 
 
 def test_what_comes_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside(monkeypatch, Begun, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
+    inside(monkeypatch, ExportTransaction, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
     with pytest.raises(ConflictError, match=r"there already: config\.json"):
         export(str(tmp_path / "out"), model(), config={})
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"config.json": "mine"}
@@ -186,7 +185,7 @@ def test_who_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     export(str(out), model(), shard_size=1000, config={})
     with monkeypatch.context() as patch:
         patch.setattr(PosixSharedObject, "publish", lambda *given, **named: killed())
-        patch.setattr(Begun, "discard", lambda self: None)
+        patch.setattr(ExportTransaction, "discard", lambda self: None)
         with pytest.raises(KeyboardInterrupt):
             export(str(out), {"weight": torch.ones(3)}, overwrite=True)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -228,7 +227,7 @@ def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.Monk
         (UsageError, {"root": "nowhere"}),
         (UsageError, {"names": "nobody"}),
         (NamesError, {"only": "nothing.*"}),
-        (NamesError, {"names": "llama", "spelling": "megatron"}),
+        (NamesError, {"names": "llama", "convention": "megatron"}),
         (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
     ],
 )
@@ -249,18 +248,18 @@ def test_a_conversion_that_did_not_finish_is_left_alone(tmp_path: Path) -> None:
 def test_tensors_that_are_lost_on_the_way_are_missed(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "parts":
         monkeypatch.setattr(posix_shared, "COHERENT", frozenset())
-        moves = Planner.moves
-        monkeypatch.setattr(Planner, "moves", lambda self, f, segment: list(moves(self, f, segment))[:-1])
+        moves = WritePlanner.moves
+        monkeypatch.setattr(WritePlanner, "moves", lambda self, f, segment: list(moves(self, f, segment))[:-1])
     else:
-        pieces = Planner.direct_pieces
-        monkeypatch.setattr(Planner, "direct_pieces", lambda *args: list(pieces(*args))[:-1])
+        pieces = WritePlanner.direct_pieces
+        monkeypatch.setattr(WritePlanner, "direct_pieces", lambda *args: list(pieces(*args))[:-1])
     with pytest.raises(StorageError, match="bytes were planned, but all ranks together wrote 0"):
         export(str(tmp_path / "a.safetensors"), model())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
-    """Into Megatron's spelling, as ``ckpt convert`` writes it."""
+    """Into Megatron's names, as ``ckpt convert`` writes it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
@@ -268,13 +267,13 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
     llama = transformers.LlamaForCausalLM(config)
     llama.save_pretrained(tmp_path / "hf")
     numbers = {"padded_vocabulary": 64}
-    convert_checkpoint(
+    convert(
         str(tmp_path / "hf"),
         str(tmp_path / "converted.safetensors"),
         to="hf",
-        views=translated(str(tmp_path / "hf"), "llama", "megatron", numbers),
+        views=translated_views(str(tmp_path / "hf"), "llama", "megatron", numbers),
     )
     config_json = str(tmp_path / "hf" / "config.json")
-    export(str(tmp_path / "a.safetensors"), llama, names="llama", spelling="megatron", numbers=numbers, config=config_json)
+    export(str(tmp_path / "a.safetensors"), llama, names="llama", convention="megatron", numbers=numbers, config=config_json)
     assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()

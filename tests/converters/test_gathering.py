@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid, TensorEntry
-from ckpt.converters import gathering
-from ckpt.converters.choosing import Choice, choose_weights
-from ckpt.converters.gathering import Gathering, Planner, Way
-from ckpt.converters.live import LiveCatalog
-from ckpt.converters.target import Layout, OutFile
-from ckpt.converters.to_hf import plan
+from ckpt.converters.export import plan as export_plan
+from ckpt.converters.export.plan import Way, WritePlan, WritePlanner
+from ckpt.converters.export.state_catalog import StateCatalog
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions
+from ckpt.converters.select.selection import SelectOptions, choose_weights
+from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.plan import views
@@ -33,7 +33,7 @@ Numbers = dict[str, np.ndarray[Any, np.dtype[np.int64]]]
 
 
 @st.composite
-def catalogs(draw: st.DrawFn) -> LiveCatalog:
+def catalogs(draw: st.DrawFn) -> StateCatalog:
     entries, owners = {}, {}
     for name in "abc":
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0 if name == "c" else 2, max_size=3)))
@@ -41,7 +41,7 @@ def catalogs(draw: st.DrawFn) -> LiveCatalog:
         entries[name] = TensorEntry(name=name, dtype=KIND, shape=shape, grid=grid)
         owners[name] = np.array([draw(st.sampled_from(RANKS)) for _ in range(len(grid))], dtype=np.int64)
     nodes = {name: {"$tensor": name} for name in entries}
-    return LiveCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
+    return StateCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
 
 
 def respelled(shapes: Any) -> dict[str, View]:
@@ -69,7 +69,7 @@ def taken(piece: views.Piece, sources: Numbers) -> Any:
     return part.transpose(named + [a for a in range(part.ndim) if a not in named]).reshape(piece.box.shape)
 
 
-def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sources: Numbers) -> tuple[list[Any], list[Any]]:
+def filled(planner: WritePlanner, found: WritePlan, files: tuple[OutputFile, ...], sources: Numbers) -> tuple[list[Any], list[Any]]:
     """The elements of all files by place, and how often each was written: as if every rank had done its share."""
     image = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
     times = [np.zeros(f.size // KIND.itemsize, dtype=np.int64) for f in files]
@@ -94,13 +94,13 @@ def filled(planner: Planner, found: Gathering, files: tuple[OutFile, ...], sourc
 
 @settings(deadline=None, max_examples=60)
 @given(catalogs(), st.sampled_from(["ranges", "parts", "files"]), st.booleans(), st.sampled_from([64, 256, 4096]), st.integers(1, 800))
-def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
+def test_every_byte_once(catalog: StateCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "LONG", 12)
-        patch.setattr(gathering, "WINDOW", 64)
-        chosen = choose_weights(catalog, Choice(views=respelled if translate else None))
-        files = plan(chosen, Layout(id="", url="x", shard_size=shard, name=None, previous=None)).files
-        planner = Planner(catalog, chosen.tensors, files, RANKS)
+        patch.setattr(export_plan, "LONG", 12)
+        patch.setattr(export_plan, "WINDOW", 64)
+        chosen = choose_weights(catalog, SelectOptions(views=respelled if translate else None))
+        files = plan(chosen, OutputOptions(id="", url="x", shard_size=shard, name=None, previous=None)).files
+        planner = WritePlanner(catalog, chosen.tensors, files, RANKS)
         budget = 700
         found = planner.plan(way, [part if way == "parts" else 0] * len(files), budget)
     sources, at = {}, 1
@@ -120,17 +120,17 @@ def test_every_byte_once(catalog: LiveCatalog, way: Way, translate: bool, part: 
         for file, ranges in zip(files, by_file, strict=True):
             assert ranges == [*pairwise([*range(0, file.size, part), file.size])]
     if way == "files":
-        assert all(w.keeper == RANKS[w.file % len(RANKS)] for w in found.windows)
+        assert all(w.aggregator == RANKS[w.file % len(RANKS)] for w in found.windows)
 
 
-def check_rounds(found: Gathering, budget: int) -> None:
+def check_rounds(found: WritePlan, budget: int) -> None:
     """A rank has no more than the budget in a round, unless it is one window alone."""
     load: dict[tuple[int, int], list[int]] = {}
     for w in found.windows:
         for rank, n in w.sizes.items():
-            if rank != w.keeper:
+            if rank != w.aggregator:
                 load.setdefault((w.round, rank), []).append(n)
-        load.setdefault((w.round, w.keeper), []).append(w.stop - w.start)
+        load.setdefault((w.round, w.aggregator), []).append(w.stop - w.start)
     assert all(sum(sizes) <= budget or len(sizes) == 1 for sizes in load.values())
 
 
@@ -147,7 +147,7 @@ def check_rounds(found: Gathering, budget: int) -> None:
 )
 def test_the_shortest_run_of_a_grid(cuts: Any, shortest: float) -> None:
     shape = [c[-1] for c in cuts]
-    assert gathering._shortest(shape, cuts, 4) == shortest
+    assert export_plan._shortest(shape, cuts, 4) == shortest
     strides = np.arange(math.prod(shape)).reshape(shape)
     runs = []
     for cell in product(*(pairwise(c) for c in cuts)):
@@ -157,17 +157,17 @@ def test_the_shortest_run_of_a_grid(cuts: Any, shortest: float) -> None:
     assert min(runs) == shortest
 
 
-def test_tensors_cut_by_rows_need_no_windows_and_keepers_share_the_rest() -> None:
+def test_tensors_cut_by_rows_need_no_windows_and_aggregators_share_the_rest() -> None:
     shape = (1024, 4096)
     rows = Grid(cuts=((0, 256, 512, 768, 1024), (0, 4096)), files=np.zeros(1, dtype=np.int32))
     columns = Grid(cuts=((0, 1024), (0, 1024, 2048, 3072, 4096)), files=np.zeros(1, dtype=np.int32))
     entries = {n: TensorEntry(name=n, dtype=KIND, shape=shape, grid=g) for n, g in {"rows": rows, "columns": columns}.items()}
     owners = dict.fromkeys(entries, np.array(RANKS))
     state = {n: {"$tensor": n} for n in entries}
-    catalog = LiveCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
-    chosen = choose_weights(catalog, Choice())
-    files = plan(chosen, Layout(id="", url="x", shard_size=None, name="x", previous=None)).files
-    found = Planner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
+    catalog = StateCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
+    chosen = choose_weights(catalog, SelectOptions())
+    files = plan(chosen, OutputOptions(id="", url="x", shard_size=None, name="x", previous=None)).files
+    found = WritePlanner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)
     assert [files[f].items[i].name for f, i in found.direct] == ["rows"]
-    kept = [sum(w.stop - w.start for w in found.windows if w.keeper == r) for r in RANKS]
-    assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= gathering.WINDOW
+    kept = [sum(w.stop - w.start for w in found.windows if w.aggregator == r) for r in RANKS]
+    assert sum(kept) == 16 << 20 and len(found.windows) <= 3 and max(kept) <= export_plan.WINDOW

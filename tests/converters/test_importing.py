@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
+from ckpt import convert
 from ckpt.catalog import Catalog
-from ckpt.converters import importing, pointing
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.virtual import importer, references
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS
@@ -56,7 +56,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_a_virtual_checkpoint_loads_and_opens_as_any_other(
     source: str, tmp_path: Path, digest: bool, max_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(references, "MAX_CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     report = import_checkpoint(source, url, digest=digest)
     assert (report.tensors, report.sources, report.format) == (8, 1, "ckpt 1")
@@ -93,7 +93,7 @@ def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
 
 @pytest.mark.parametrize("max_chunk", [64 << 20, 24])
 def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(references, "MAX_CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=cut_apart, digest=True)  # type: ignore[arg-type]
     w = state()
@@ -119,7 +119,7 @@ def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: i
 @pytest.mark.parametrize("max_chunk", [64 << 20, 100])
 def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the ends of two axes, of every dtype; also as a copy and a conversion have it."""
-    monkeypatch.setattr(pointing, "MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(references, "MAX_CHUNK", max_chunk)
     url, copy = str(tmp_path / "virtual"), str(tmp_path / "copy")
 
     def filled(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
@@ -127,7 +127,7 @@ def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypat
         return {name: views.padded(views.padded(view, 0, 9), 2, 4) for name, view in whole.items()}
 
     import_checkpoint(source, url, views=filled, digest=True)  # type: ignore[arg-type]
-    convert_checkpoint(url, copy, to="native")
+    convert(url, copy, to="native")
     for place in (url, copy):
         assert verify(place).ok and verify(place).undigested == 0
         fresh = {f"w{i}": torch.ones(9, 7, 4, dtype=torch.float32).to(d) for i, d in enumerate(DTYPES)}
@@ -198,14 +198,14 @@ def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: s
     if to == "import":
         import_checkpoint(source, made, views=other)
     else:
-        convert_checkpoint(source, made, to="native", views=other)
+        convert(source, made, to="native", views=other)
     assert same(ckpt.open(made)["m.b.weight"][...], model["a"].weight.detach())
     assert same(ckpt.open(made)["m.a.weight"][...], model["c"].weight.detach())
 
 
 def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = str(tmp_path / "virtual"), data_file(source)
-    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)  # parts of stored chunks, which have no digest of their own
+    monkeypatch.setattr(references, "MAX_CHUNK", 64)  # parts of stored chunks, which have no digest of their own
     import_checkpoint(source, url, only=["w*"])
     data = file.read_bytes()
     os.utime(file, ns=(1, 1))
@@ -229,7 +229,7 @@ def test_a_source_that_was_only_touched_is_read_if_its_chunks_have_digests(sourc
 
 
 def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)
+    monkeypatch.setattr(references, "MAX_CHUNK", 64)
     url, file = str(tmp_path / "virtual"), data_file(source)
     import_checkpoint(source, url, digest=True)
     data, at = bytearray(file.read_bytes()), file.stat()
@@ -245,7 +245,7 @@ def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_p
 
 def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive has one checksum for a tensor that is pointed at in parts."""
-    monkeypatch.setattr(pointing, "MAX_CHUNK", 64)
+    monkeypatch.setattr(references, "MAX_CHUNK", 64)
     source = tmp_path / "model.pt"
     torch.save(state(), source)
     import_checkpoint(str(source), str(tmp_path / "whole"), digest=True)
@@ -282,7 +282,7 @@ def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: 
 
 
 def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stamp = pointing.stamp_of
+    stamp = references.stamp_of
 
     def touched(backend: object, path: str) -> str | None:
         os.utime(data_file(source), ns=(1, len(seen)))
@@ -290,7 +290,7 @@ def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path,
         return stamp(backend, path)  # type: ignore[arg-type]
 
     seen: list[str] = []
-    monkeypatch.setattr(pointing, "stamp_of", touched)
+    monkeypatch.setattr(references, "stamp_of", touched)
     with pytest.raises(CorruptError, match="changed while they were imported"):
         import_checkpoint(source, str(tmp_path / "virtual"))
     assert not (tmp_path / "virtual").exists()
@@ -318,7 +318,7 @@ def opened(patch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = lambda: 
         seen.append(url)
         return open_catalog(url)
 
-    patch.setattr(importing, "open_catalog", open_noted)
+    patch.setattr(importer, "open_catalog", open_noted)
     return seen
 
 
@@ -379,7 +379,7 @@ def test_a_checkpoint_does_not_point_into_itself_and_a_replaced_one_leaves_nothi
 
 
 def test_a_transposed_tensor_is_cut_where_it_is_long(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pointing, "MAX_CHUNK", 84)
+    monkeypatch.setattr(references, "MAX_CHUNK", 84)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=lambda s: {"t": views.transpose(views.whole("w0", s["w0"]), [2, 1, 0])})
     catalog = open_catalog(url)
@@ -398,20 +398,20 @@ def test_coded_chunks_are_taken_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_index_that_points_beyond_its_sources_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "virtual")
-    reach = pointing.reach
-    monkeypatch.setattr(pointing, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
-    monkeypatch.setattr(pointing, "MAX_CHUNK", 16)
+    reach = references.reach
+    monkeypatch.setattr(references, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
+    monkeypatch.setattr(references, "MAX_CHUNK", 16)
     with pytest.raises(ckpt.CkptError, match="cannot be"):
         import_checkpoint(source, url)
     assert reach((2, 3), (12, 4), 4) == 24
     assert not list(Path(tmp_path).rglob(EXTENTS))
 
 
-_true_parts = pointing._parts
+_true_parts = references._parts
 
 
 def test_strides_that_do_not_fit_the_bytes() -> None:
-    from ckpt.formats.strided import gather, strided, strides_of
+    from ckpt.formats.external.strided import gather, strided, strides_of
 
     codec = strided((2, 3), (4, 8), 4)
     assert codec is not None and strides_of(codec) == (4, 8)

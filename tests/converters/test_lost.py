@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converters.conversion import Conversion
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.record import Record
+from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.journal import ConversionJournal
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native import writer
@@ -69,7 +68,7 @@ class Dead(BaseException):
 
 
 def convert(source: str, url: str, to: str, **options: Any) -> Any:
-    return convert_checkpoint(source, url, to=to, shard_size=None if to == "torch" else 20_000, threads=1, **options)
+    return ckpt.convert(source, url, to=to, shard_size=None if to == "torch" else 20_000, threads=1, **options)
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch"])
@@ -78,7 +77,7 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
     there."""
     source, url = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(source, HELD)
-    write, done = Conversion.write, Record.done
+    write, done = Conversion.write, ConversionJournal.done
     looked, first_is_done = threading.Event(), threading.Event()
 
     def slow(self: Conversion, planned: Any, missing: Any, **options: Any) -> int:
@@ -96,14 +95,14 @@ def test_a_second_run_that_dies_takes_nothing_of_the_first(tmp_path: Path, to: s
         with pytest.raises(Dead):
             convert(source, url, to)
 
-    def then_the_second(self: Record, number: int) -> None:
+    def then_the_second(self: ConversionJournal, number: int) -> None:
         done(self, number)
         if number == 0:
             first_is_done.set()
             second.join()
 
     monkeypatch.setattr(Conversion, "write", slow)
-    monkeypatch.setattr(Record, "done", then_the_second)
+    monkeypatch.setattr(ConversionJournal, "done", then_the_second)
     second = threading.Thread(target=second_run, name="second")
     second.start()
     assert looked.wait(30)
@@ -181,15 +180,15 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, to: str, mo
     if virtual:
         source = str(tmp_path / "virtual")
         import_checkpoint(str(file), source)
-    done = Record.done
+    done = ConversionJournal.done
 
-    def then_changed(self: Record, number: int) -> None:
+    def then_changed(self: ConversionJournal, number: int) -> None:
         done(self, number)
         if number == 0:
             save_file({n: t + 1 for n, t in HELD.items()}, file)
             os.utime(file, ns=(1, 1))
 
-    monkeypatch.setattr(Record, "done", then_changed)
+    monkeypatch.setattr(ConversionJournal, "done", then_changed)
     with pytest.raises(CorruptError, match="changed"):
         convert(source, url, to)
     monkeypatch.undo()

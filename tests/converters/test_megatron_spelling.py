@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ckpt
+from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
-from ckpt.converters.translation import load_translation
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
+from ckpt.converters.mapping.translation import load_translation
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
 from tests.plan.test_views import read
@@ -30,7 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_arguments_tell_numbers(files):
     for form in ("legacy", "dp_reshardable"):
-        numbers = told_by(str(files / "dp2" / form))
+        numbers = numbers_of_files(str(files / "dp2" / form))
         assert (numbers["heads"], numbers["query_groups"], numbers["head_size"]) == (4, 2, 6)
         assert (numbers["vocabulary"], numbers["padded_vocabulary"], numbers["layers"]) == (42, 48, 4)
 
@@ -55,7 +55,7 @@ def huggingface(arrays: Arrays, layer: int, head: str, tail: str = "") -> Arrays
 def test_to_transformers(files, tmp_path, form):
     url = str(files / "tp2pp2vpp2" / form)
     arrays = read_all(url)
-    import_checkpoint(url, str(tmp_path / "hf"), views=translated(url, "llama", "huggingface", {}))
+    import_checkpoint(url, str(tmp_path / "hf"), views=translated_views(url, "llama", "huggingface", {}))
     found = read_all(tmp_path / "hf")
     for layer in range(4):
         for head, tail in (("model.", ""), (STATE, ".exp_avg"), (STATE, ".master")):
@@ -68,7 +68,7 @@ def test_to_transformers(files, tmp_path, form):
 @pytest.mark.parametrize(("layout", "names"), [("tp2pp2vpp2", "llama"), ("tp2ep2", "mixtral"), ("moe_singleton", "mixtral")])
 def test_there_and_back(files, layout, names):
     url = str(files / layout / "legacy")
-    numbers, rules = told_by(url), load_translation(names)
+    numbers, rules = numbers_of_files(url), load_translation(names)
     weights = {n.removeprefix("model."): a.astype(np.int64) for n, a in read_all(url).items() if n.startswith("model.")}
     there = {n: read(v, weights) for n, v in rules.views({n: a.shape for n, a in weights.items()}, "leftwards", numbers).items()}
     back = {n: read(v, there) for n, v in rules.views({n: a.shape for n, a in there.items()}, "rightwards", numbers).items()}
@@ -88,7 +88,7 @@ LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
 def test_a_vocabulary_is_padded_with_zeros(tmp_path, way):
     """Also where nothing is written: 250 rows become the 256 that a job on two tensor-parallel ranks has."""
     command = ["import"] if way == "import" else ["convert", "--to", "native"]
-    options = ["--names", "llama", "--spelling", "megatron", "--set", "padded_vocabulary=256"]
+    options = ["--names", "llama", "--convention", "megatron", "--set", "padded_vocabulary=256"]
     found = CliRunner().invoke(cli, [*command, *options, str(LLAMA), str(tmp_path / "made")])
     assert found.exit_code == 0, found.output
     stored = {k: t for path in LLAMA.glob("*.safetensors") for k, t in load_file(path).items()}
@@ -109,7 +109,7 @@ def test_a_vocabulary_is_padded_with_zeros(tmp_path, way):
 
 def test_a_load_pads_where_the_layout_says_so(tmp_path):
     """Nothing has to be asked for at the import."""
-    import_checkpoint(str(LLAMA), str(tmp_path / "made"), views=translated(str(LLAMA), "llama", "megatron", {}))
+    import_checkpoint(str(LLAMA), str(tmp_path / "made"), views=translated_views(str(LLAMA), "llama", "megatron", {}))
     weight = torch.ones(256, 64, dtype=torch.bfloat16)
     layout = ckpt.Layout({"tp": 1}, rules=[("*", ckpt.Padded(0, 250))])
     ckpt.load(str(tmp_path / "made"), {"output_layer.weight": weight}, only="output_layer.weight", layout=layout)
@@ -122,17 +122,17 @@ def test_padding_that_is_only_renamed_stays_padding(files, tmp_path, way):
     rules = 'left = "megatron"\nright = "mine"\nkeeps_others = true\n'
     (tmp_path / "mine.toml").write_text(rules + '[[term]]\nleft = "embedding.word_embeddings.weight"\nright = "emb"\n')
     url, made = str(files / "dp2" / "legacy"), str(tmp_path / "made")
-    views = translated(url, str(tmp_path / "mine.toml"), "mine", {})
+    views = translated_views(url, str(tmp_path / "mine.toml"), "mine", {})
     if way == "import":
         import_checkpoint(url, made, views=views)
     else:
-        convert_checkpoint(url, made, to="native", views=views)
+        convert(url, made, to="native", views=views)
     for name in ("model.emb", f"{STATE}emb.exp_avg", "model.output_layer.weight"):
         assert (open_catalog(made).tensors[name].shape, open_catalog(made).tensors[name].logical) == ((48, 24), (42, 24))
 
 
 def test_a_converted_checkpoint_tells_numbers_too(files, tmp_path):
     url = str(files / "tp2ep2" / "legacy")
-    convert_checkpoint(url, str(tmp_path / "native"), to="native")
-    assert told_by(str(tmp_path / "native")) == told_by(url)
-    assert told_by(url)["experts"] == 4
+    convert(url, str(tmp_path / "native"), to="native")
+    assert numbers_of_files(str(tmp_path / "native")) == numbers_of_files(url)
+    assert numbers_of_files(url)["experts"] == 4

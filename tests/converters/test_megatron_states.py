@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from ckpt.converters.choosing import Wanted
-from ckpt.converters.megatron_states import STATES, optimizer_of
+from ckpt.converters.select.selection import OutputTensor
+from ckpt.converters.targets.megatron.states import STATES, optimizer_of
 from ckpt.dtypes import dtype
 from ckpt.plan.views import whole
 
 
-def wanted(name: str, shape: tuple[int, ...]) -> Wanted:
-    return Wanted(name=name, view=whole(name, shape), dtype=dtype("float32"))
+def wanted(name: str, shape: tuple[int, ...]) -> OutputTensor:
+    return OutputTensor(name=name, view=whole(name, shape), dtype=dtype("float32"))
 
 
 PARAMETERS = {"a": wanted("model.a", (4, 2)), "b": wanted("model.b", (3,)), "mlp.router.expert_bias": wanted("model.bias", (2,))}
 GROUP = {"wd_mult": 1.0}
 
 
-def states(**other: tuple[int, ...]) -> dict[str, Wanted]:
+def states(**other: tuple[int, ...]) -> dict[str, OutputTensor]:
     names = {f"optimizer.state.model.{n}.{key}": other.get(n, PARAMETERS[n].shape) for n in ("a", "b") for key in STATES.values()}
     return {name: wanted(name, shape) for name, shape in names.items()}
 
@@ -52,7 +52,7 @@ def test_what_is_whole_is_taken(step: Any) -> None:
     ],
     ids=["tensor missing", "flat", "two steps in a group", "which step", "no step", "no group", "nothing"],
 )
-def test_what_is_not_is_left_out(tensors: dict[str, Wanted], state: dict[str, Any]) -> None:
+def test_what_is_not_is_left_out(tensors: dict[str, OutputTensor], state: dict[str, Any]) -> None:
     assert optimizer_of(tensors, PARAMETERS, state, root="model", fits=lambda g: True) is None
 
 

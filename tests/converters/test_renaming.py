@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt
+from ckpt import convert, translated
 from ckpt.cli.main import cli
-from ckpt.converters import translated
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
@@ -30,13 +29,13 @@ WANTED = ["model.*", "optimizer.*"]
 WAYS = ("import", "native", "memory")
 
 
-def brought(way: str, source: str, target: str, names: str, spelling: str, *skip: str) -> str:
+def brought(way: str, source: str, target: str, names: str, convention: str, *skip: str) -> str:
     """The URL of a checkpoint in other names: by one command, or by a call."""
     if way == "memory":
-        return translated(source, names=names, spelling=spelling, skip=skip)
+        return translated(source, names=names, convention=convention, skip=skip)
     command = ["import"] if way == "import" else ["convert", "--to", "native"]
     skips = [part for glob in skip for part in ("--skip", glob)]
-    found = CliRunner().invoke(cli, [*command, "--names", names, "--spelling", spelling, *skips, source, target, "--json"])
+    found = CliRunner().invoke(cli, [*command, "--names", names, "--convention", convention, *skips, source, target, "--json"])
     assert found.exit_code == 0, found.output
     return target
 
@@ -162,7 +161,7 @@ def options_of(common: Any) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_masters_become_the_weights(megatron: Path) -> None:
     """As the guide says: for a model in full precision."""
-    url = translated(str(megatron), names="llama", spelling="huggingface", skip=["model.*"])
+    url = translated(str(megatron), names="llama", convention="huggingface", skip=["model.*"])
     oracle = read_by_torch(megatron)
     model = module_of(oracle["param"])
     optimizer = trained(model)
@@ -176,7 +175,7 @@ def test_experts_become_one_with_what_they_all_have(megatron: Path, tmp_path: Pa
     """Megatron's, first by the names in files of transformers, then stacked as its modules have them."""
     source, apart = str(megatron.parents[1] / "tp2ep2" / "legacy"), str(tmp_path / "apart")
     brought("native", source, apart, "mixtral", "huggingface")
-    before, after = ckpt.open(apart), ckpt.open(translated(apart, names="transformers-mixtral", spelling="transformers"))
+    before, after = ckpt.open(apart), ckpt.open(translated(apart, names="transformers-mixtral", convention="transformers"))
     name, key = "model.model.layers.2.mlp.experts.gate_up_proj", "exp_avg"
     experts = [f"{PREFIX}model.layers.2.block_sparse_moe.experts.{n}" for n in range(4)]
     stacked = torch.stack([torch.cat([before[f"{e}.{w}.weight.{key}"].read() for w in ("w1", "w3")]) for e in experts])
@@ -343,7 +342,7 @@ def test_a_learning_rate_that_is_a_tensor_is_an_option(tmp_path: Path, rules: st
     source = str(tmp_path / "s")
     dcp.save({"net": model.state_dict(), "opt": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=source, no_dist=True)
     mine = one_module()
-    options = ["--names", rules, "--spelling", "one", *(f"--skip={glob}" for glob in skip)]
+    options = ["--names", rules, "--convention", "one", *(f"--skip={glob}" for glob in skip)]
     found = json.loads(CliRunner().invoke(cli, ["import", "--json", *options, source, str(tmp_path / "v")]).stdout)
     ckpt.load(found["url"], {"net": mine[0], "opt": mine[1]})
     assert mine[1].param_groups[0]["lr"] == (9.0 if skip else 0.25)
@@ -393,7 +392,7 @@ def one_module() -> tuple[nn.Module, torch.optim.Adam]:
 @pytest.mark.parametrize("kind", ["tensor", "plain"])
 def test_equal_options_and_steps_become_one(tmp_path: Path, rules: str, kind: str) -> None:
     """Whatever model and optimizer are called in the state."""
-    url = translated(saved(str(tmp_path / "s"), kind=kind), names=rules, spelling="one")
+    url = translated(saved(str(tmp_path / "s"), kind=kind), names=rules, convention="one")
     model, optimizer = one_module()
     state = {"net": model, "opt": optimizer, "epoch": 0}
     ckpt.load(url, state)
@@ -414,7 +413,7 @@ def test_equal_options_and_steps_become_one(tmp_path: Path, rules: str, kind: st
 def test_different_options_or_steps_cannot_become_one(tmp_path: Path, rules: str, how: dict[str, Any], told: str, to: str) -> None:
     source, target = saved(str(tmp_path / "s"), **how), str(tmp_path / "made")
     command = ["import"] if to == "import" else ["convert", "--to", "native"]
-    found = CliRunner().invoke(cli, [*command, "--names", rules, "--spelling", "one", source, target])
+    found = CliRunner().invoke(cli, [*command, "--names", rules, "--convention", "one", source, target])
     assert found.exit_code == 2 and f"'net.qk' would be made of parameters that differ in the {told}" in found.output
     assert not Path(target).exists()
     model, _ = one_module()
@@ -429,7 +428,7 @@ def test_a_frozen_parameter_does_not_become_a_part_of_a_trained_one(tmp_path: Pa
     model, source = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 3)) for name in ("q", "k", "other")}), str(tmp_path / "s")
     ckpt.save(source, {"net": model, "opt": torch.optim.SGD([model["q"], model["other"]], lr=0.5)})
     command = ["import"] if to == "import" else ["convert", "--to", to]
-    found = CliRunner().invoke(cli, [*command, "--names", rules, "--spelling", "one", source, str(tmp_path / "o")])
+    found = CliRunner().invoke(cli, [*command, "--names", rules, "--convention", "one", source, str(tmp_path / "o")])
     assert found.exit_code == 2 and "groups of options: 'net.q' has one, 'net.k' has none" in found.output
     ckpt.save(source, {"net": model, "opt": torch.optim.SGD([model["other"]], lr=0.5)})
     made = one_module()[0]
@@ -439,7 +438,7 @@ def test_a_frozen_parameter_does_not_become_a_part_of_a_trained_one(tmp_path: Pa
 
 
 def test_what_is_left_out_is_told(tmp_path: Path, rules: str) -> None:
-    from ckpt.converters.spelling import translated as views_of
+    from ckpt.converters.mapping.convention import translated_views as views_of
 
     source = saved(str(tmp_path / "s"))
     tensors = {f"opt.state.net.{p}.{k}" for p in ("q", "k", "other") for k in ("exp_avg", "exp_avg_sq", "step")}
@@ -447,7 +446,7 @@ def test_what_is_left_out_is_told(tmp_path: Path, rules: str) -> None:
     views = views_of(source, rules, "one", {})
     made = import_checkpoint(source, str(tmp_path / "v"), views=views, skip=["opt.*"])
     assert set(made.left_out) == tensors | values and not made.values
-    made = convert_checkpoint(source, str(tmp_path / "n"), to="native", views=views, skip=["opt.*"])
+    made = convert(source, str(tmp_path / "n"), to="native", views=views, skip=["opt.*"])
     assert set(made.left_out) == tensors | values
     made = import_checkpoint(source, str(tmp_path / "w"), views=views, only=["net.*", "epoch"])
     assert set(made.left_out) == tensors | values and ckpt.open(made.url).state()["epoch"] == 5
@@ -472,17 +471,17 @@ def test_skipped_names_need_no_rule_and_have_to_be_there(tmp_path: Path, rules: 
     source, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(source, {"net": {name: torch.ones(2, 3) for name in ("q", "k", "other")}, "ema": torch.ones(2), "seen": torch.ones(1)})
     with pytest.raises(NamesError, match="(?s)no term takes.*ema"):
-        translated(source, names=rules, spelling="one")
+        translated(source, names=rules, convention="one")
     with pytest.raises(NamesError, match="no tensor fits 'emas'"):
-        translated(source, names=rules, spelling="one", skip=["ema", "emas"])
+        translated(source, names=rules, convention="one", skip=["ema", "emas"])
     assert CliRunner().invoke(cli, ["convert", "--to", "hf", "--skip", "nothing", source, made]).exit_code == 21
     found = CliRunner().invoke(
-        cli, ["import", "--json", "--names", rules, "--spelling", "one", "--skip", "ema", "--skip", "s*", source, made]
+        cli, ["import", "--json", "--names", rules, "--convention", "one", "--skip", "ema", "--skip", "s*", source, made]
     )
     assert json.loads(found.stdout)["left_out"] == ["ema", "seen"]
     assert set(ckpt.open(made)) == {"net.qk", "net.same"}
     with pytest.raises(UsageError, match="'q'.*not there"):
-        translated(source, names=rules, spelling="one", skip=["ema", "seen", "net.q"])
+        translated(source, names=rules, convention="one", skip=["ema", "seen", "net.q"])
 
 
 def test_states_of_another_shape_are_renamed_or_refused(tmp_path: Path, rules: str) -> None:
@@ -493,8 +492,8 @@ def test_states_of_another_shape_are_renamed_or_refused(tmp_path: Path, rules: s
     optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": list(rows)}]}
     ckpt.save(source, {"net": weights, "opt": optimizer})
     with pytest.raises(UsageError, match=r"the state of 'q' has the shape \[2\], not that of the parameter, \[2, 3\]"):
-        translated(source, names=rules, spelling="one")
-    url = translated(source, names=rules, spelling="one", skip=["opt.state.net.[qk].row"])
+        translated(source, names=rules, convention="one")
+    url = translated(source, names=rules, convention="one", skip=["opt.state.net.[qk].row"])
     assert torch.equal(ckpt.open(url)["opt.state.net.same.row"].read(), torch.arange(2.0))
 
 
@@ -508,6 +507,6 @@ def test_an_optimizer_by_number_is_not_taken_for_one_by_name(tmp_path: Path, rul
     source = str(tmp_path / "s.pt")
     torch.save({"net": model.state_dict(), "opt": optimizer.state_dict(), "epoch": 4}, source)
     with pytest.raises(NamesError, match=r"state\.0\.exp_avg"):
-        translated(source, names=rules, spelling="one")
+        translated(source, names=rules, convention="one")
     url = brought("import", source, str(tmp_path / "v"), rules, "one", "opt.*")
     assert ckpt.open(url).state()["epoch"] == 4 and set(ckpt.open(url)) == {"net.qk", "net.same"}

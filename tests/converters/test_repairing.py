@@ -15,15 +15,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ckpt import ConvertReport, convert
 from ckpt.cli.main import cli
-from ckpt.converters import conversion
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import ConvertReport, convert_checkpoint
-from ckpt.converters.semantic import check_semantic
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.pipeline import conversion
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, UsageError
-from ckpt.formats.megatron.catalog import MegatronCatalog
-from ckpt.formats.megatron.job import Buckets, likely_buckets
+from ckpt.formats.megatron.base import MegatronCatalog
+from ckpt.formats.megatron.bucket_sizes import Buckets, likely_buckets
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked
 
@@ -94,7 +94,7 @@ def spelled(expected: Expected) -> Expected:
 
 
 def repaired(files: Path, layout: str, target: Path, to: str = "torch") -> ConvertReport:
-    return convert_checkpoint(str(files / layout / "fully_reshardable"), str(target), to=to, repair=True, job=JOBS[layout])
+    return convert(str(files / layout / "fully_reshardable"), str(target), to=to, repair=True, job=JOBS[layout])
 
 
 @pytest.mark.parametrize("layout", JOBS)
@@ -116,13 +116,13 @@ def test_what_was_repaired_is_not_suspected_again(files: Path, tmp_path: Path) -
     """Neither in Megatron's own form nor after a detour; the same, cut for ranks, is what a native copy has."""
     for to in ("native", "torch_dist", "megatron"):
         repaired(files, "ep3", tmp_path / to, to)
-    convert_checkpoint(str(tmp_path / "native"), str(tmp_path / "again"), to="torch_dist")
+    convert(str(tmp_path / "native"), str(tmp_path / "again"), to="torch_dist")
     for name in ("torch_dist", "again", "megatron"):
         found = open_catalog(str(tmp_path / name))
         assert isinstance(found, MegatronCatalog) and found.suspect is None
         report = compare(str(tmp_path / "native"), str(tmp_path / name), values=False)
         assert not report.differences and report.tensors > 100, name
-    convert_checkpoint(str(files / "ep3/fully_reshardable"), str(tmp_path / "as_it_was"), to="torch_dist")
+    convert(str(files / "ep3/fully_reshardable"), str(tmp_path / "as_it_was"), to="torch_dist")
     found = open_catalog(str(tmp_path / "as_it_was"))
     assert isinstance(found, MegatronCatalog) and found.suspect is not None
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_fits_again(files: Path, tmp_path: Path) -> None:
     assert verify(str(tmp_path / "native")).ok
     assert not check_semantic(open_catalog(str(tmp_path / "native"))).problems
     assert report is not None and (report.bucket_size, report.data_parallel, report.divisor) == (2000, 6, 128)
-    convert_checkpoint(str(files / "ep3/fully_reshardable"), str(tmp_path / "wrong.pt"), to="torch")
+    convert(str(files / "ep3/fully_reshardable"), str(tmp_path / "wrong.pt"), to="torch")
     repaired(files, "ep3", tmp_path / "right.pt")
     wrong, right = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("wrong", "right"))
     assert {s["step"].item() for s in right["optimizer"]["state"].values()} == {3.0}
@@ -154,8 +154,8 @@ def test_nothing_to_repair(tmp_path: Path) -> None:
     sources = ["pp2tied/fully_reshardable", "dp2/legacy", "dp2/dp_reshardable", str(ARCHIVES.parent / "hf" / "llama")]
     for number, source in enumerate(sources):
         plain, mended = tmp_path / f"{number}.pt", tmp_path / f"{number}-mended.pt"
-        convert_checkpoint(str(files / source), str(plain), to="torch")
-        report = convert_checkpoint(str(files / source), str(mended), to="torch", repair=True).repair
+        convert(str(files / source), str(plain), to="torch")
+        report = convert(str(files / source), str(mended), to="torch", repair=True).repair
         assert report is not None and (report.needed, report.tensors, report.mended, report.filled) == (False, (), 0, 0)
         assert plain.read_bytes() == mended.read_bytes()
 
@@ -166,14 +166,14 @@ def test_nothing_to_repair(tmp_path: Path) -> None:
 def test_what_the_job_does_not_say_is_asked_for(files: Path, tmp_path: Path) -> None:
     source, made = str(files / "dp3/fully_reshardable"), str(tmp_path / "made")
     with pytest.raises(UsageError, match="buckets of 3,000 and data-parallel size 1 either") as caught:
-        convert_checkpoint(source, made, to="native", repair=True)
+        convert(source, made, to="native", repair=True)
     assert "--job data_parallel_size=N" in caught.value.hint and "--job ddp_bucket_size=N" in caught.value.hint
     for job, words in (({"ddp_bucket_size": 1 << 20, "data_parallel_size": 3}, "cannot be repaired"), ({"ranks": 3}, "no argument")):
         with pytest.raises(UsageError, match=words):
-            convert_checkpoint(source, made, to="native", repair=True, job=job)
+            convert(source, made, to="native", repair=True, job=job)
     for options in ({"optimizer": False, "repair": True}, {"to": "hf", "repair": True}, {"job": {"data_parallel_size": 3}}):
         with pytest.raises(UsageError, match="repair"):
-            convert_checkpoint(source, made, **{"to": "native", **options})
+            convert(source, made, **{"to": "native", **options})
     assert not Path(made).exists()
 
 
@@ -183,7 +183,7 @@ def test_a_repair_that_would_lose_most_is_none(files: Path, tmp_path: Path, layo
     source, made = str(files / layout / "fully_reshardable"), str(tmp_path / "made")
     for job in ({"ddp_pad_buckets_for_high_nccl_busbw": 1}, {"ddp_bucket_size": 1, "data_parallel_size": 100_000}):
         with pytest.raises(UsageError, match="cannot be repaired"):
-            convert_checkpoint(source, made, to="native", repair=True, job={**JOBS[layout], **job})
+            convert(source, made, to="native", repair=True, job={**JOBS[layout], **job})
     assert not Path(made).exists()
 
 
@@ -209,7 +209,7 @@ def test_a_repair_that_was_interrupted(files: Path, tmp_path: Path, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             repaired(files, "dp3", tmp_path / "c", "native")
     with pytest.raises(ConflictError, match="another conversion"):
-        convert_checkpoint(str(files / "dp3/fully_reshardable"), str(tmp_path / "c"), to="native")
+        convert(str(files / "dp3/fully_reshardable"), str(tmp_path / "c"), to="native")
     assert repaired(files, "dp3", tmp_path / "c", "native").finished
     assert not check_semantic(open_catalog(str(tmp_path / "c"))).problems
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.semantic import SemanticReport, check_semantic, rounded
+from ckpt.converters.compare.semantic import SemanticReport, check_semantic, rounded
 from ckpt.formats.registry import open_catalog
 from tests.formats.reading import FIXTURES
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.converters.semantic import SemanticReport, check_semantic
-from ckpt.formats.elements import cast_bits
+from ckpt.converters.compare.semantic import SemanticReport, check_semantic
+from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, load, unpacked
 

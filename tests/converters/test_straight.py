@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters import straight
-from ckpt.converters.choosing import Chosen, Wanted
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.straight import jobs_of, pour, runs_of
-from ckpt.converters.windows import Item
+from ckpt import convert
+from ckpt.converters.pipeline import passthrough
+from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
 from ckpt.engine.fetch import Fetch
 from ckpt.errors import CorruptError
@@ -46,13 +46,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, state = tmp_path_factory.mktemp("runs"), {"a": torch.from_numpy(A), "b": torch.from_numpy(B)}
     ckpt.save(str(root / "whole"), state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.converters.to_native.CHUNK", 24)
-        convert_checkpoint(str(root / "whole"), str(root / "cut"), to="native")
+        patch.setattr("ckpt.converters.targets.native.CHUNK", 24)
+        convert(str(root / "whole"), str(root / "cut"), to="native")
     torch.save(state, root / "plain.pt")
     return root
 
 
-def chosen_of(url: Path) -> Chosen:
+def chosen_of(url: Path) -> OutputSet:
     catalog = open_catalog(str(url))
     a, b = (views.whole(n, catalog.tensors[n].shape) for n in "ab")
     made = {
@@ -65,14 +65,14 @@ def chosen_of(url: Path) -> Chosen:
         "top": views.split(a, 0, [3, 1])[0],
         "padded": views.padded(b, 0, 3),
     }
-    wanted = {n: Wanted(name=n, view=v, dtype=DTYPES["float32"]) for n, v in made.items()}
-    return Chosen(catalog=catalog, tensors=wanted, state={}, ranks={})
+    wanted = {n: OutputTensor(name=n, view=v, dtype=DTYPES["float32"]) for n, v in made.items()}
+    return OutputSet(catalog=catalog, tensors=wanted, state={}, ranks={})
 
 
 class Written:
     """Where the bytes of items go: into memory, each inside of its item."""
 
-    def __init__(self, items: list[Item], memory: bytearray) -> None:
+    def __init__(self, items: list[FileItem], memory: bytearray) -> None:
         self.items = items
         self.memory = memory
 
@@ -96,12 +96,12 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         shape = EXPECTED[name].shape
         low = [data.draw(st.integers(0, n - 1)) for n in shape]
         box = Box(tuple(low), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
-        items.append(Item(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
+        items.append(FileItem(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
         at += items[-1].length
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
-        patch.setattr(straight, "GAP", data.draw(st.sampled_from([0, 40])))
-        patch.setattr(straight, "JOB", data.draw(st.integers(4, 200)))
+        patch.setattr(passthrough, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
+        patch.setattr(passthrough, "GAP", data.draw(st.sampled_from([0, 40])))
+        patch.setattr(passthrough, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
         fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
@@ -115,8 +115,8 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
 
 def test_what_has_runs(places: Path) -> None:
     """Whole chunks where they have digests, any rows where they have none; nothing that is filled or turned."""
-    whole = [Item(n, Box.whole(EXPECTED[n].shape), 0, 4) for n in EXPECTED]
-    rows = Item("a", Box((1, 0, 0), (2, 4, 3)), 0, 4)
+    whole = [FileItem(n, Box.whole(EXPECTED[n].shape), 0, 4) for n in EXPECTED]
+    rows = FileItem("a", Box((1, 0, 0), (2, 4, 3)), 0, 4)
     found = {}
     for name in ("whole", "cut", "plain.pt"):
         runs = runs_of(chosen_of(places / name), [*whole, rows])
@@ -127,20 +127,20 @@ def test_what_has_runs(places: Path) -> None:
 
 def test_damage_is_found_where_it_is_read(places: Path) -> None:
     chosen = chosen_of(places / "cut")
-    (runs,) = runs_of(chosen, [Item("a", Box.whole((4, 4, 3)), 0, 4)]).values()
+    (runs,) = runs_of(chosen, [FileItem("a", Box.whole((4, 4, 3)), 0, 4)]).values()
     chunk = runs[3].chunk
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
     fetch = Fetch(chosen.catalog, "full", lambda: None, None)
     with pytest.raises(CorruptError, match="tensor a is damaged"):
-        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([Item("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
+        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
 
 
 def test_without_torch(places: Path, tmp_path: Path) -> None:
     code = """
 import sys
-from ckpt.converters.converting import convert_checkpoint
+from ckpt import convert
 
-convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 assert "torch" not in sys.modules
 """
     for to in ("hf", "native"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt.converters.translation import Translation, parse_translation
+from ckpt.converters.mapping.translation import Translation, parse_translation
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan.views import View
 from tests.plan.test_views import array, read

@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.converters.converting import ConvertReport, convert_checkpoint
-from ckpt.converters.parallel import Parallel
-from ckpt.converters.record import Record
-from ckpt.converters.spelling import translated
+from ckpt import ConvertReport, MegatronParallel
+from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
 
@@ -39,9 +38,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(source: Path | str, url: Path | str, names: str | None = None, **more: Any) -> ConvertReport:
-    views = None if names is None else translated(str(source), names, "megatron", {})
+    views = None if names is None else translated_views(str(source), names, "megatron", {})
     fields = {k: more.pop(k) for k in ("tensor", "pipeline", "virtual", "expert", "arguments") if k in more}
-    return convert_checkpoint(str(source), str(url), to="megatron", views=views, parallel=Parallel(**fields), verify=True, **more)
+    return ckpt.convert(str(source), str(url), to="megatron", views=views, parallel=MegatronParallel(**fields), verify=True, **more)
 
 
 def loaded(path: Path) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def same_buffers(found: Any, expected: Any) -> None:
 
 def test_from_torch_dist_and_from_ours(files: Path, tmp_path: Path) -> None:
     source = files / "tp2pp2vpp2" / "dp_reshardable"
-    convert_checkpoint(str(source), str(tmp_path / "ours"), to="native")
+    ckpt.convert(str(source), str(tmp_path / "ours"), to="native")
     for number, url in enumerate((source, tmp_path / "ours")):
         convert(url, tmp_path / str(number), tensor=2, pipeline=2, virtual=2, arguments={"padded_vocab_size": 48})
         expected = by_rank(files / "tp2pp2vpp2" / "legacy" / "iter_0000003")
@@ -240,8 +239,8 @@ def test_mixtral_cut_by_numpy(tmp_path: Path, form: str, tps: int, owners: int) 
 )
 def test_to_megatron_and_back(tmp_path: Path, name: str, parallel: dict[str, Any]) -> None:
     convert(HF / name, tmp_path / "m", name, **parallel)
-    views = translated(str(tmp_path / "m"), name, "huggingface", {})
-    convert_checkpoint(str(tmp_path / "m"), str(tmp_path / "back"), to="hf", views=views)
+    views = translated_views(str(tmp_path / "m"), name, "huggingface", {})
+    ckpt.convert(str(tmp_path / "m"), str(tmp_path / "back"), to="hf", views=views)
     same(load_file(tmp_path / "back" / "model.safetensors"), stored(name))
 
 
@@ -282,13 +281,13 @@ def test_arguments_of_a_configuration(tmp_path: Path) -> None:
 def test_all_files_are_of_one_configuration(tmp_path: Path) -> None:
     """Each has arguments, so a conversion does not go on with others."""
     shutil.copytree(HF / "llama", tmp_path / "source")
-    url, views = str(tmp_path / "source"), translated(str(tmp_path / "source"), "llama", "megatron", {})
-    options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": Parallel(tensor=2)}
-    assert not convert_checkpoint(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
+    url, views = str(tmp_path / "source"), translated_views(str(tmp_path / "source"), "llama", "megatron", {})
+    options: dict[str, Any] = {"to": "megatron", "views": views, "parallel": MegatronParallel(tensor=2)}
+    assert not ckpt.convert(url, str(tmp_path / "m"), **options, part=(0, 2)).finished
     config = tmp_path / "source" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 1234.0}))
     with pytest.raises(ConflictError, match="another conversion was begun here"):
-        convert_checkpoint(url, str(tmp_path / "m"), **options, part=(1, 2))
+        ckpt.convert(url, str(tmp_path / "m"), **options, part=(1, 2))
 
 
 # --------------------------------------------------------------------------------------------------- how it is cut
@@ -404,19 +403,19 @@ def test_processes_divide_the_ranks(tmp_path: Path) -> None:
 
 
 def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, left = Record.done, [3]
+    done, left = ConversionJournal.done, [3]
 
-    def stops(self: Record, number: int) -> None:
+    def stops(self: ConversionJournal, number: int) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
         done(self, number)
 
     source, made, rows = files / "tp2pp2vpp2" / "legacy", tmp_path / "m", {"padded_vocab_size": 48}
-    monkeypatch.setattr(Record, "done", stops)
+    monkeypatch.setattr(ConversionJournal, "done", stops)
     with pytest.raises(KeyboardInterrupt):
         convert(source, made, pipeline=4, arguments=rows)
-    monkeypatch.setattr(Record, "done", done)
+    monkeypatch.setattr(ConversionJournal, "done", done)
     with pytest.raises(NotCommittedError):
         ckpt.open(str(made))
     assert not (made / "latest_checkpointed_iteration.txt").exists()
@@ -482,8 +481,8 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
     with pytest.raises(CkptError, match="experts"):
         convert(files / "tp2ep2" / "legacy", tmp_path / "m", expert=3)
     with pytest.raises(UsageError, match="does not depend on ranks"):
-        convert_checkpoint(str(tmp_path / "plain"), str(tmp_path / "m"), to="dcp", parallel=Parallel(tensor=2))
+        ckpt.convert(str(tmp_path / "plain"), str(tmp_path / "m"), to="dcp", parallel=MegatronParallel(tensor=2))
     for wrong in ({"virtual": 2}, {"tensor": 0}, {"arguments": {"tensor_model_parallel_size": 2}}):
         with pytest.raises(UsageError):
-            Parallel(**wrong)  # type: ignore[arg-type]
+            MegatronParallel(**wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "m").exists()

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 import ckpt
-from ckpt.converters import to_torch_dist
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
-from ckpt.converters.target import publish_once
+from ckpt import convert
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
+from ckpt.converters.pipeline.target import publish_once
+from ckpt.converters.targets import torch_dist
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import NotCommittedError, UsageError
-from ckpt.formats.megatron.catalog import MegatronCatalog
+from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, unpacked, whole_model
 
@@ -81,7 +81,7 @@ def common(folder: Path) -> dict[str, Any]:
 
 def converted(source: Path, target: Path, **options: Any) -> Path:
     """The directory of the iteration."""
-    assert convert_checkpoint(str(source), str(target), to="torch_dist", **options).finished
+    assert convert(str(source), str(target), to="torch_dist", **options).finished
     return target / f"iter_{int((target / 'latest_checkpointed_iteration.txt').read_text()):07d}"
 
 
@@ -165,7 +165,7 @@ def test_who_may_be_wrong_is_said_only_of_those(files, tmp_path):
 
     for name, form in (("right", "legacy"), ("wrong", "fully_reshardable")):
         converted(files / "dp2" / form, tmp_path / name)
-        convert_checkpoint(str(tmp_path / name), str(tmp_path / f"native-{name}"), to="native")
+        convert(str(tmp_path / name), str(tmp_path / f"native-{name}"), to="native")
         converted(tmp_path / f"native-{name}", tmp_path / f"again-{name}")
     assert [suspect(tmp_path / f"{way}right") for way in ("", "again-")] == [None, None]
     assert None not in [suspect(tmp_path / f"{way}wrong") for way in ("", "again-")]
@@ -258,11 +258,11 @@ def test_norms_are_called_as_the_layers_say(tmp_path):
 def test_there_and_back(tmp_path, names):
     """A model of transformers has no iteration: Megatron-LM calls such a checkpoint a release."""
     source, there, back = str(HF / names), str(tmp_path / "there"), str(tmp_path / "back")
-    convert_checkpoint(source, there, to="torch_dist", views=translated(source, names, "megatron", {}))
+    convert(source, there, to="torch_dist", views=translated_views(source, names, "megatron", {}))
     assert (tmp_path / "there" / "latest_checkpointed_iteration.txt").read_text() == "release"
     folder = tmp_path / "there" / "release"
     assert "decoder.layers.self_attention.linear_qkv.weight" in stored(folder) and "optimizer" not in common(folder)
-    convert_checkpoint(there, back, to="hf", views=translated(there, names, "huggingface", told_by(source)))
+    convert(there, back, to="hf", views=translated_views(there, names, "huggingface", numbers_of_files(source)))
     found = {n: t for f in (tmp_path / "back").glob("*.safetensors") for n, t in load_file(f).items()}
     expected = {n: t for f in (HF / names).glob("*.safetensors") for n, t in load_file(f).items()}
     same(found, expected)
@@ -272,7 +272,7 @@ def test_our_own_checkpoints_keep_everything(files, tmp_path):
     """By way of the native format, and of a virtual checkpoint; values of the state and the optimizer's groups stay."""
     source = files / "tp2pp2vpp2" / "legacy"
     truth = converted(source, tmp_path / "truth")
-    convert_checkpoint(str(source), str(tmp_path / "native"), to="native")
+    convert(str(source), str(tmp_path / "native"), to="native")
     import_checkpoint(str(source), str(tmp_path / "virtual"))
     for kind in "native", "virtual":
         folder = converted(tmp_path / kind, tmp_path / f"from-{kind}")
@@ -285,14 +285,14 @@ def test_our_own_checkpoints_keep_everything(files, tmp_path):
 
 def test_an_optimizer_that_is_not_whole_is_left_out(files, tmp_path):
     source = files / "dp2" / "legacy"
-    report = convert_checkpoint(str(source), str(tmp_path / "c"), to="torch_dist", exclude=["*.layers.1.*.exp_avg"])
+    report = convert(str(source), str(tmp_path / "c"), to="torch_dist", exclude=["*.layers.1.*.exp_avg"])
     assert set(report.left_out) == set(states(read_all(source)))
     folder = tmp_path / "c" / "iter_0000003"
     assert not [n for n in stored(folder) if n.startswith("optimizer.")]
     state = common(folder)
     assert "optimizer" not in state and "distrib_optim_sharding_type" not in state["content_metadata"]
     assert state["args"].no_save_optim is True
-    again = convert_checkpoint(str(source), str(tmp_path / "d"), to="torch_dist", optimizer=False)
+    again = convert(str(source), str(tmp_path / "d"), to="torch_dist", optimizer=False)
     assert again.left_out == report.left_out
 
 
@@ -306,7 +306,7 @@ def test_a_native_optimizer_is_none_of_megatrons(tmp_path):
     module.output_layer(torch.ones(4)).sum().backward()
     optimizer.step()
     ckpt.save(str(tmp_path / "s"), {"net": module, "optimizer": optimizer})
-    report = convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "release"), to="torch_dist", root="net")
+    report = convert(str(tmp_path / "s"), str(tmp_path / "release"), to="torch_dist", root="net")
     found = stored(tmp_path / "release")
     assert list(found) == ["embedding.word_embeddings.weight"]  # the output layer is tied to it
     assert torch.equal(found["embedding.word_embeddings.weight"], module.output_layer.weight.detach())
@@ -316,7 +316,7 @@ def test_a_native_optimizer_is_none_of_megatrons(tmp_path):
 def test_at_the_directory_of_an_iteration(files, tmp_path):
     """There it is the checkpoint itself: a run that it lies in is left alone."""
     target = tmp_path / "run" / "iter_0000500"
-    report = convert_checkpoint(str(files / "dp2" / "legacy"), str(target), to="torch_dist", shard_size=20_000, verify=True)
+    report = convert(str(files / "dp2" / "legacy"), str(target), to="torch_dist", shard_size=20_000, verify=True)
     assert len(report.files) > 3 and sorted(report.files) == sorted(p.name for p in target.glob("*.distcp"))
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["iter_0000500"]
     assert_same(read_all(target), read_all(files / "dp2" / "legacy"))
@@ -324,24 +324,24 @@ def test_at_the_directory_of_an_iteration(files, tmp_path):
 
 def test_what_is_not_megatrons(files, tmp_path):
     with pytest.raises(UsageError, match="names of Megatron-Core's parameters"):
-        convert_checkpoint(str(HF / "llama"), str(tmp_path / "a"), to="torch_dist")
+        convert(str(HF / "llama"), str(tmp_path / "a"), to="torch_dist")
     odd = saved(tmp_path / "odd", {**mixed(0), "decoder.layers.0.mixer.in_proj.weight": torch.ones(4, 4)})
     with pytest.raises(UsageError, match=r"nobody knows how Megatron-Core stores decoder\.layers\.0\.mixer\.in_proj\.weight"):
-        convert_checkpoint(str(odd), str(tmp_path / "b"), to="torch_dist")
-    assert convert_checkpoint(str(odd), str(tmp_path / "b"), to="torch_dist", exclude=["*.mixer.*"]).left_out
+        convert(str(odd), str(tmp_path / "b"), to="torch_dist")
+    assert convert(str(odd), str(tmp_path / "b"), to="torch_dist", exclude=["*.mixer.*"]).left_out
     with pytest.raises(UsageError, match="some are missing"):
-        convert_checkpoint(str(saved(tmp_path / "e", mixed(1))), str(tmp_path / "f"), to="torch_dist", exclude=["*.1.*.local_experts.0.*"])
+        convert(str(saved(tmp_path / "e", mixed(1))), str(tmp_path / "f"), to="torch_dist", exclude=["*.1.*.local_experts.0.*"])
     assert not (tmp_path / "a").exists() and not (tmp_path / "f").exists()
 
 
 def test_processes_divide_the_files(files, tmp_path):
     """Whoever finds all files there finishes, and nothing can be opened before."""
     source, target = str(files / "dp2" / "legacy"), str(tmp_path / "c")
-    first = convert_checkpoint(source, target, to="torch_dist", shard_size=100_000, part=(1, 2))
+    first = convert(source, target, to="torch_dist", shard_size=100_000, part=(1, 2))
     assert not first.finished and first.written_files and not list((tmp_path / "c").rglob("metadata.json"))
     with pytest.raises(NotCommittedError):
         open_catalog(target)
-    assert convert_checkpoint(source, target, to="torch_dist", shard_size=100_000, part=(0, 2)).finished
+    assert convert(source, target, to="torch_dist", shard_size=100_000, part=(0, 2)).finished
     assert_same(read_all(target), read_all(source))
 
 
@@ -359,11 +359,11 @@ def test_died_while_finishing(files, tmp_path, monkeypatch, number):
 
     source, target = str(files / "dp2" / "legacy"), tmp_path / "c"
     with monkeypatch.context() as patched:
-        patched.setattr(to_torch_dist, "publish_once", dies)
+        patched.setattr(torch_dist, "publish_once", dies)
         with pytest.raises(KeyboardInterrupt):
-            convert_checkpoint(source, str(target), to="torch_dist")
+            convert(source, str(target), to="torch_dist")
     assert {p.name for p in target.rglob("*")} & set(SMALL) == set(SMALL[:number])
     with pytest.raises(NotCommittedError):
         open_catalog(str(target))
-    assert convert_checkpoint(source, str(target), to="torch_dist").written_files == 0
+    assert convert(source, str(target), to="torch_dist").written_files == 0
     assert_same(read_all(target), read_all(source))

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters.choosing import seams_of
-from ckpt.converters.reading import Part, read_views
-from ckpt.converters.windows import Item, slabs, windows
+from ckpt.converters.pipeline.view_reader import ViewBox, read_views
+from ckpt.converters.pipeline.windows import FileItem, slabs, windows
+from ckpt.converters.select.selection import seams_of
 from ckpt.engine.reader import Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.geometry import Box
@@ -50,7 +50,7 @@ def test_slabs_are_the_box_row_by_row(box: Box, itemsize: int, seams: list[int],
 def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int) -> None:
     items, at = [], 0
     for i, (box, size, gap) in enumerate(rows):
-        items.append(Item(f"t{i}", box, at + gap, size))
+        items.append(FileItem(f"t{i}", box, at + gap, size))
         at += gap + items[-1].length
     found = list(windows(items, [[]] * len(items), most))
     covered = [b for w in found for s in w.segments for b in range(s.start, s.start + s.length)]
@@ -93,18 +93,18 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
         low = [data.draw(st.integers(0, n - 1)) for n in shape]
         box = Box(tuple(low), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
         kind = data.draw(st.sampled_from([torch.float32, torch.float64]))
-        parts.append(Part(made[name], box, torch.full(box.shape, math.nan, dtype=kind)))
+        parts.append(ViewBox(made[name], box, torch.full(box.shape, math.nan, dtype=kind)))
         wanted.append(expected[name][box.slices].to(kind))
     read_views(Reader(catalog=catalog, verify="full", threads=2, beat=lambda: None), parts)
     assert all(torch.equal(p.memory, w) for p, w in zip(parts, wanted, strict=True))
 
 
 def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ckpt.converters.to_native.CHUNK", 24)
-    from ckpt.converters.converting import convert_checkpoint
+    monkeypatch.setattr("ckpt.converters.targets.native.CHUNK", 24)
+    from ckpt import convert
 
     ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})
-    convert_checkpoint(str(tmp_path / "s"), str(tmp_path / "n"), to="native")
+    convert(str(tmp_path / "s"), str(tmp_path / "n"), to="native")
     catalog = open_catalog(str(tmp_path / "n"))
     a = views.whole("a", (7, 3))
     assert seams_of(catalog, a) == [0, 2, 4, 6]

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.converters import exporting, gathering
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import ExportReport, export
+from ckpt import ExportReport, convert, export
+from ckpt.converters.export import export as export_module
+from ckpt.converters.export import plan
 from ckpt.io_backends import posix_shared
 from ckpt.io_backends.fsspec_writer import GatheringWriter
 from ckpt.io_backends.posix_shared import PosixSharedObject
@@ -32,7 +32,7 @@ MEMORY = 9_000
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    gathering.LONG, gathering.WINDOW, exporting.LEAST = 64, 512, 0
+    plan.LONG, plan.WINDOW, export_module.LEAST = 64, 512, 0
     if way == "parts":
         posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
 
@@ -53,7 +53,7 @@ def everywhere(layout: str, folder: str) -> list[str]:
     ckpt.save(f"{folder}/saved", state, layout=trained.layout)
     if dist.get_rank():
         return []
-    convert_checkpoint(f"{folder}/saved", f"{folder}/converted", to="hf", shard_size=SHARD)
+    convert(f"{folder}/saved", f"{folder}/converted", to="hf", shard_size=SHARD)
     expected = contents(f"{folder}/converted")
     problems = []
     for way, report in reports.items():
@@ -76,7 +76,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 def translated(whole: dict[str, torch.Tensor], config: dict[str, Any], folder: str, way: str) -> None:
-    """Shard tensors in all manners over a mesh of 2 × 2, and export them in another spelling."""
+    """Shard tensors in all manners over a mesh of 2 × 2, and export them under other names."""
     use(way)
     mesh = mesh_of(dp=2, tp=2)
     manners = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]

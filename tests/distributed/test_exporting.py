@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.spelling import translated
+from ckpt import convert, export
+from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import GroupError, NotCommittedError
 from tests.distributed import exporting as work
 from tests.distributed.plain import world_size
@@ -36,8 +35,8 @@ def test_transformers_loads_a_translated_export(ranks: Ranks, tmp_path: Path, wa
     )
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "original")
-    views = translated(str(tmp_path / "original"), "llama", "megatron", {})
-    convert_checkpoint(str(tmp_path / "original"), str(tmp_path / "megatron.safetensors"), to="hf", views=views)
+    views = translated_views(str(tmp_path / "original"), "llama", "megatron", {})
+    convert(str(tmp_path / "original"), str(tmp_path / "megatron.safetensors"), to="hf", views=views)
     whole = load_file(tmp_path / "megatron.safetensors")
     assert any("linear_qkv" in name for name in whole)
     ranks.run(4, work.translated, whole, config.to_dict(), str(tmp_path / "exported"), way)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
-from ckpt.converters import translated
+from ckpt import translated
 from tests.distributed.ranks import Ranks
 from tests.formats.reading import FIXTURES, same
 from tests.formats.test_deepspeed import PREFIX, by_hand
@@ -33,7 +33,7 @@ def load(url: str, rules: str) -> tuple[dict[str, torch.Tensor], float, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     state = {"model": model, "optimizer": optimizer, "global_steps": 0}
     others = [f"*{name}*" for name in ("emb", "fc2", "head", "norm", "fc1.bias", "frozen", "buf", "master")]
-    made = translated(url, names=rules, spelling="mine", skip=others)
+    made = translated(url, names=rules, convention="mine", skip=others)
     ckpt.load(made, state, only=["model.*", "optimizer.*", "global_steps"])
     found = {}
     for name, param in model.named_parameters():

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt import convert
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
@@ -138,12 +138,12 @@ def _copy(url: str, target: Path) -> bool:
 
 
 def _native(url: str, target: Path) -> bool:
-    convert_checkpoint(url, str(target), to="native", verify=True)
+    convert(url, str(target), to="native", verify=True)
     return _open(str(target), target) and verify(str(target)).ok
 
 
 def _torch(url: str, target: Path) -> bool:
-    convert_checkpoint(url, f"{target}.pt", to="torch", verify=True)
+    convert(url, f"{target}.pt", to="torch", verify=True)
     return same(torch.load(f"{target}.pt", weights_only=True))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.converters.conversion import Conversion
-from ckpt.converters.converting import convert_checkpoint
+from ckpt import convert
+from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.engine import load as loading
 from ckpt.engine import verify as verifying
 from ckpt.errors import ConflictError, CorruptError
@@ -94,7 +94,7 @@ def test_verify_copies_and_conversions(url: str, tmp_path: Path, monkeypatch: py
     write = Conversion.write
     monkeypatch.setattr(Conversion, "write", lambda self, *args, **options: (replaced_by(4), write(self, *args, **options))[1])
     with pytest.raises(ConflictError, match=REPLACED):
-        convert_checkpoint(url, str(tmp_path / "made"), to="native")
+        convert(url, str(tmp_path / "made"), to="native")
 
 
 def test_a_restore_takes_what_is_there_now(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

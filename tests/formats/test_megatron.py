@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, UsageError
-from ckpt.formats.elements import cast_bits
-from ckpt.formats.megatron.catalog import MegatronCatalog
+from ckpt.formats.external.elements import cast_bits
+from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.repair import repaired_states
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, unpacked, whole_model

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import FormatError
-from ckpt.formats.megatron.buffers import Bucket, BufferLayout, Member, Slot, buffer_layout, layout_in, shifts
+from ckpt.formats.megatron.buffers import Bucket, BufferLayout, BufferParam, Slot, buffer_layout, layout_in, shifts
 from ckpt.formats.megatron.flat import job_layout
+from ckpt.formats.megatron.local_names import LocalNames, extra_states
 from ckpt.formats.megatron.names import fused_norms, order_key, tensor_parallel_axis
-from ckpt.formats.megatron.spelled import Spelling, extra_states
 from ckpt.formats.megatron.stages import layers_of_chunks
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -54,7 +54,7 @@ def transcript(numels: list[int], shared: list[bool], bucket_size: int | None, r
 def test_buffers_are_laid_out_as_in_megatron(numels, data, bucket_size, ranks):
     shared = data.draw(st.lists(st.booleans(), min_size=len(numels), max_size=len(numels)))
     places, buckets = transcript(numels, shared, bucket_size, ranks)
-    members = [Member(n, s) for n, s in zip(numels, shared, strict=True)]
+    members = [BufferParam(n, s) for n, s in zip(numels, shared, strict=True)]
     layout = buffer_layout(members, bucket_size=bucket_size, data_parallel=ranks)
     assert layout.slots == tuple(Slot(start, bucket) for start, _, bucket in places)
     assert layout.buckets == tuple(Bucket(end - start, used - start) for start, end, used in buckets)
@@ -64,7 +64,7 @@ def test_buffers_are_laid_out_as_in_megatron(numels, data, bucket_size, ranks):
 def test_a_buffer_that_megatron_told_of():
     """Written down by Megatron-Core 0.16.1: two layers on two data-parallel ranks, buckets of 20,000 elements."""
     numels = [16384, 64, 4096, 8192, 64, 12288, 6144, 64, 4096, 8192, 64, 12288, 6144, 64, 16384]
-    layout = buffer_layout([Member(n) for n in numels], bucket_size=20000, data_parallel=2)
+    layout = buffer_layout([BufferParam(n) for n in numels], bucket_size=20000, data_parallel=2)
     assert layout.buckets == (Bucket(22656, 22592), Bucket(20608, 20544), Bucket(22656, 22592), Bucket(28800, 28800))
     assert layout.slots[0] == Slot(78336, 3)
     assert layout.slots[11] == Slot(22656, 1)
@@ -72,7 +72,7 @@ def test_a_buffer_that_megatron_told_of():
 
 
 def test_other_buckets_are_not_taken():
-    members = [Member(100), Member(60)]
+    members = [BufferParam(100), BufferParam(60)]
     assert layout_in(members, [Bucket(128, 60), Bucket(128, 100)]) is not None
     others = [[(256, 160)], [(128, 60), (128, 99)], [(128, 60)], [], [(128, 60), (128, 100), (128, 1)]]
     for sizes in others:
@@ -83,7 +83,7 @@ def test_other_buckets_are_not_taken():
 @given(NUMELS, st.one_of(st.none(), st.integers(1, 600)), st.integers(1, 6))
 def test_displaced_elements_are_found_again(numels, bucket_size, ranks):
     """What Megatron-Core 0.16.1 does (sharded_param_state_fully_reshardable), on an array of distinct numbers, and back."""
-    layout = buffer_layout([Member(n) for n in numels], bucket_size=bucket_size, data_parallel=ranks)
+    layout = buffer_layout([BufferParam(n) for n in numels], bucket_size=bucket_size, data_parallel=ranks)
     compact = np.arange(1, layout.used + 1)
     written = []
     for slot, numel in zip(layout.slots, numels, strict=True):
@@ -148,7 +148,7 @@ def test_norms_belong_to_what_follows():
 
 def test_buckets_of_a_job():
     """They matter where parameters are no multiples of 64, and only on the first stage, and where reductions overlap."""
-    members = [Member(100), Member(70), Member(30)]  # in reverse 30, 70 and 100
+    members = [BufferParam(100), BufferParam(70), BufferParam(30)]  # in reverse 30, 70 and 100
     one = [192, 64, 0]
     for arguments, bucketed, expected in (
         ({}, True, one),
@@ -159,14 +159,14 @@ def test_buckets_of_a_job():
     ):
         layout = job_layout(members, arguments, bucketed=bucketed)
         assert layout is not None and [layout.compact(s) for s in layout.slots] == expected, arguments
-    large = [Member(64), Member(70), Member(50_000_001)]
+    large = [BufferParam(64), BufferParam(70), BufferParam(50_000_001)]
     assert job_layout(large, {"overlap_grad_reduce": True}, bucketed=True) is None
     assert job_layout(large, {"overlap_grad_reduce": True, "ddp_bucket_size": 60_000_000}, bucketed=True) is not None
 
 
 def test_names_on_a_rank():
     """Where Megatron-Core's layer specifications have what the whole model has under one name."""
-    local, fused, grouped = Spelling(fused=False), Spelling(), Spelling(experts="grouped")
+    local, fused, grouped = LocalNames(fused=False), LocalNames(), LocalNames(experts="grouped")
     at = "decoder.layers.7."
     for name, here, other in (
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", None),

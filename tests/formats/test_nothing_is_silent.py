@@ -20,7 +20,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.foreign import ForeignCatalog
+from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.view import StoredTensor
 from tests.formats.megatron_files import unpacked
@@ -97,7 +97,7 @@ def label(folder: Path, path: Path) -> str:
 def read_ranges(folder: Path) -> dict[str, list[Interval]]:
     """The bytes that ckpt reads for all tensors, and compares with them, by file."""
     catalog = open_catalog(str(folder))
-    assert isinstance(catalog, ForeignCatalog)
+    assert isinstance(catalog, ExternalCatalog)
     extents = catalog.extents_of([(t, n) for t in catalog.tensors.values() if t.alias is None for n in range(len(t.grid))])
     extents += [replica.extent for replica in catalog.replicas()]
     found: dict[str, list[Interval]] = {}
@@ -231,7 +231,7 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
 
 def notes_of(folder: Path) -> str:
     catalog = open_catalog(str(folder))
-    assert isinstance(catalog, ForeignCatalog)
+    assert isinstance(catalog, ExternalCatalog)
     return " ".join(catalog.notes)
 
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from ckpt import tree
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.pickles.machine import load_pickle
+from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stand_ins import Global, Made, Persistent
-from ckpt.formats.pickles.values import StoredView, Values
+from ckpt.formats.pickles.stand_ins import GlobalName, Made, Persistent
+from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.pickles.values import PickleValues
 
 
 def read(data: bytes) -> object:
@@ -30,7 +31,7 @@ def read(data: bytes) -> object:
 
 
 def node(data: bytes) -> object:
-    maker = NodeMaker(Values("there"), lambda found, path: {"$tensor": path}, pickle_bytes=len(data))
+    maker = NodeMaker(PickleValues("there"), lambda found, path: {"$tensor": path}, pickle_bytes=len(data))
     return maker.root(read(data))
 
 
@@ -187,7 +188,7 @@ def test_slots_and_kwargs_are_kept_as_data():
     value.a = 5
     found = read(pickle.dumps(value, 2))
     assert found.attributes() == {"a": 5}
-    assert found.of == Global(__name__, "WithSlots")
+    assert found.of == GlobalName(__name__, "WithSlots")
 
 
 class WithArgs:
@@ -385,15 +386,15 @@ def test_damaged_pickles_end_in_a_value_or_an_error(changes):
 
 
 def storage(count: int, kind: str = "FloatStorage") -> Persistent:
-    return Persistent(("storage", Global("torch", kind), "0", "cpu", count))
+    return Persistent(("storage", GlobalName("torch", kind), "0", "cpu", count))
 
 
 def tensor(*args) -> Made:
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    return Made(GlobalName("torch._utils", "_rebuild_tensor_v2"), args)
 
 
 def test_a_tensor():
-    found = Values("there").meaning(tensor(storage(10), 2, (2, 3), (3, 1), False, Made(Global("collections", "OrderedDict"))))
+    found = PickleValues("there").meaning(tensor(storage(10), 2, (2, 3), (3, 1), False, Made(GlobalName("collections", "OrderedDict"))))
     assert isinstance(found, StoredView)
     assert (found.dtype, found.offset, found.shape, found.strides, found.storage.nbytes) == ("float32", 2, (2, 3), (3, 1), 40)
 
@@ -415,46 +416,46 @@ def test_a_tensor():
         tensor("storage", 0, (1,), (1,), False, None),
         tensor(Persistent(("storage",)), 0, (1,), (1,), False, None),
         tensor(Persistent("0"), 0, (1,), (1,), False, None),
-        Made(Global("torch", "Size"), ("x",)),
-        Made(Global("torch", "Size"), ()),
-        Made(Global("numpy.core.multiarray", "scalar"), (Made(Global("numpy", "dtype"), ("f8",)), b"1234")),
-        Made(Global("_codecs", "encode"), ("x", "rot13")),
-        Made(Global("_codecs", "encode"), (b"x", "latin1")),
-        Made(Global("builtins", "complex"), ("1", "2")),
-        Made(Global("collections", "OrderedDict"), ([1, 2],)),
-        Made(Global("torch._tensor", "_rebuild_from_type_v2"), (1,)),
+        Made(GlobalName("torch", "Size"), ("x",)),
+        Made(GlobalName("torch", "Size"), ()),
+        Made(GlobalName("numpy.core.multiarray", "scalar"), (Made(GlobalName("numpy", "dtype"), ("f8",)), b"1234")),
+        Made(GlobalName("_codecs", "encode"), ("x", "rot13")),
+        Made(GlobalName("_codecs", "encode"), (b"x", "latin1")),
+        Made(GlobalName("builtins", "complex"), ("1", "2")),
+        Made(GlobalName("collections", "OrderedDict"), ([1, 2],)),
+        Made(GlobalName("torch._tensor", "_rebuild_from_type_v2"), (1,)),
     ],
 )
 def test_arguments_that_cannot_be(made):
     with pytest.raises(CorruptError):
-        Values("there").meaning(made)
+        PickleValues("there").meaning(made)
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        Made(Global("torch._utils", "_rebuild_sparse_tensor"), (1, 2)),
-        Made(Global("torch._utils", "_rebuild_qtensor"), (1, 2)),
-        Made(Global("torch.storage", "_load_from_bytes"), (b"x",)),
+        Made(GlobalName("torch._utils", "_rebuild_sparse_tensor"), (1, 2)),
+        Made(GlobalName("torch._utils", "_rebuild_qtensor"), (1, 2)),
+        Made(GlobalName("torch.storage", "_load_from_bytes"), (b"x",)),
         tensor(storage(10, "QInt8Storage"), 0, (1,), (1,), False, None),
     ],
 )
 def test_tensors_of_unknown_kinds_are_errors(made):
     with pytest.raises(FormatError, match="not known here"):
-        Values("there").meaning(made)
+        PickleValues("there").meaning(made)
 
 
 def test_a_storage_that_no_tensor_uses_is_an_error():
     with pytest.raises(FormatError, match="storage outside"):
-        NodeMaker(Values("there"), lambda found, path: None, pickle_bytes=9).root({"a": Made(Global("x", "y"), (storage(1),))})
+        NodeMaker(PickleValues("there"), lambda found, path: None, pickle_bytes=9).root({"a": Made(GlobalName("x", "y"), (storage(1),))})
 
 
 def test_recursive_parameters_end():
     made = tensor(storage(10), 0, (1,), (1,), False, None)
     for _ in range(100_000):
-        made = Made(Global("torch._utils", "_rebuild_parameter"), (made, True, None))
+        made = Made(GlobalName("torch._utils", "_rebuild_parameter"), (made, True, None))
     with pytest.raises(CorruptError):
-        Values("there").meaning(made)
+        PickleValues("there").meaning(made)
 
 
 # ------------------------------------------------------------------------------------------------- time and memory of small ones
@@ -467,15 +468,15 @@ for _ in range(200):
 @pytest.mark.parametrize(
     "made",
     [
-        Made(Global("torch", "device"), (SHARED,)),
-        Made(Global("torch", "Size"), (SHARED,)),
-        Made(Global("torch", "Size"), (Persistent(SHARED),)),
-        Made(Global("torch._tensor", "_rebuild_from_type_v2"), (Global("a", "b"), SHARED, (), None)),
+        Made(GlobalName("torch", "device"), (SHARED,)),
+        Made(GlobalName("torch", "Size"), (SHARED,)),
+        Made(GlobalName("torch", "Size"), (Persistent(SHARED),)),
+        Made(GlobalName("torch._tensor", "_rebuild_from_type_v2"), (GlobalName("a", "b"), SHARED, (), None)),
         Made(
-            Global("torch._tensor", "_rebuild_from_type_v2"),
-            (Global("torch._utils", "_rebuild_wrapper_subclass"), SHARED, (SHARED,), None),
+            GlobalName("torch._tensor", "_rebuild_from_type_v2"),
+            (GlobalName("torch._utils", "_rebuild_wrapper_subclass"), SHARED, (SHARED,), None),
         ),
-        Made(Global("_codecs", "encode"), ("x", SHARED)),
+        Made(GlobalName("_codecs", "encode"), ("x", SHARED)),
         tensor(storage(10), SHARED, (1,), (1,), False, None),
         tensor(storage(10), 0, (SHARED,), (1,), False, None),
         tensor(storage(10), 0, (1,), (1,), False, None, {(1,): True}),
@@ -483,7 +484,7 @@ for _ in range(200):
 )
 def test_no_message_has_the_text_of_what_is_in_a_file(made):
     with pytest.raises((CorruptError, FormatError)) as error:
-        Values("there").meaning(made)
+        PickleValues("there").meaning(made)
     assert len(str(error.value)) < 1000
 
 
@@ -539,23 +540,23 @@ def test_other_keys_are_as_good_as_before():
 
 def test_a_mesh_of_very_many_ranks_takes_no_memory():
     def made(name, **attributes):
-        return Made(Global("torch.distributed.tensor", name), (), state=attributes)
+        return Made(GlobalName("torch.distributed.tensor", name), (), state=attributes)
 
     def dtensor(ranks, at, placement=None):
         layout = made("_MeshLayout", shape=(ranks,))
         mesh = made("DeviceMesh", _layout=layout, _coordinate_on_dim=[at])
         spec = made("DTensorSpec", mesh=mesh, placements=(placement or made("placement_types.Shard", dim=0),))
         state = {"_spec": spec, "_local_tensor": tensor(storage(10), 0, (1,), (1,), False, None)}
-        args = (Global("torch.distributed.tensor", "DTensor"), Global("torch", "float32"), (1 << 40,))
-        inner = (Global("torch._utils", "_rebuild_wrapper_subclass"), args[0], args, state)
-        return Made(Global("torch._tensor", "_rebuild_from_type_v2"), inner)
+        args = (GlobalName("torch.distributed.tensor", "DTensor"), GlobalName("torch", "float32"), (1 << 40,))
+        inner = (GlobalName("torch._utils", "_rebuild_wrapper_subclass"), args[0], args, state)
+        return Made(GlobalName("torch._tensor", "_rebuild_from_type_v2"), inner)
 
-    found = Values("there").meaning(dtensor(1 << 40, 5))
+    found = PickleValues("there").meaning(dtensor(1 << 40, 5))
     assert [offset for offset, _ in found.boxes] == [(5,)]
     for ranks, at in ((0, 0), (4, 4)):
         with pytest.raises(CorruptError):
-            Values("there").meaning(dtensor(ranks, at))
+            PickleValues("there").meaning(dtensor(ranks, at))
     for dim, groups, error in ((0, 1 << 40, FormatError), (0, 0, CorruptError), (1, 2, CorruptError), (0, 2, CorruptError)):
         strided = made("placement_types._StridedShard", dim=dim, split_factor=groups)
         with pytest.raises(error):
-            Values("there").meaning(dtensor(1 << 40, 5, strided))
+            PickleValues("there").meaning(dtensor(1 << 40, 5, strided))

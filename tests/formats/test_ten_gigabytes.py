@@ -10,7 +10,7 @@ import torch
 
 import ckpt
 from benchmarks.sparse import MAKERS, can_make, stored_bytes
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from tests.formats.reading import counted
 
 LARGE = 10_000_000_000

@@ -21,7 +21,7 @@ TRANSLATIONS = {
     **dict.fromkeys(("qwen2-moe", "qwen3-moe"), ("qwen-moe", "megatron")),
     "deepseek-v3": ("deepseek-v3", "megatron"),
 }
-"""Kind of model → translation, and the spelling that is not transformers'."""
+"""Kind of model → translation, and the convention that is not transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ LATENT = {
 
 
 def elsewhere(s: Sizes, held: Arrays) -> Arrays:
-    """The same model in the other spelling of its kind."""
+    """The same model in the other convention of its kind."""
     return _plain(s, held) if s.kind == "meta" else _megatron(s, held)
 
 

@@ -15,10 +15,10 @@ import torch
 from click.testing import CliRunner
 
 import ckpt
+from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.view import StoredTensor
 from tests.formats.megatron_files import load
@@ -110,7 +110,7 @@ def within_modules(names: Tensors) -> Tensors:
 def test_converted(one: Held, to: str, tmp_path: Path) -> None:
     """What the framework of the new format loads. Steps that were values are tensors there, as torch's optimizers keep them."""
     url = tmp_path / "made"
-    convert_checkpoint(one.url, str(url), to=to, verify=True)
+    convert(one.url, str(url), to=to, verify=True)
     if to == "native":
         assert_same(loaded(str(url), one.tensors), one.tensors)
         assert compare(one.url, str(url)).same and verify(str(url)).undigested == 0

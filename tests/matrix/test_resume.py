@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import translated
+from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.virtual.importer import import_checkpoint
 from tests.distributed.ranks import Ranks
 from tests.formats.memory import megatron_memory
 from tests.formats.reading import FIXTURES, same
@@ -134,7 +134,7 @@ def padded_of(folder: Path) -> Tensors:
 def test_hugging_face_into_megatron(ranks: Ranks, tmp_path: Path) -> None:
     """Llama's files, spelled as Megatron without copying, into tensor parallelism over two ranks: QKV in groups, gate and up in halves."""
     url = str(FIXTURES / "hf/llama")
-    import_checkpoint(url, str(tmp_path / "v"), views=translated(url, "llama", "megatron", {}))
+    import_checkpoint(url, str(tmp_path / "v"), views=translated_views(url, "llama", "megatron", {}))
     stored = BY_PATH["hf/llama"].holds(FIXTURES / "hf/llama", tmp_path)
     parts = ranks.run(2, into_halves, str(tmp_path / "v"))
     for rank, found in enumerate(parts):

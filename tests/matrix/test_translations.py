@@ -1,4 +1,4 @@
-"""Any small model through every translation: into the other spelling as numpy puts it together, and back to the bytes that went in."""
+"""Any small model through every translation: into the other convention as numpy puts it together, and back to the bytes that went in."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.comparing import compare
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
-from ckpt.converters.spelling import told_by, translated
+from ckpt import convert
+from ckpt.converters.compare.comparison import compare
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
+from ckpt.converters.virtual.importer import import_checkpoint
 from tests.matrix.cases import CASES
 from tests.matrix.models import TRANSLATIONS, Arrays, Sizes, elsewhere, in_modules, shapes, sizes
 
@@ -69,21 +69,21 @@ def assert_held(url: str, expected: Arrays, random: np.random.Generator) -> None
 def test_there_and_back(tmp_path: Path, s: Sizes, seed: int, width: int) -> None:
     """Converted with padding, imported without a copy where there is none; back into files of the same bytes."""
     held = random_bits(s, seed, width)
-    names, spelling = TRANSLATIONS[s.kind]
+    names, convention = TRANSLATIONS[s.kind]
     url = written(tmp_path / "files", s, held)
     numbers = {"padded_vocabulary": s.vocabulary + s.padding}
     made, back = tmp_path / "made", tmp_path / "back"
     for path in (made, back):
         shutil.rmtree(path, ignore_errors=True)
-    views = translated(url, names, spelling, numbers)
+    views = translated_views(url, names, convention, numbers)
     if s.padding:
-        convert_checkpoint(url, str(made), to="native", views=views)
+        convert(url, str(made), to="native", views=views)
     else:
         import_checkpoint(url, str(made), views=views)
     assert_held(str(made), elsewhere(replace(s, padding=0), held), np.random.default_rng(seed))  # padding is noted as such
     assert compare(url, str(made), views=views, values=False).same
     shutil.copy(tmp_path / "files/config.json", made)
-    convert_checkpoint(str(made), str(back), to="hf", views=translated(str(made), names, "huggingface", numbers))
+    convert(str(made), str(back), to="hf", views=translated_views(str(made), names, "huggingface", numbers))
     found = {n: t for file in back.glob("*.safetensors") for n, t in load_file(file).items()}
     assert found.keys() == held.keys()
     assert all(np.array_equal(bits(found[n]), a) for n, a in held.items())
@@ -96,12 +96,12 @@ def test_experts_of_modules(tmp_path: Path, s: Sizes, seed: int) -> None:
     held = random_bits(s, seed, 2)
     url, made = written(tmp_path / "files", s, held), tmp_path / "made"
     shutil.rmtree(made, ignore_errors=True)
-    import_checkpoint(url, str(made), views=translated(url, "transformers-moe", "transformers", {}))
+    import_checkpoint(url, str(made), views=translated_views(url, "transformers-moe", "transformers", {}))
     assert_held(str(made), in_modules(s, held), np.random.default_rng(seed))
     again = tmp_path / "again"
     shutil.rmtree(again, ignore_errors=True)
     shutil.copy(tmp_path / "files/config.json", made)
-    convert_checkpoint(str(made), str(again), to="native", views=translated(str(made), "transformers-moe", "huggingface", {}))
+    convert(str(made), str(again), to="native", views=translated_views(str(made), "transformers-moe", "huggingface", {}))
     assert_held(str(again), held, np.random.default_rng(seed))
 
 
@@ -109,7 +109,7 @@ def test_experts_of_modules(tmp_path: Path, s: Sizes, seed: int) -> None:
 @given(s=sizes(), seed=st.integers(0, 99))
 def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -> None:
     """Weights, a moment and a step of each parameter. The step of a fused parameter is that of the first that it is made of."""
-    names, spelling = TRANSLATIONS[s.kind]
+    names, convention = TRANSLATIONS[s.kind]
     weights, moments = random_bits(s, seed, 2), random_bits(s, seed + 1, 4)
     url, made, back = (tmp_path / n for n in ("source", "made", "back"))
     for path in (url, made, back):
@@ -119,7 +119,7 @@ def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -
     ckpt.save(str(url), state)
     (url / "config.json").write_text(json.dumps(s.config))
     numbers = {"padded_vocabulary": s.vocabulary + s.padding}
-    convert_checkpoint(str(url), str(made), to="native", views=translated(str(url), names, spelling, numbers))
+    convert(str(url), str(made), to="native", views=translated_views(str(url), names, convention, numbers))
     expected = {f"model.{n}": a for n, a in elsewhere(replace(s, padding=0), weights).items()}
     expected |= {f"{STATE}{n}.exp_avg": a for n, a in elsewhere(replace(s, padding=0), moments).items()}
     view = ckpt.open(str(made))
@@ -128,7 +128,7 @@ def test_optimizer_states_go_the_same_way(tmp_path: Path, s: Sizes, seed: int) -
     assert all(t == seed for t in steps.values())
     assert {n: bits(view[n].read()).tobytes() for n in view if n not in steps} == {n: a.tobytes() for n, a in expected.items()}
     (made / "config.json").write_text(json.dumps(s.config))
-    convert_checkpoint(str(made), str(back), to="native", views=translated(str(made), names, "huggingface", numbers))
+    convert(str(made), str(back), to="native", views=translated_views(str(made), names, "huggingface", numbers))
     assert compare(str(url), str(back), values=False).same
 
 
@@ -146,7 +146,7 @@ def test_files_of_megatron_to_transformers_and_back(form: str, megatron_files: P
     kind, names, hidden, dense = JOBS[form]
     case = next(case for case in CASES if case.path == f"megatron/{form}")
     url, there, back = case.url(megatron_files), str(tmp_path / "there"), str(tmp_path / "back")
-    convert_checkpoint(str(url), there, to="native", views=translated(str(url), names, "huggingface", {}))
+    convert(str(url), there, to="native", views=translated_views(str(url), names, "huggingface", {}))
     s = Sizes(
         kind=kind,
         layers=4,
@@ -167,6 +167,6 @@ def test_files_of_megatron_to_transformers_and_back(form: str, megatron_files: P
         for name, array in elsewhere(s, held).items():
             assert np.array_equal(array, bits(holds[f"{head}{name}{tail}"])), (name, tail)
         assert len(elsewhere(s, held)) == sum(n.startswith(head) and n.endswith(tail) for n in holds)
-    numbers = {**told_by(str(url)), "padded_vocabulary": 42}
-    convert_checkpoint(there, back, to="native", views=translated(there, names, "megatron", numbers))
+    numbers = {**numbers_of_files(str(url)), "padded_vocabulary": 42}
+    convert(there, back, to="native", views=translated_views(there, names, "megatron", numbers))
     assert compare(str(url), back, values=False).same

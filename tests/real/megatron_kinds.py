@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import torch
 from megatron_writer import options, started
 
-from ckpt.converters.converting import convert_checkpoint
+from ckpt import convert
 
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 LLAMA = {**GATED, "normalization": "RMSNorm", "add_bias_linear": False}
@@ -79,7 +79,7 @@ def changed(model: Any, folder: Path) -> list[str]:
     torch.save(state, rank / "model_optim_rng.pt")
     saved = {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     url = str(folder / "iter_0000005")
-    convert_checkpoint(str(folder / "s"), url, to="torch_dist")
+    convert(str(folder / "s"), url, to="torch_dist")
     for tensor in model.state_dict().values():
         if isinstance(tensor, torch.Tensor):
             tensor.zero_()

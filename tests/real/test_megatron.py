@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.semantic import check_semantic
-from ckpt.converters.spelling import told_by, translated
+from ckpt import convert
+from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import Arrays, assert_same, dense_norms, read_all, whole_model
 from tests.formats.memory import megatron_memory
@@ -106,7 +106,7 @@ def groups(url: Path) -> object:
 def test_converted_and_loaded_by_megatron(tmp_path, ranks, options, form, loads):
     """Whatever the parallelism of the job that loads it, model and optimizer are those that were saved, bit for bit."""
     source = written(tmp_path / "c", ranks, *options.split())
-    convert_checkpoint(str(source / form), str(tmp_path / "m"), to="torch_dist")
+    convert(str(source / form), str(tmp_path / "m"), to="torch_dist")
     truth = read_all(source / form)
     for number, (count, other) in enumerate(loads):
         asked = ["--load", str(tmp_path / "m" / "iter_0000003"), *other.split()]
@@ -117,9 +117,9 @@ def test_converted_and_loaded_by_megatron(tmp_path, ranks, options, form, loads)
 
 def test_weights_of_transformers_loaded_by_megatron(tmp_path):
     source = written(tmp_path / "c", 1, "--types") / "legacy"
-    hf, numbers = str(tmp_path / "hf"), told_by(str(source))
-    convert_checkpoint(str(source), hf, to="hf", views=translated(str(source), "llama", "huggingface", {}))
-    convert_checkpoint(hf, str(tmp_path / "m"), to="torch_dist", views=translated(hf, "llama", "megatron", numbers))
+    hf, numbers = str(tmp_path / "hf"), numbers_of_files(str(source))
+    convert(str(source), hf, to="hf", views=translated_views(str(source), "llama", "huggingface", {}))
+    convert(hf, str(tmp_path / "m"), to="torch_dist", views=translated_views(hf, "llama", "megatron", numbers))
     loaded = run(READER, tmp_path / "l", 2, ["--load", str(tmp_path / "m" / "release"), "--weights", "--tp", "2"])
     expected: Arrays = {n: a.copy() for n, a in dense_norms(whole_model(source / "iter_0000003")).items()}
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
@@ -142,7 +142,7 @@ def test_what_is_displaced_is_repaired(tmp_path, ranks, options, data_parallel):
     folder = written(tmp_path / "c", ranks, *options.split(), "--types", "fully_reshardable")
     assert check_semantic(open_catalog(str(folder / "fully_reshardable"))).problems
     job = {"data_parallel_size": data_parallel}
-    report = convert_checkpoint(str(folder / "fully_reshardable"), str(tmp_path / "m"), to="native", repair=True, job=job).repair
+    report = convert(str(folder / "fully_reshardable"), str(tmp_path / "m"), to="native", repair=True, job=job).repair
     found, expected = read_all(tmp_path / "m"), read_all(folder / "legacy")
     assert not check_semantic(open_catalog(str(tmp_path / "m"))).problems
     filled = {t.tensor: t.filled for t in report.tensors}

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.parallel import Parallel
-from ckpt.converters.spelling import translated
+from ckpt import MegatronParallel, convert
+from ckpt.converters.mapping.convention import translated_views
 from tests.formats.megatron_files import assert_same, read_all, unpacked
 
 _FOUND = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
@@ -115,13 +114,13 @@ def computed(folder: Path, out: Path, ranks: int, options: dict[str, int]) -> to
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, ranks: int, options: dict[str, int]) -> None:
     expected = model_at(tmp_path / "hf", name)
-    views = translated(str(tmp_path / "hf"), MODELS[name][1], "megatron", {})
+    views = translated_views(str(tmp_path / "hf"), MODELS[name][1], "megatron", {})
     arguments: dict[str, Any] = {"transformer_impl": "local"}
     if "etp" in options:
         arguments["expert_tensor_parallel_size"] = options["etp"]
     sizes = {full: options.get(short, 1) for full, short in (("tensor", "tp"), ("pipeline", "pp"), ("virtual", "vpp"), ("expert", "ep"))}
-    parallel = Parallel(**sizes, arguments=arguments)
-    convert_checkpoint(str(tmp_path / "hf"), str(tmp_path / "m"), to="megatron", views=views, parallel=parallel)
+    parallel = MegatronParallel(**sizes, arguments=arguments)
+    convert(str(tmp_path / "hf"), str(tmp_path / "m"), to="megatron", views=views, parallel=parallel)
     found = computed(tmp_path / "m" / "release", tmp_path / "logits.pt", ranks, options)
     assert torch.allclose(found[..., : SIZES["vocab_size"]], expected, rtol=1e-4, atol=1e-5), (found[..., :250] - expected).abs().max()
     assert expected.abs().max() > 1
@@ -141,7 +140,7 @@ def test_megatron_goes_on_from_it(tmp_path: Path, layout: str, ranks: int, optio
     source = unpacked(tmp_path / "files") / layout / "legacy"
     arguments: dict[str, Any] = {"padded_vocab_size": 48, "expert_tensor_parallel_size": options.get("etp")}
     sizes = {full: options.get(short, 1) for full, short in (("tensor", "tp"), ("pipeline", "pp"), ("virtual", "vpp"), ("expert", "ep"))}
-    convert_checkpoint(str(source), str(tmp_path / "m"), to="megatron", parallel=Parallel(**sizes, arguments=arguments))
+    convert(str(source), str(tmp_path / "m"), to="megatron", parallel=MegatronParallel(**sizes, arguments=arguments))
     said = [word for k, n in options.items() for word in (f"--{k}", str(n))]
     said += ["--tied", "--bucket", "100000"] if layout == "pp2tied" else []
     said += ["--experts", "4"] if layout in ("moe_singleton", "tp2ep2") else []

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.importing import import_checkpoint
+from ckpt import convert, export
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import FormatError, NotCommittedError, NotFoundError
@@ -166,11 +165,11 @@ def _cp(root: str) -> None:
 
 
 def _convert(root: str) -> None:
-    convert_checkpoint(f"{root}/source", f"{root}/run/step-1", to="native", shard_size=2000)
+    convert(f"{root}/source", f"{root}/run/step-1", to="native", shard_size=2000)
 
 
 def _convert_hf(root: str) -> None:
-    convert_checkpoint(f"{root}/source", f"{root}/run/step-1", to="hf", root="model", shard_size=1000)
+    convert(f"{root}/source", f"{root}/run/step-1", to="hf", root="model", shard_size=1000)
 
 
 def _import(root: str) -> None:

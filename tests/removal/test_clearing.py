@@ -19,9 +19,9 @@ import xxhash
 from click.testing import CliRunner
 
 import ckpt
+from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.debris import find_debris, remove_debris
 from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
@@ -203,7 +203,7 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
         if how == "cp":
             return copy_checkpoint(source, url, threads=1)
         if how == "convert":
-            return convert_checkpoint(source, url, to="native", threads=1)
+            return convert(source, url, to="native", threads=1)
         if how == "import":
             return import_checkpoint(source, url)
         with ckpt.Checkpointer(root, local=str(tmp_path / "source"), publish_timeout=0.01, threads=1, keep=Latest(1)) as c:

@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 import ckpt
+from ckpt import export
 from ckpt.cli.main import cli
-from ckpt.converters.converting import convert_checkpoint
-from ckpt.converters.exporting import export
-from ckpt.converters.importing import import_checkpoint
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
@@ -316,7 +315,7 @@ def cp(source: Path, target: Path) -> object:
 
 
 def convert(to: str) -> Callable[[Path, Path], object]:
-    return lambda source, target: convert_checkpoint(
+    return lambda source, target: ckpt.convert(
         str(source), str(target), to=to, overwrite=to == "native", root="model" if to == "hf" else None
     )
 
@@ -389,5 +388,5 @@ def test_a_single_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> 
     (tmp_path / "precious.pt").write_bytes(b"precious")
     (tmp_path / "m.pt").symlink_to(tmp_path / "precious.pt")
     with pytest.raises(ConflictError):
-        convert_checkpoint(str(other), str(tmp_path / "m.pt"), to="torch")
+        ckpt.convert(str(other), str(tmp_path / "m.pt"), to="torch")
     assert (tmp_path / "precious.pt").read_bytes() == b"precious"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.converters.exporting import ExportReport, export
+from ckpt import ExportReport, export
 from ckpt.io_backends.s3 import S3Backend
 from tests.s3.rank_work import COLUMNS, on_request, whole
 

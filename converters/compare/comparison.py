@@ -1,0 +1,351 @@
+"""Two checkpoints compared, of whatever formats: names, shapes, dtypes, elements and values. No torch; bounded memory, in parallel."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ckpt.converters.select.selection import Views
+from ckpt.dtypes import DType
+from ckpt.errors import NamesError, UsageError
+from ckpt.formats.registry import open_catalog
+from ckpt.geometry import Box
+from ckpt.plan.match import several
+from ckpt.plan.pieces import pieces
+
+from .elements import Raw, numbers, slices_of
+from .sides import Renaming, Side
+
+WINDOW = 4 << 20
+"""Bytes of a tensor that a thread reads at once, of both sides."""
+_BLOCK = 1 << 18
+"""Elements that are compared at once, as numbers of 64 bits."""
+_AT_ONCE = 16
+"""Windows that one thread takes in turn, so that a coded chunk is decoded once."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """Elements of tensors that fit ``glob`` may differ by ``absolute + relative · max(|a|, |b|)``."""
+
+    glob: str
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.absolute < np.inf and 0 <= self.relative < np.inf):
+            raise UsageError(f"a tolerance of {self.absolute} and {self.relative} is none", hint="numbers from 0 up")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """How one tensor differs. ``kind``: ``only-left``, ``only-right``, ``shape``, ``dtype`` or ``values``; dtypes that differ are one
+    difference, and elements are compared all the same."""
+
+    name: str
+    kind: str
+    left: str | None = None
+    right: str | None = None
+    """Shape or dtype on each side."""
+    elements: int = 0
+    """How many differ by more than the tolerance."""
+    max_abs: float = 0.0
+    """The largest difference of two numbers; of one that is NaN or infinite and another, infinite."""
+    max_rel: float = 0.0
+    """The largest difference as a part of the larger of both."""
+    first: tuple[int, ...] | None = None
+    """Index of the first element that differs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueDifference:
+    """A value that is no tensor: its path, and its node on each side as text, or None."""
+
+    path: str
+    left: str | None
+    right: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffReport:
+    """What ``compare`` found. ``tensors`` and ``bytes`` count what was compared, those of the left side; ``seconds`` is wall time."""
+
+    left: str
+    right: str
+    tensors: int
+    values: int
+    bytes: int
+    seconds: float
+    differences: tuple[TensorDifference, ...]
+    value_differences: tuple[ValueDifference, ...]
+
+    @property
+    def same(self) -> bool:
+        return not self.differences and not self.value_differences
+
+
+def compare(
+    left: str,
+    right: str,
+    *,
+    views: Views | None = None,
+    rename: Mapping[str, str] | None = None,
+    root: str | None = None,
+    only: Sequence[str] = (),
+    tolerances: Sequence[Tolerance] = (),
+    values: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Compare two checkpoints.
+
+    Two NaNs are equal, and so are both zeros. Padding does not count. A tensor that one state has in itself, such as an optimizer's step,
+    is compared with the tensor of the other. Values about how a checkpoint is stored (``about_storage`` of a catalog) are not compared.
+
+    Args:
+        views: from the shapes of the left side's tensors to what they are on the right side, for another naming convention.
+        rename: from what names and paths of the left side begin with to what they begin with on the right side. The longest one counts.
+        root: key of the left side's state that has the model: only what lies below it is compared, by its names there, and no values.
+        only: globs of names and paths; others are left out.
+        tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
+        values: whether what is no tensor is compared too.
+        progress: called with the bytes of the left side that were compared, and all of them.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
+        NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
+    """
+    began = time.monotonic()
+    sides = _sides(left, right, views, rename or {}, root)
+    chosen = _NameFilter(several(only))
+    names = [{n for n in side.views if chosen.takes(n)} for side in sides]
+    leaves = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
+    chosen.check(left)
+    mixed = {n for n in names[0] ^ names[1] if n in leaves[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
+    for n in mixed:
+        del leaves[n in names[0]][n]
+    differences = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)]
+    shared = sorted(names[0] & names[1])
+    comparing = _Comparing(sides, tolerances, threads or min(16, max(2, os.cpu_count() or 2)))
+    differences += comparing.run(shared, progress)
+    differences += [difference for n in sorted(mixed) for difference in comparing.mixed(n)]
+    paths = sorted(leaves[0].keys() | leaves[1].keys())
+    differ = [ValueDifference(path=p, left=leaves[0].get(p), right=leaves[1].get(p)) for p in paths if leaves[0].get(p) != leaves[1].get(p)]
+    return DiffReport(
+        left=sides[0].catalog.url,
+        right=sides[1].catalog.url,
+        tensors=len(shared) + len(mixed),
+        values=len(paths),
+        bytes=comparing.done,
+        seconds=time.monotonic() - began,
+        differences=tuple(sorted(differences, key=lambda d: d.name)),
+        value_differences=tuple(differ),
+    )
+
+
+def _sides(left: str, right: str, views: Views | None, rename: Mapping[str, str], root: str | None) -> tuple[Side, Side]:
+    catalogs = open_catalog(left), open_catalog(right)
+    about = {path for catalog in catalogs for path in getattr(catalog, "about_storage", ())}
+    return (
+        Side(catalogs[0], views, Renaming(rename, left), root, about),
+        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
+    )
+
+
+class _NameFilter:
+    """Globs, and which of them fitted anything."""
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        self.globs = globs
+        self._idle = set(globs)
+
+    def takes(self, name: str) -> bool:
+        fitting = {glob for glob in self.globs if fnmatchcase(name, glob)}
+        self._idle -= fitting
+        return bool(fitting) or not self.globs
+
+    def check(self, where: str) -> None:
+        if self._idle:
+            raise NamesError(f"nothing fits {', '.join(map(repr, sorted(self._idle)))}", where=where, hint="`ckpt inspect` lists the names")
+
+
+def _alone(name: str, kind: str) -> TensorDifference:
+    return TensorDifference(name=name, kind=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Differences:
+    """What the windows of one tensor gave so far."""
+
+    elements: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    first: tuple[int, ...] | None = None
+
+    def joined(self, other: _Differences) -> _Differences:
+        firsts = [f for f in (self.first, other.first) if f is not None]
+        return _Differences(
+            self.elements + other.elements,
+            max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel),
+            min(firsts, default=None),
+        )
+
+
+def _of_values(name: str, r: _Differences) -> TensorDifference:
+    return TensorDifference(name=name, kind="values", elements=r.elements, max_abs=r.max_abs, max_rel=r.max_rel, first=r.first)
+
+
+class _Comparing:
+    """Compares tensors that are on both sides, some windows at a time."""
+
+    def __init__(self, sides: tuple[Side, Side], tolerances: Sequence[Tolerance], threads: int) -> None:
+        self.sides = sides
+        self.tolerances = tolerances
+        self.threads = threads
+        self.done = 0
+        self._lock = threading.Lock()
+
+    def run(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
+        left, right = self.sides
+        differences: list[TensorDifference] = []
+        alike = []
+        for name in names:
+            shapes = [side.views[name].shape for side in self.sides]
+            if shapes[0] != shapes[1]:
+                differences.append(TensorDifference(name=name, kind="shape", left=str(list(shapes[0])), right=str(list(shapes[1]))))
+                continue
+            if left.views[name].pieces and right.views[name].pieces:
+                kinds = left.kind(name).name, right.kind(name).name
+                if kinds[0] != kinds[1]:
+                    differences.append(TensorDifference(name=name, kind="dtype", left=kinds[0], right=kinds[1]))
+                alike.append(name)
+        return differences + self._values(alike, progress)
+
+    def mixed(self, name: str) -> Iterator[TensorDifference]:
+        """Compare a tensor of one side with the same that the state of the other side has in itself."""
+        kinds, elements = [], []
+        for side in self.sides:
+            inline = side.inlined(name) if name not in side.views else None
+            kinds.append(side.kind(name) if inline is None else inline.dtype)
+            elements.append(side.elements.of_view(v := side.views[name], Box.whole(v.shape)) if inline is None else inline.elements)
+        left, right = elements
+        if left.shape != right.shape:
+            yield TensorDifference(name=name, kind="shape", left=str(list(left.shape)), right=str(list(right.shape)))
+            return
+        if kinds[0] != kinds[1]:
+            yield TensorDifference(name=name, kind="dtype", left=kinds[0].name, right=kinds[1].name)
+        counted = differing(left, right, (kinds[0], kinds[1]), self._tolerance(name), Box.whole(left.shape))
+        if counted.elements:
+            yield _of_values(name, counted)
+
+    def _tolerance(self, name: str) -> Tolerance:
+        return next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
+
+    def _values(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
+        left = self.sides[0]
+        total = sum(_numel(left.views[n].shape) * left.kind(n).itemsize for n in names)
+        results: dict[str, _Differences] = {}
+        jobs = self._jobs(names)
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-diff") as pool:
+            try:
+                while batch := list(islice(jobs, 4 * self.threads)):  # few at a time, so that an interrupt ends soon
+                    for name, result in pool.map(self._job, batch):
+                        results[name] = results.get(name, _Differences()).joined(result)
+                        if progress is not None:
+                            progress(self.done, total)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [_of_values(n, r) for n, r in results.items() if r.elements]
+
+    def _jobs(self, names: Sequence[str]) -> Iterator[tuple[str, list[Box]]]:
+        for name in names:
+            box = Box.whole(self.sides[0].views[name].shape)
+            size = max(side.kind(name).itemsize for side in self.sides)
+            windows = (p.box for p in pieces(box, box, WINDOW // size))
+            while boxes := list(islice(windows, _AT_ONCE)):
+                yield name, boxes
+
+    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Differences]:
+        name, boxes = job
+        differences = _Differences()
+        tolerance = self._tolerance(name)
+        kinds = self.sides[0].kind(name), self.sides[1].kind(name)
+        for box in boxes:
+            left, right = (side.elements.of_view(side.views[name], box) for side in self.sides)
+            if kinds[0] != kinds[1] or not _same_bits(left, right):
+                for block in pieces(box, box, _BLOCK):
+                    at = slices_of(block.box, box)
+                    differences = differences.joined(differing(left[at], right[at], kinds, tolerance, block.box))
+            with self._lock:
+                self.done += left.nbytes
+        return name, differences
+
+
+def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Differences:
+    """What differs between the elements of ``box`` on both sides."""
+    if kinds[0] == kinds[1] and kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
+        return _bits(left, right, box)
+    a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
+    with np.errstate(all="ignore"):
+        same = _same(a, b)
+        where = np.nonzero(np.atleast_1d(~same))
+        if not len(where[0]):
+            return _Differences()
+        a, b = np.atleast_1d(a)[where], np.atleast_1d(b)[where]
+        apart = _apart(a, b)
+        larger = np.maximum(_size(a), _size(b))
+        relative = np.where(np.isfinite(apart), apart / larger, np.inf)
+        outside = ~(np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(larger), larger, 0.0)))
+    if not outside.any():
+        return _Differences()
+    index = int(np.argmax(outside))
+    first = tuple(o + int(w[index]) for o, w in zip(box.offset, where, strict=False)) if box.shape else ()
+    return _Differences(int(outside.sum()), float(apart.max()), float(relative.max()), first)
+
+
+def _same(a: Any, b: Any) -> Any:
+    """Where numbers are equal, NaNs too; of complex ones both parts."""
+    if "c" in (a.dtype.kind, b.dtype.kind):
+        return _same(a.real, b.real) & _same(a.imag, b.imag)
+    return (a == b) | ((a != a) & (b != b))
+
+
+def _apart(a: Any, b: Any) -> Any:
+    """|a − b| as floats, exact for integers of one kind up to 2⁵³ apart; infinite where one of both is not finite."""
+    if a.dtype.kind in "iu" and a.dtype == b.dtype:
+        high, low = np.maximum(a, b), np.minimum(a, b)
+        return (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
+    apart = np.abs(a.astype(np.complex128) - b) if "c" in (a.dtype.kind, b.dtype.kind) else np.abs(a.astype(np.float64) - b)
+    return np.where(np.isnan(apart), np.inf, apart)
+
+
+def _size(a: Any) -> Any:
+    """|a| as floats: that of the most negative integer has no integer."""
+    return np.abs(a.astype(np.float64) if a.dtype.kind in "iu" else a)
+
+
+def _same_bits(left: Raw, right: Raw) -> bool:
+    return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
+
+
+def _bits(left: Raw, right: Raw, box: Box) -> _Differences:
+    where = np.nonzero(np.atleast_1d(left != right))
+    first = tuple(o + int(w[0]) for o, w in zip(box.offset, where, strict=False))
+    return _Differences(len(where[0]), float("inf"), float("inf"), first)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return Box.whole(shape).numel

@@ -1,0 +1,157 @@
+"""Conversions: what is chosen of a checkpoint, written in another format; in bounded memory, resumable, by one process or several.
+
+Invariants: nothing can be opened at the destination before all of it is durable. A file is written by one process, number ``i`` by process
+``i mod`` the number of processes, so nobody has to divide the work; whoever finds all files there finishes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt.catalog import Catalog
+from ckpt.converters.pipeline.conversion import Conversion, Progress
+from ckpt.converters.pipeline.options import ConvertKeywords, ConvertOptions
+from ckpt.converters.pipeline.repair import RepairReport, repaired
+from ckpt.converters.pipeline.target import Target, target
+from ckpt.converters.select.selection import OutputSet
+from ckpt.converters.targets.hf_config import read_configuration
+from ckpt.errors import UsageError
+from ckpt.formats.native.replaced import replacement_noticed
+from ckpt.formats.registry import open_catalog
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SMALLEST = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertReport:
+    """What a conversion did, or with ``dry_run`` would do. Bytes are those of tensors at the destination, or of whole files."""
+
+    source: str
+    target: str
+    source_format: str
+    to: str
+    tensors: int
+    tensor_bytes: int
+    files: tuple[str, ...]
+    """Of tensors, at the destination; all processes' together."""
+    file_bytes: int
+    """Of these files together."""
+    id: str
+    """Of the save, for ``native``; for others of the conversion."""
+    written_files: int
+    """By this process, now: the others were there, or are other processes'."""
+    written_bytes: int
+    read_bytes: int
+    left_out: tuple[str, ...]
+    """Stored tensors of which nothing is converted, and paths of values that a translation could not take along."""
+    finished: bool
+    """Whether the checkpoint exists at the destination; False if other processes are not ready, and with ``dry_run``."""
+    seconds: float
+    repair: RepairReport | None = None
+    """What was repaired of the source on the way; None if that was not asked for."""
+
+
+def convert(
+    source: str,
+    url: str,
+    *,
+    to: str,
+    part: tuple[int, int] = (0, 1),
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    **options: Unpack[ConvertKeywords],
+) -> ConvertReport:
+    """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``, ``dcp``,
+    ``torch_dist`` or ``megatron``.
+
+    If a conversion was killed, the same call resumes it: whole files stay.
+
+    Args:
+        part: number of this process, and how many there are that make the same call, at once or one after another.
+        dry_run: only report what would be written.
+        progress: called with the bytes that this process has written so far, and all that it has to.
+        views: from the shapes of stored tensors to the tensors to make of them (``mapping.convention.translated``); filling becomes zeros.
+        only, exclude: globs of new names.
+        optimizer: take optimizers too (the default). ``hf`` never does.
+        dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
+        root: the key of the state that has the model: for ``hf`` and ``megatron`` by default the only one with tensors, for
+            ``torch_dist`` ``model``.
+        skip: globs of stored names: these tensors are left out, and ``views`` does not see them.
+        shard_size: bytes of a file, about. By default 5 GB for ``hf`` and 4 GiB for others; ``torch`` has one file.
+        parallel: the ranks to write for, with ``megatron``; by default one.
+        memory: bytes for tensors in memory, 1 GiB by default.
+        threads: how many threads read at once (``CKPT_THREADS``).
+        overwrite: replace a checkpoint of ours at ``url``; only ``native`` can.
+        verify: read every file again, and compare it with what was written. What is read of a source with digests is always compared.
+        repair: put right what is known to be written wrong, and report it (``pipeline.repair``). Reads master weights twice more.
+        job: for ``repair``, arguments of the Megatron job that the checkpoint does not keep: ``{"data_parallel_size": 12}``.
+        config: for ``hf``, the path or URL of a ``config.json``, or of a directory that has it, from where tokenizer files come too.
+            Without it, these files are taken from beside the source.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
+        ConflictError: something is at ``url``: a checkpoint, another conversion, or a symbolic link in the place of the directory.
+        NamesError: a glob fits nothing, or views do not fit.
+        UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
+        StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
+    """
+    return _Request(source, url, to, ConvertOptions(**options)).run(part, progress, dry_run=dry_run)
+
+
+class _Request:
+    """One call of ``convert``: what is taken of the source, and the conversion of it."""
+
+    def __init__(self, source: str, url: str, to: str, options: ConvertOptions) -> None:
+        self.began = time.monotonic()
+        self.source, self.url, self.to, self.options = source, url, to, options
+        if options.memory < SMALLEST:
+            raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
+        format, self.catalog = target(to), open_catalog(source)
+        if options.config is not None and (to != "hf" or format.one_file(url)):
+            raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
+        beside = read_configuration(options.config).files
+        self.chosen, self.repair = _chosen(format, self.catalog, options)
+        self.conversion = Conversion(format, self.chosen, url, options, repair=self.repair, beside=beside)
+
+    def run(self, part: tuple[int, int], progress: Progress | None, *, dry_run: bool) -> ConvertReport:
+        """This process's part of it."""
+        conversion, chosen = self.conversion, self.chosen
+        plan = conversion.look() if dry_run else conversion.begin(part)
+        missing, read = conversion.missing(plan), 0
+        if not dry_run:
+            with replacement_noticed(self.catalog):
+                read = conversion.write(plan, missing, progress=progress)
+        written = [plan.files[i] for i in missing]
+        return ConvertReport(
+            source=self.source,
+            target=self.url,
+            source_format=self.catalog.format,
+            to=self.to,
+            tensors=len(chosen.tensors),
+            tensor_bytes=sum(i.length for f in plan.files for i in f.items),
+            files=tuple(f.path for f in plan.files),
+            file_bytes=sum(f.size for f in plan.files),
+            id=conversion.id,
+            written_files=len(written),
+            written_bytes=sum(f.size for f in written),
+            read_bytes=read,
+            left_out=tuple(sorted({*self.catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
+            finished=not dry_run and conversion.finish(plan, again=not missing),
+            seconds=time.monotonic() - self.began,
+            repair=self.repair,
+        )
+
+
+def _chosen(format: Target, catalog: Catalog, options: ConvertOptions) -> tuple[OutputSet, RepairReport | None]:
+    """What is converted, and what was repaired of it if that is asked for."""
+    chosen = format.choose(catalog, options.selection)
+    if options.repair:
+        return repaired(chosen, options.job, threads=options.threads)
+    if options.job:
+        raise UsageError("arguments of the job are for a repair", hint="--repair")
+    return chosen, None

@@ -1,0 +1,312 @@
+"""The files of an export at its destination: begun, joined, and made to exist together, or not at all. No torch.
+
+On storage that processes can share files on, nothing shows before all is durable: then the files get their names, and what says that
+they belong together comes last. While several names change, ``convert.json`` is there and ckpt opens nothing. Elsewhere each file has one
+process that writes it, ``convert.json`` is there from the beginning, and nothing can be replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.converters.pipeline.target import OutputFile, publish_once
+from ckpt.converters.targets.hf import INDEX
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.formats.conversion import ExportRecord, record_path
+from ckpt.formats.native.clearing import check_no_link
+from ckpt.formats.native.commit import RECORD_LIMIT
+from ckpt.formats.registry import find_format
+from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
+from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.io_backends.shared import left_behind, remove_left
+from ckpt.io_backends.shared_object import SharedObject
+
+_STEM = "model"
+_WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """``name`` is that of the only file, if it is one; ``replace`` whether what is there may be replaced."""
+
+    url: str
+    backend: Backend
+    name: str | None
+    replace: bool
+
+    @property
+    def record(self) -> str:
+        return record_path(self.name)
+
+    def clear(self) -> None:
+        """Remove what exports that were killed left here, and check that nothing else is in the way.
+
+        Raises:
+            ConflictError: something is, a conversion was begun here and did not finish, or the directory is a symbolic link. Then all is as
+            it was.
+        """
+        if self.name is None:
+            check_no_link(self.backend)
+        begun, replaces = self._begun()
+        self.check_free({self.record} if replaces else {self.record, *begun})
+        if self.replace and self.name is None:
+            self._check_exported()
+        for left in list(left_behind(self.backend, self.name or _STEM)):
+            if self._is_ours(left.path):
+                remove_left(self.backend, left)
+        for path in (*begun, self.record):
+            self.backend.delete(path)
+
+    def _check_exported(self) -> None:
+        """Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
+        some of the new ones."""
+        others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
+        if others or find_format(self.url) not in (None, FORMAT_NAME):
+            message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+            raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
+
+    def check_free(self, but: Collection[str] = ()) -> None:
+        """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
+        taken = [] if self.replace else [n for n in self._taken() if n not in but]
+        if taken:
+            message = f"something is there already: {', '.join(taken[:5])}"
+            raise ConflictError(message, where=self.url, hint="export to another URL, or replace it: overwrite=True")
+
+    def _is_ours(self, path: str) -> bool:
+        return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
+
+    def _taken(self) -> list[str]:
+        names = self.backend.children()
+        return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
+
+    def _begun(self) -> tuple[Sequence[str], bool]:
+        """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
+        try:
+            begun = ExportRecord.from_bytes(self.backend.read_whole(self.record, RECORD_LIMIT))
+        except NotFoundError:
+            return (), False
+        if begun is None:
+            raise ConflictError(
+                f"a conversion was begun here and did not finish ({self.record})",
+                where=self.url,
+                hint="export to another URL, let `ckpt convert` go on, or remove what is there",
+            )
+        return begun.files, begun.replaces
+
+    def mark(self, files: Sequence[str]) -> bytes:
+        """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
+        data = ExportRecord(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
+        self.backend.publish(self.record, data, replaces=None)
+        return data
+
+    def is_marked(self, mark: bytes) -> bool:
+        """Whether this mark is there: it is not if another export took what it found for a dead one's, and removed it."""
+        try:
+            return self.backend.read(self.record) == mark
+        except NotFoundError:
+            return False
+
+    def put(self, path: str, data: bytes) -> None:
+        """Make a small file hold ``data``.
+
+        Raises:
+            ConflictError: there is another one, which is not to be replaced.
+        """
+        if not self.replace:
+            publish_once(self.backend, path, data)
+            return
+        try:
+            before = self.backend.read(path)
+        except NotFoundError:
+            before = None
+        if before != data:
+            self.backend.publish(path, data, replaces=before)
+
+
+@dataclass(eq=False)
+class ExportTransaction:
+    """The files of one export on the leader, who has begun them. ``shared`` is None where files cannot be shared."""
+
+    destination: Destination
+    files: Sequence[OutputFile]
+    beside: Sequence[str]
+    shared: list[SharedObject] | None = None
+    _mark: bytes | None = None
+    _made: list[str] = field(default_factory=list)
+    """Names that were given, or may have been: what somebody else has made meanwhile is not among them."""
+
+    @classmethod
+    def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
+        """Begin all files; ``beside`` are the names of small ones that come with them.
+
+        Raises:
+            UsageError: something would be replaced where that cannot be done.
+            StorageError: the storage failed; nothing is left.
+        """
+        transaction = cls(destination, files, beside)
+        first = destination.backend.share(files[0].path, files[0].size) if files else None
+        if first is None:
+            if destination.replace:
+                raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
+            transaction._mark, transaction._made = destination.mark(transaction._paths), transaction._paths  # the mark keeps others away
+            return transaction
+        transaction.shared = [first]
+        try:
+            for file in files[1:]:
+                shared = destination.backend.share(file.path, file.size)
+                assert shared is not None
+                transaction.shared.append(shared)
+        except BaseException:
+            transaction.discard()
+            raise
+        return transaction
+
+    @property
+    def _paths(self) -> list[str]:
+        return [*(f.path for f in self.files), *self.beside]
+
+    @property
+    def tokens(self) -> list[str] | None:
+        return None if self.shared is None else [s.token for s in self.shared]
+
+    @property
+    def parts(self) -> list[int] | None:
+        """The size of a part, for each file; None where files cannot be shared."""
+        return None if self.shared is None else [s.part for s in self.shared]
+
+    def publish(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
+        """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
+
+        Raises:
+            ConflictError: somebody else has taken a name meanwhile, or exports to here too.
+            StorageError: the storage failed, or does not have every byte.
+        """
+        if self.shared is None:
+            self._check_there()
+        else:
+            self._show(self.shared, receipts)
+        self._check_alone()
+        for path, data in small.items():
+            with self._making(path):
+                self.destination.put(path, data)
+        with self._making(INDEX):
+            finish(self.destination.backend)
+        self._check_alone()
+        if self._mark is not None:
+            self.destination.backend.delete(self.destination.record)
+
+    def _check_alone(self) -> None:
+        if self._mark is not None and not self.destination.is_marked(self._mark):
+            message = "another export to here has removed what this one wrote"
+            raise ConflictError(message, where=self.destination.url, hint="let that one end, or export to another URL")
+
+    def _show(self, shared: Sequence[SharedObject], receipts: Mapping[int, Sequence[Any]]) -> None:
+        destination = self.destination
+        if destination.name is None:
+            for one in shared:
+                one.flush()  # fails if another export has removed it: then nothing of what is there may go
+            destination.check_free()
+            self._mark = destination.mark(self._paths)
+            if destination.replace:
+                self._remove_others()
+        for number, one in enumerate(shared):
+            with self._making(self.files[number].path):
+                one.publish(receipts.get(number, []), replace=destination.replace)
+
+    @contextmanager
+    def _making(self, path: str) -> Iterator[None]:
+        """Keep in mind that a name may be ours from now on, unless somebody else turns out to have it."""
+        known = path in self._made or path not in self._paths
+        self._made += [] if known else [path]
+        try:
+            yield
+        except ConflictError:
+            if not known:
+                self._made.remove(path)
+            raise
+
+    def _remove_others(self) -> None:
+        """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
+        backend = self.destination.backend
+        backend.delete(INDEX)
+        new = {f.path for f in self.files}
+        for name in backend.children():
+            if _WEIGHTS.fullmatch(name) and name not in new:
+                backend.delete(name)
+
+    def _check_there(self) -> None:
+        for file in self.files:
+            size = self.destination.backend.size(file.path)
+            if size != file.size:
+                message = f"{file.path} has {size} of {file.size} bytes"
+                raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
+
+    def discard(self) -> None:
+        """Leave nothing of it. What was replaced already cannot be brought back; then the mark stays, and nothing can be opened."""
+        for one in self.shared or ():
+            with suppress(CkptError):  # what is left is found by the next export to the same place
+                one.abort()
+        backend = self.destination.backend
+        if self._mark is None or self.destination.replace:
+            return
+        with suppress(CkptError):
+            if not self.destination.is_marked(self._mark):
+                return  # these are another one's files
+            for path in self._made:
+                backend.delete(path)
+            backend.delete(self.destination.record)
+
+
+class RankFiles:
+    """One rank's side of the files: opened when the first byte is written. ``tokens`` are the leader's, or None where files cannot be
+    shared; ``mine`` are the objects that this process began itself."""
+
+    def __init__(
+        self, destination: Destination, files: Sequence[OutputFile], tokens: Sequence[str] | None, mine: Sequence[SharedObject] | None
+    ) -> None:
+        self.destination = destination
+        self.files = files
+        self.tokens = tokens
+        self.mine = mine
+        self._shared: dict[int, SharedObject] = {}
+        self._alone: dict[int, Writer] = {}
+
+    def open(self, number: int) -> None:
+        """Make ready to write a file; not from several threads."""
+        file = self.files[number]
+        if self.tokens is None:
+            if number not in self._alone:
+                self._alone[number] = self.destination.backend.create(file.path, file.size)
+        elif number not in self._shared:
+            join = self.destination.backend.share
+            joined = self.mine[number] if self.mine is not None else join(file.path, file.size, self.tokens[number])
+            assert joined is not None
+            self._shared[number] = joined
+
+    def write(self, number: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a file that is open."""
+        (self._alone if self.tokens is None else self._shared)[number].write(offset, [data])
+
+    def flush(self) -> dict[int, Any]:
+        """Make all durable; what the leader needs to publish each file."""
+        for writer in self._alone.values():
+            writer.commit()
+        return {number: one.flush() for number, one in self._shared.items()}
+
+    def discard(self) -> None:
+        """Remove what this process alone has written."""
+        for number, writer in self._alone.items():
+            with suppress(CkptError):  # the mark stays, and the next export to the same place removes it
+                writer.abort()
+                self.destination.backend.delete(self.files[number].path)
+
+    def close(self) -> None:
+        """Write no more to files that others have begun."""
+        if self.mine is None:
+            for one in self._shared.values():
+                one.close()

@@ -1,0 +1,129 @@
+"""What has to be put together, cast or decoded on its way into a file: window by window, the next one read while the last one is written.
+Memory: two windows.
+
+A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ckpt.adapters.tensors import torch_dtype
+from ckpt.catalog import Catalog
+from ckpt.converters.select.selection import OutputSet, seams_of
+from ckpt.engine.reader import Reader
+from ckpt.io_backends.protocol import Backend
+from ckpt.workers import Pending
+
+from .passthrough import PAGE
+from .view_reader import ViewBox, read_views
+from .windows import FileItem, FileSegment, FileWindow, windows
+
+CODED = 2 * (64 << 20)
+"""Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
+LEAST = 8 << 20
+"""Bytes of the smallest window."""
+USEFUL = 128 << 20
+"""Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
+
+Put = Callable[[Sequence[FileSegment], memoryview], None]
+"""Gets segments that follow one another in a file, and their bytes."""
+
+
+class WindowFiller:
+    """Fills windows of files at ``backend`` with what was ``chosen``, in at most ``memory`` bytes. ``reader.bytes_read`` counts bytes."""
+
+    def __init__(self, chosen: OutputSet, backend: Backend, *, memory: int, threads: int) -> None:
+        coded = _is_coded(chosen.catalog)
+        threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
+        self.chosen = chosen
+        self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
+        self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
+        self._buffers: list[torch.Tensor] = []
+        self._seams: dict[str, list[int]] = {}
+
+    def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
+        """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when
+        some are written.
+
+        Raises:
+            CorruptError: stored bytes are damaged or missing.
+            StorageError: the storage failed.
+        """
+        numbers, listed = list(items), list(items.values())
+        last = Pending(lambda: None, "ckpt-convert")
+        try:
+            for turn, window in enumerate(windows(listed, [self._seams_of(i.name) for i in listed], self.window)):
+                buffer = self._buffer(turn % 2, size)
+                self._read(listed, window, buffer)
+                last.result()
+                on_written()
+                placed = [segment._replace(item=numbers[segment.item]) for segment in window.segments]
+                last = Pending(partial(_give, put, placed, window.start, buffer), "ckpt-convert")
+        finally:
+            last.wait()
+        last.result()
+
+    def _buffer(self, turn: int, size: int) -> torch.Tensor:
+        """One of the two windows, long enough for a file of ``size`` bytes; made when it is needed."""
+        needed = min(self.window, size) + PAGE
+        if turn == len(self._buffers):
+            self._buffers.append(_memory(needed))
+        elif len(self._buffers[turn]) < needed:
+            self._buffers[turn] = _memory(needed)
+        return self._buffers[turn]
+
+    def _seams_of(self, name: str) -> list[int]:
+        if name not in self._seams:
+            self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
+        return self._seams[name]
+
+    def _read(self, items: Sequence[FileItem], window: FileWindow, buffer: torch.Tensor) -> None:
+        base = window.start // PAGE * PAGE
+        parts = []
+        for segment in window.segments:
+            wanted = self.chosen.tensors[items[segment.item].name]
+            raw = buffer[segment.start - base : segment.start - base + segment.length]
+            parts.append(ViewBox(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
+        read_views(self.reader, parts)
+
+
+def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.Tensor) -> None:
+    base = start // PAGE * PAGE
+    data = buffer.numpy().data
+    for run in _runs(segments):
+        put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
+
+
+def _runs(segments: Sequence[FileSegment]) -> Iterator[list[FileSegment]]:
+    """Segments between which there is nothing."""
+    run: list[FileSegment] = []
+    for segment in segments:
+        if run and run[-1].start + run[-1].length != segment.start:
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
+
+
+def _useful(*backends: Backend) -> int:
+    """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
+    return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
+
+
+def _memory(size: int) -> torch.Tensor:
+    """Memory that begins at a page, which the system gets back as soon as nobody has it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _is_coded(catalog: Catalog) -> bool:
+    record = getattr(catalog, "record", None)
+    return record is not None and bool({"codecs", "extents"} & set(record.features))

@@ -1,0 +1,289 @@
+"""One process of a conversion: what is planned, what of it is there already, writing the rest, and making the checkpoint exist. No torch,
+until something is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ckpt.converters.select.selection import OutputSet
+from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
+from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.native.clearing import check_no_link, resume
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
+from ckpt.formats.native.writer import committed_id, read_record
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.settings import threads as default_threads
+
+from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
+from .options import ConvertOptions
+from .repair import RepairReport
+from .target import OutputFile, OutputOptions, OutputPlan, Target, apart
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that this process has written so far, and all that it has to."""
+
+
+class Conversion:
+    """One process of one conversion."""
+
+    def __init__(
+        self,
+        format: Target,
+        chosen: OutputSet,
+        url: str,
+        options: ConvertOptions,
+        *,
+        repair: RepairReport | None = None,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        if options.parallel is not None and not format.parallel:
+            hint = "leave out --tp, --pp, --vpp, --ep and --arg"
+            raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
+        if options.overwrite and not format.replaces:
+            raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
+        self.format = format
+        self.chosen = chosen
+        self.url = url
+        self.options = options
+        self.beside = beside or {}
+        check_url(url)
+        self.root, self.name = apart(url, file=format.one_file(url))
+        self.backend: Backend = open_backend(self.root)
+        if self.name is None:
+            check_no_link(self.backend)
+        self._options_digested = (
+            format.name,
+            options.shard_size,
+            options.parallel,
+            *([repair] if repair is not None and repair.needed else []),
+            *([self.beside] if self.beside else []),
+        )
+        self.digest = digest_of(chosen, *self._options_digested)
+        self.record: ConversionJournal | None = None
+        self.part = (0, 1)
+        self._new = False
+        self._ended = False
+        self._previous = read_record(self.backend) if self.name is None else None
+
+    @property
+    def id(self) -> str:
+        return "" if self.record is None else self.record.id
+
+    def look(self) -> OutputPlan:
+        """The plan of this conversion, or of the one that was begun; nothing is written."""
+        self.record = find(self.backend, self.name, self.digest)
+        over = self._end()
+        if over is not None:
+            return over
+        if self.record is None:
+            self._check_empty()
+        return self._plan("0" * 16 if self.record is None else self.record.id)
+
+    def begin(self, part: tuple[int, int]) -> OutputPlan:
+        """The plan, said at the destination."""
+        self.part = part
+        self.record = find(self.backend, self.name, self.digest)
+        over = self._end()
+        if over is not None:
+            if not part[0] and self.record is not None:
+                self.record.remove()
+            return over
+        id = new_id(after=self._previous, random=int(self.digest, 16)) if self.record is None else self.record.id
+        planned = self._plan(id)  # what cannot be planned leaves nothing behind
+        if self.record is None:
+            if part[0] and len(planned.files) <= part[0]:
+                return planned  # nothing to do for this process: the others may even have finished
+            files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
+            self.record, self._new = self._begun(ConversionRecord(id=id, digest=self.digest, files=files)), True
+        elif self.name is None:
+            resume(self.backend, id)
+        self._check_previous(self.record)
+        return planned if self.record.id == id else self._plan(self.record.id)
+
+    def _end(self) -> OutputPlan | None:
+        """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
+        if self.record is not None or self.options.overwrite:
+            return None
+        id = ended(self.backend, self.name, self.digest)
+        if id is None and self._previous is not None and self.format.replaces:
+            committed = CommitRecord.from_bytes(self._previous, self.url).id
+            id = committed if said_by(committed, int(self.digest, 16)) else None
+        if id is None:
+            return None
+        planned = self._plan(id)
+        if any(_size(self.backend, f.path) != f.size for f in planned.files):
+            return None
+        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), True
+        return planned
+
+    def _begun(self, begun: ConversionRecord) -> ConversionJournal:
+        try:
+            self._check_empty()
+        except ConflictError:
+            other = find(self.backend, self.name, self.digest)  # another process may have begun just now
+            if other is None:
+                raise
+            return other
+        self.backend.prepare()
+        return begin(self.backend, self.name, begun)
+
+    def _check_previous(self, record: ConversionJournal) -> None:
+        """Raise ConflictError if somebody else has saved here since the conversion was begun."""
+        if self._previous is None or self.options.overwrite:
+            return
+        if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
+            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
+
+    def _plan(self, id: str) -> OutputPlan:
+        layout = OutputOptions(
+            id=id,
+            url=self.url,
+            shard_size=self.options.shard_size,
+            name=self.name,
+            previous=self._previous,
+            parallel=self.options.parallel,
+            beside=self.beside,
+        )
+        return self.format.plan(self.chosen, layout)
+
+    def _check_empty(self) -> None:
+        source = self.chosen.catalog
+        if self.name is not None and isinstance(source, ExternalCatalog) and source.url.rstrip("/") == self.backend.url.rstrip("/"):
+            hint = "convert to another directory, or give the URL of the source's file"
+            raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
+        if self.name is not None:
+            taken = [n for n in self.backend.children() if n.rstrip("/") == self.name]
+        elif self._previous is not None and self.options.overwrite:
+            taken = []
+        else:
+            ours = (".", CONVERTING, f"{MARKS}-")
+            taken = [n for n in self.backend.children() if not n.startswith(ours)]
+        if taken:
+            raise ConflictError(
+                f"something is there already: {', '.join(taken[:5])}",
+                where=self.url,
+                hint="convert to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
+            )
+
+    def missing(self, planned: OutputPlan) -> list[int]:
+        """Files of this process that are not there yet."""
+        if self._ended:
+            return []
+        mine = range(self.part[0], len(planned.files), self.part[1])
+        if self.record is None:
+            return [] if self.part[0] else list(mine)
+        there = self._there(planned, self.record)
+        return [i for i in mine if i not in there]
+
+    def _there(self, planned: OutputPlan, record: ConversionJournal) -> set[int]:
+        """Files that are durable. A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file."""
+        marks = record.marks()
+        marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
+        if self.name is None:
+            sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list()} if marked else {}
+        else:
+            sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
+        return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
+
+    def write(self, planned: OutputPlan, missing: Sequence[int], *, progress: Progress | None) -> int:
+        """Write them; gives the bytes that were read."""
+        if not missing or self.record is None:
+            return 0
+        from .file_stream import FileStream
+
+        stream = FileStream(
+            self.chosen,
+            planned,
+            self.backend,
+            memory=self.options.memory,
+            threads=default_threads(self.options.threads),
+            verify=self.options.verify,
+            begin=lambda number: self._clear(planned.files[number], number),
+            done=self.record.done,
+        )
+        stream.write(missing, progress)
+        return stream.bytes_read
+
+    def _clear(self, file: OutputFile, number: int) -> None:
+        """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
+        record = self.record
+        assert record is not None
+        if self._new:
+            return  # none was: what is there, a link that leads nowhere for example, is somebody's
+        others = find(self.backend, self.name, self.digest) is None
+        if record.mark(number) in record.marks():
+            others = others or _size(self.backend, file.path) == file.size
+            if not others:
+                record.forget(number)
+        if not others:
+            self.backend.delete(file.path)
+            others = record.mark(number) in record.marks()
+            if others:
+                record.forget(number)  # it was durable by then, and is gone now
+        if others:
+            hint = "let that one go on, or start this one again when it has ended"
+            raise ConflictError("another run of this conversion writes here", where=self.url, hint=hint)
+
+    def finish(self, planned: OutputPlan, *, again: bool) -> bool:
+        """Make the checkpoint exist, if all files of all processes are there, and no other process does.
+
+        Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
+        """
+        if self.record is None or self._ended:
+            return self._ended
+        if not self._whole(planned, self.record):
+            return self._is_over(planned, self.record, alone=self.part[1] == 1)
+        if not self.record.claim() and not (again and self.part[0] == 0):
+            return self._is_over(planned, self.record)
+        self._check_source(planned, self.record)
+        planned.finish(self.backend)
+        self.record.remove()
+        return self._is_over(planned, self.record)
+
+    def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:
+        """Whether this process or another has finished it. ``alone``: there is no other.
+
+        Raises:
+            ConflictError: somebody has removed what is needed.
+        """
+        over = find(self.backend, self.name, self.digest) is None
+        if not over and not alone:
+            return False
+        lost = [f.path for f in planned.files if _size(self.backend, f.path) != f.size]
+        if self.format.replaces and not lost and over and committed_id(self.backend) != record.id:
+            lost = [COMMIT_PATH]
+        if lost or not over:
+            message = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
+            raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
+        return True
+
+    def _whole(self, planned: OutputPlan, record: ConversionJournal) -> bool:
+        """Whether all files are durable, those of other processes too."""
+        if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
+            return False
+        lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
+        if lost and find(self.backend, self.name, self.digest) is not None:
+            message = f"a file that was durable is gone: {planned.files[lost[0]].path}"
+            raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
+        return not lost
+
+    def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:
+        """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
+        try:
+            check_source(self.chosen, self.digest, *self._options_digested)
+        except CorruptError:
+            if find(self.backend, self.name, self.digest) is not None:  # else another process has finished it before that
+                for file in planned.files:
+                    self.backend.delete(file.path)
+                record.remove()
+            raise
+
+
+def _size(backend: Backend, path: str) -> int | None:
+    try:
+        return backend.size(path)
+    except NotFoundError:
+        return None

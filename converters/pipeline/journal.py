@@ -1,0 +1,168 @@
+"""What a conversion leaves at its destination while it goes on, so that it can be gone on with, also by several processes at once.
+
+``convert.json`` says what is converted, by a digest of everything that the result depends on, and into which files. A mark for each file
+says that the file is durable: one that was only begun has none. Both go when all is done. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import xxhash
+
+from ckpt._version import __version__
+from ckpt.catalog import Catalog
+from ckpt.converters.select.selection import OutputSet
+from ckpt.errors import ConflictError, CorruptError, NotFoundError
+from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
+from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.commit import RECORD_LIMIT
+from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.protocol import Backend, stamp_of
+
+
+def digest_of(chosen: OutputSet, *options: object) -> str:
+    """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``options``."""
+    digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), options)).encode())
+    for name in sorted(chosen.tensors):
+        wanted = chosen.tensors[name]
+        digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
+    values = [chosen.state, {str(r): v for r, v in chosen.ranks.items()}, chosen.beside]
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
+    """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself.
+
+    Raises:
+        CorruptError: files of the source changed meanwhile.
+    """
+    catalog = chosen.catalog
+    try:
+        if isinstance(catalog, VirtualCatalog):
+            again = open_catalog(catalog.url)  # which looks at the sources anew
+            for name in chosen.taken:
+                entry = again.tensors[name]
+                again.extents(entry, range(len(entry.grid)))
+        same = digest_of(chosen, *options) == digest
+    except NotFoundError:
+        same = False
+    if not same:
+        hint = "convert again when nobody writes to the source"
+        raise CorruptError("the files changed while they were converted", where=catalog.url, hint=hint)
+
+
+def _identity(catalog: Catalog) -> object:
+    if isinstance(catalog, NativeCatalog | VirtualCatalog):
+        return catalog.record.id, sorted(f.digest for f in catalog.record.index.values())
+    backend = catalog.backend
+    files = catalog.files if isinstance(catalog, ExternalCatalog) else ()
+    return catalog.format, [(f.path, f.size, stamp_of(backend, f.path)) for f in files]
+
+
+@dataclass(frozen=True)
+class ConversionJournal:
+    """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files."""
+
+    backend: Backend
+    name: str | None
+    id: str
+    digest: str
+
+    @property
+    def path(self) -> str:
+        return record_path(self.name)
+
+    @property
+    def _marks(self) -> str:
+        return marks_prefix(self.name, self.id)
+
+    def mark(self, number: int) -> str:
+        """That of a file that is durable."""
+        return self._marks + mark_name(number)
+
+    def marks(self) -> set[str]:
+        """Those that are there."""
+        return {e.path for e in self.backend.list(self._marks)}
+
+    def done(self, number: int) -> None:
+        """Say that file ``number`` is durable."""
+        try:
+            self.backend.publish(self.mark(number), b"{}\n", replaces=None)
+        except ConflictError:
+            if self.mark(number) not in self.marks():
+                raise
+
+    def forget(self, number: int) -> None:
+        """Take back that file ``number`` is durable."""
+        self.backend.delete(self.mark(number))
+
+    def claim(self) -> bool:
+        """Whether it is for this process to finish: of all that ask, the first one."""
+        try:
+            self.backend.publish(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", replaces=None)
+        except ConflictError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then."""
+        self.backend.delete(self.path)
+        for path in sorted(self.marks()):
+            self.backend.delete(path)
+
+
+def ended(backend: Backend, name: str | None, digest: str) -> str | None:
+    """The id of the conversion of this digest, if it took its record away and was killed before its marks, the claim the last of them."""
+    starts = marks_prefix(name, "").removesuffix("/")
+    for folder in backend.children():
+        if folder.startswith(starts) and folder.endswith("/"):
+            try:
+                claim = json.loads(backend.read(folder + CLAIM))
+            except (NotFoundError, ValueError):  # another one's, or of an older version
+                continue
+            if isinstance(claim, dict) and claim.get("digest") == digest:
+                return folder.removeprefix(starts).removesuffix("/")
+    return None
+
+
+def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal | None:
+    """The conversion that was begun here; None if there is none.
+
+    Raises:
+        ConflictError: it is another one.
+    """
+    try:
+        data = backend.read_whole(record_path(name), RECORD_LIMIT)
+    except NotFoundError:
+        return None
+    begun = ConversionRecord.from_bytes(data)
+    if begun is None or begun.digest != digest:
+        raise ConflictError(
+            f"another conversion was begun here and did not finish ({record_path(name)}): of another source, with other options, "
+            "or by another version",
+            where=backend.url,
+            hint="convert to another URL, or remove what is there",
+        )
+    return ConversionJournal(backend, name, begun.id, digest)
+
+
+def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> ConversionJournal:
+    """Begin a conversion, or join the same one that another process has begun meanwhile.
+
+    Raises:
+        ConflictError: another one was begun.
+    """
+    record = ConversionJournal(backend, name, begun.id, begun.digest)
+    try:
+        backend.publish(record.path, begun.to_bytes(), replaces=None)
+    except ConflictError:
+        other = find(backend, name, begun.digest)
+        if other is None:
+            raise
+        return other
+    return record

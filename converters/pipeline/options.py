@@ -1,0 +1,71 @@
+"""What a conversion is asked for, as one value that its parts hand on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from ckpt.converters.select.selection import SelectOptions, Views
+from ckpt.plan.match import several
+
+from .parallel import MegatronParallel
+
+MEMORY = 1 << 30
+"""Bytes for tensors in memory, unless the caller says."""
+
+
+class ConvertKeywords(TypedDict, total=False):
+    """The fields of ``ConvertOptions`` as keywords of a call."""
+
+    views: Views | None
+    only: Sequence[str]
+    exclude: Sequence[str]
+    optimizer: bool
+    dtype: str | None
+    root: str | None
+    skip: Sequence[str]
+    shard_size: int | None
+    parallel: MegatronParallel | None
+    memory: int
+    threads: int | None
+    overwrite: bool
+    verify: bool
+    repair: bool
+    job: Mapping[str, int]
+    config: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """See ``converters.convert.convert``, which explains each of them."""
+
+    views: Views | None = None
+    only: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: bool = True
+    dtype: str | None = None
+    root: str | None = None
+    skip: Sequence[str] = ()
+    shard_size: int | None = None
+    parallel: MegatronParallel | None = None
+    memory: int = MEMORY
+    threads: int | None = None
+    overwrite: bool = False
+    verify: bool = False
+    repair: bool = False
+    job: Mapping[str, int] = field(default_factory=dict)
+    config: str | None = None
+
+    @property
+    def selection(self) -> SelectOptions:
+        """Those that say what of the source is taken."""
+        return SelectOptions(
+            views=self.views,
+            only=several(self.only),
+            exclude=several(self.exclude),
+            optimizer=self.optimizer,
+            dtype=self.dtype,
+            root=self.root,
+            skip=several(self.skip),
+        )

@@ -1,0 +1,225 @@
+"""What of a file is bytes of the source just as they are stored: read, compared with its digest and written piece by piece, while a piece
+is in the cache of the core that has read it. It needs no memory for windows. No torch.
+
+Invariant: the runs of an item are all of its bytes, each once and in the order of the file; a chunk with a digest is in a run as a whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from ckpt.catalog import Extent, TensorEntry
+from ckpt.converters.select.selection import OutputSet
+from ckpt.engine.fetch import Check, Chunk, Fetch
+from ckpt.geometry import box_to_flat
+from ckpt.plan.join import Copy, join
+from ckpt.plan.views import Piece, in_order, within
+
+from .windows import FileItem
+
+SMALL = 64 << 10
+"""Bytes of a run that is read together with others, if they are near each other."""
+PIECE = 2 << 20
+"""Bytes that are read, hashed and written before the next ones."""
+JOB = 32 << 20
+"""Bytes that one thread does before the next job is handed out."""
+GAP = 32 << 10
+"""Bytes between two small runs that are read rather than skipped."""
+MANY = 2048
+"""Runs that it does."""
+PAGE = 4096
+_AT_ONCE = 256
+
+
+class ByteSink(Protocol):
+    """Where the bytes of a file go."""
+
+    def take(self, item: int, start: int, data: memoryview) -> None:
+        """The next bytes of item number ``item``, and where in the file they go."""
+
+    def mark(self, item: int) -> object:
+        """How far the item is, for ``back``."""
+
+    def back(self, item: int, mark: object) -> None:
+        """Forget what came of the item after the mark: it comes again."""
+
+
+class ByteRun(NamedTuple):
+    """Bytes of ``chunk`` that are a part of item number ``item``: from byte ``offset`` of a file of the source to byte ``start``."""
+
+    item: int
+    start: int
+    length: int
+    chunk: Chunk
+    offset: int
+
+
+class _TakenPart(NamedTuple):
+    """What ``copy`` takes of a chunk of ``entry``, and the bytes of the file, from ``start`` to ``stop``, that it is."""
+
+    item: int
+    start: int
+    stop: int
+    entry: TensorEntry
+    copy: Copy
+    skipped: int
+    """Bytes of the chunk before the first one that is taken."""
+
+
+def runs_of(chosen: OutputSet, items: Sequence[FileItem]) -> dict[int, list[ByteRun]]:
+    """The runs of each item that is made of nothing else, by its number. Looks up where the source has its chunks.
+
+    Raises:
+        CorruptError: a file of the source is missing or damaged, or its chunks do not tile a tensor.
+        FormatError: the elements of the source are stored in a way that is not read.
+    """
+    placed = [(n, places) for n, item in enumerate(items) if (places := _places(chosen, n, item)) is not None]
+    flat = [place for _, places in placed for place in places]
+    extents: list[Extent] = []
+    for at in range(0, len(flat), _AT_ONCE):  # each may have to read headers
+        extents += chosen.catalog.extents_of([(p.entry, p.copy.chunk) for p in flat[at : at + _AT_ONCE]])
+    by_item, rest = {}, iter(extents)
+    for number, places in placed:
+        runs = [_run(place, next(rest)) for place in places]
+        if None not in runs:
+            by_item[number] = [run for run in runs if run is not None]
+    return by_item
+
+
+def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] | None:
+    """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
+    if not item.length:
+        return []
+    wanted = chosen.tensors[item.name]
+    if item.box.shape == wanted.shape and wanted.view.pieces:
+        entry = chosen.catalog.tensors[wanted.view.pieces[0].source]
+        if (
+            wanted.view.is_all_of(entry.shape) and entry.grid.single and entry.grid.cuts is not None and entry.dtype == wanted.dtype
+        ):  # by far the most common case
+            copy = Copy(chunk=0, chunk_box=item.box, box=item.box)
+            return [_TakenPart(number, item.offset, item.offset + item.length, entry, copy, 0)]
+    parts: list[_TakenPart] = []
+    for piece in wanted.view.overlapping(item.box):
+        entry = chosen.catalog.tensors[piece.source]
+        places = [_place(number, item, piece, entry, copy) for copy in join(entry.grid, piece.part)]
+        if entry.dtype != wanted.dtype or not in_order(piece) or None in places:
+            return None
+        parts += [place for place in places if place is not None]
+    parts.sort(key=lambda p: p.start)
+    ends = [item.offset, *(p.stop for p in parts)]
+    tiled = [p.start for p in parts] == ends[:-1] and ends[-1] == item.offset + item.length
+    return parts if tiled else None
+
+
+def _place(number: int, item: FileItem, piece: Piece, entry: TensorEntry, copy: Copy) -> _TakenPart | None:
+    there = box_to_flat(copy.chunk_box.shape, copy.box.relative_to(copy.chunk_box.offset))
+    here = box_to_flat(item.box.shape, within(piece, copy.box).box.relative_to(item.box.offset))
+    if there is None or here is None:
+        return None
+    start, stop = (item.offset + n * item.itemsize for n in here)
+    return _TakenPart(number, start, stop, entry, copy, there[0] * item.itemsize)
+
+
+def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
+    """None if the chunk is coded, or compared with a digest although only a part of it is wanted."""
+    length, box = place.stop - place.start, place.copy.chunk_box
+    if extent.codec is not None or (length != extent.length if extent.digest is not None else place.skipped + length > extent.length):
+        return None
+    return ByteRun(place.item, place.start, length, Chunk(place.entry.name, box, extent), extent.offset + place.skipped)
+
+
+def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
+    """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
+    job: list[ByteRun] = []
+    size = 0
+    for item in ([run] for runs_of_item in runs for run in _parts(runs_of_item)) if apart else runs:
+        job += item
+        size += sum(run.length for run in item)
+        if size >= JOB or len(job) >= MANY:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+
+
+def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
+    """Runs in parts of at most ``JOB`` bytes, where no digest asks for one after another."""
+    for run in runs:
+        step = run.length if run.chunk.extent.digest is not None else JOB
+        for at in range(0, run.length, step):
+            yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
+
+
+def pour(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink) -> int:
+    """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
+
+    Raises:
+        CorruptError: they are not what their digests say. ``put`` may have had them before.
+        StorageError: the storage failed.
+    """
+    memory = memoryview(mmap.mmap(-1, PIECE + PAGE))
+    times = Counter(run.item for run in runs)
+    small = {run for run in runs if run.length <= min(SMALL, PIECE) and times[run.item] == 1}
+    for group in _near(small):
+        _pour_together(fetch, group, put, memory)
+    for run in runs:
+        if run not in small:
+            _pour_one(fetch, run, put, memory)
+    return sum(run.length for run in runs)
+
+
+def _pour_one(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+    mark = put.mark(run.item)
+
+    def read() -> None:
+        put.back(run.item, mark)
+        _pour_once(fetch, run, put, memory)
+
+    fetch.checked(run.chunk.extent, read)
+
+
+def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+    check = Check(fetch, run.chunk)
+    at, stop = run.start, run.start + run.length
+    while at < stop:
+        end = min(stop, (at + PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
+        piece = memory[at % PAGE : at % PAGE + end - at]
+        fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
+        check.update(piece)
+        put.take(run.item, at, piece)
+        at = end
+    check.end()
+
+
+def _near(runs: Iterable[ByteRun]) -> Iterator[list[ByteRun]]:
+    """Runs that are near each other in a file of the source, in groups of at most ``PIECE`` bytes."""
+    group: list[ByteRun] = []
+    first, reach = 0, 0
+    for run in sorted(runs, key=lambda r: (r.chunk.extent.path, r.offset)):
+        path, stop = run.chunk.extent.path, run.offset + run.length
+        if group and (path != group[0].chunk.extent.path or run.offset > reach + GAP or stop - first > PIECE):
+            yield group
+            group = []
+        if not group:
+            first, reach = run.offset, stop
+        group.append(run)
+        reach = max(reach, stop)
+    if group:
+        yield group
+
+
+def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink, memory: memoryview) -> None:
+    path, first, length = runs[0].chunk.extent.path, runs[0].offset, max(run.offset + run.length for run in runs) - runs[0].offset
+    pieces = [memory[run.offset - first : run.offset - first + run.length] for run in runs]
+
+    def read() -> None:
+        fetch.fill(path, first, memory[:length])
+        for run, piece in zip(runs, pieces, strict=True):
+            fetch.check(run.chunk, piece)
+
+    fetch.checked(Extent(path, first, length, None), read)
+    for run, piece in zip(runs, pieces, strict=True):
+        put.take(run.item, run.start, piece)

@@ -1,0 +1,276 @@
+"""What of a checkpoint is converted: its tensors, under which names, in which dtype, and the values beside them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt import tree
+from ckpt.catalog import Catalog, Grid, TensorEntry
+from ckpt.dtypes import DTYPES, DType
+from ckpt.errors import NamesError, UsageError
+from ckpt.geometry import Box
+from ckpt.plan.views import Piece, View, part, whole
+
+from .pruned_state import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references
+from .renamed_state import option_tensors, renamed_state
+
+Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
+"""From the shapes of stored tensors to what shall be made of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputTensor:
+    """One tensor that is to be written: ``view`` says of what it is made, ``dtype`` as what it is written.
+
+    ``logical``, ``alias`` and ``rank`` are as in ``catalog.TensorEntry``; the alias is of another wanted tensor.
+    """
+
+    name: str
+    view: View
+    dtype: DType
+    logical: tuple[int, ...] | None = None
+    alias: str | None = None
+    rank: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def entry(self, grid: Grid) -> TensorEntry:
+        """The row of an index."""
+        logical = self.logical or self.view.unpadded
+        return TensorEntry(name=self.name, dtype=self.dtype, shape=self.shape, grid=grid, logical=logical, alias=self.alias, rank=self.rank)
+
+    def without_padding(self) -> OutputTensor:
+        """The part of it that is not padding."""
+        if self.logical is None:
+            return self
+        return replace(self, view=part(self.view, Box.whole(self.logical)), logical=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSet:
+    """What a conversion takes of ``catalog``: tensors by name, the node of the state, and the values of ranks."""
+
+    catalog: Catalog
+    tensors: Mapping[str, OutputTensor]
+    state: Any
+    ranks: Mapping[int, Mapping[str, Any]]
+    left_out: tuple[str, ...] = ()
+    """Paths of values that a translation could not take along."""
+    united: frozenset[str] = frozenset()
+    """Stored tensors that are not taken, but their numbers are there."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else files depend on: a configuration that lies beside the tensors, as JSON has it."""
+
+    @property
+    def stored(self) -> list[OutputTensor]:
+        """The tensors that have bytes of their own, by name."""
+        return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
+
+    @property
+    def taken(self) -> set[str]:
+        """Stored tensors that something is made of."""
+        return {piece.source for wanted in self.tensors.values() for piece in wanted.view.pieces}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectOptions:
+    """``only`` and ``exclude`` are globs of the new names, ``skip`` of the stored ones; without ``optimizer`` its tensors and options are
+    left out; ``dtype`` is that of floating-point tensors that are no optimizer's, or None: as they are. ``root``: see
+    ``choose_weights``."""
+
+    views: Views | None = None
+    only: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: bool = True
+    dtype: str | None = None
+    root: str | None = None
+    skip: Sequence[str] = ()
+
+
+def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
+    """All that a conversion into a training checkpoint takes.
+
+    Raises:
+        NamesError: a glob fits nothing, or views do not fit the names.
+        UsageError: there is no such dtype to convert to, or views do not fit.
+    """
+    of_optimizers = optimizer_tensors(catalog)
+    entries = {n: e for n, e in not_skipped(catalog, choice.skip).items() if choice.optimizer or n not in of_optimizers}
+    return _chosen(catalog, entries, choice, of_optimizers, "")
+
+
+def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
+    """The tensors of one model alone, under the names that they have in the model: without the key that it has in the state.
+
+    ``choice.root`` is that key; by default the only one with tensors, optimizers and values of single ranks left out.
+
+    Raises:
+        UsageError: several keys of the state have tensors, or the given one has none; the others as :func:`choose`.
+    """
+    of_optimizers = optimizer_tensors(catalog)
+    names = [n for n, e in not_skipped(catalog, choice.skip).items() if e.rank is None and n not in of_optimizers]
+    root = _root(catalog, names) if choice.root is None else choice.root
+    head = f"{root}." if root else ""
+    entries = {n: catalog.tensors[n] for n in names if n.startswith(head)}
+    if not entries:
+        raise UsageError(f"no tensor of a model lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
+    return _chosen(catalog, entries, choice, of_optimizers, head)
+
+
+def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEntry]:
+    """The stored tensors that fit no glob of ``skip``.
+
+    Raises:
+        NamesError: a glob fits nothing.
+    """
+    check_globs(skip, catalog.tensors, catalog.url)
+    return {n: e for n, e in catalog.tensors.items() if not _fits(n, skip)} if skip else catalog.tensors
+
+
+def wanted_views(
+    catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str], also: Iterable[str] = ()
+) -> dict[str, View]:
+    """The tensors that are to be made of ``entries``, those that fit a glob of ``only``. Tensors of single ranks stay as they are. A glob
+    may fit a path among ``also`` instead.
+
+    Raises:
+        NamesError: a glob fits nothing.
+    """
+    options = option_tensors(catalog) if views is not None else set[str]()
+    shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None and name not in options}
+    made = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}
+    made |= views(shapes) if views is not None else {}
+    check_globs(only, [*made, *also], catalog.url)
+    return {name: view for name, view in made.items() if not only or _fits(name, only)}
+
+
+def check_globs(globs: Sequence[str], names: Iterable[str], url: str) -> None:
+    """Raise NamesError if one of the globs fits no name."""
+    listed = list(names)
+    idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in listed)]
+    if idle:
+        raise NamesError(f"no tensor fits {', '.join(map(repr, idle))}", where=url, hint="`ckpt inspect` lists the names")
+
+
+def _fits(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _chosen(
+    catalog: Catalog, entries: Mapping[str, TensorEntry], choice: SelectOptions, of_optimizers: frozenset[str], head: str
+) -> OutputSet:
+    """``head`` is what the names of all entries begin with, and the new names do not."""
+    here = {n[len(head) :]: e for n, e in entries.items()}
+    selected = wanted_views(catalog, here, choice.views, choice.only)
+    check_globs(choice.exclude, selected, catalog.url)
+    selected = {n: _back(v, head) for n, v in selected.items() if not choice.exclude or not _fits(n, choice.exclude)}
+    wide = _dtype(choice.dtype)
+    tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in selected.items()}
+    tensors = {name: _settled(catalog, w, tensors) for name, w in tensors.items()}
+    kept = sorted(tensors)
+    if head:
+        return OutputSet(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
+    ranks = {r: pruned_values(values, kept) for r, values in catalog.ranks.items()}
+    if choice.views is None:
+        return OutputSet(catalog=catalog, tensors=tensors, state=pruned(catalog.state, kept, optimizers=choice.optimizer), ranks=ranks)
+    renamed = renamed_state(catalog, here, selected, pruned(catalog.state, kept, optimizers=False), optimizers=choice.optimizer)
+    return OutputSet(catalog=catalog, tensors=tensors, state=renamed.state, ranks=ranks, left_out=renamed.left_out, united=renamed.united)
+
+
+def seams_of(catalog: Catalog, view: View) -> list[int]:
+    """Places along the first axis of a view where stored chunks end: reading up to there reads no chunk twice."""
+    if not view.shape:
+        return []
+    seams: set[int] = set()
+    for piece in view.pieces:
+        seams.add(piece.box.offset[0])
+        axis = piece.axes[0]
+        cuts = catalog.tensors[piece.source].grid.cuts
+        if axis is not None and cuts is not None:
+            start, stop = piece.part.offset[axis], piece.part.end[axis]
+            seams.update(cut - start + piece.box.offset[0] for cut in cuts[axis] if start < cut < stop)
+    return sorted(seams)
+
+
+def _back(view: View, head: str) -> View:
+    if not head:
+        return view
+    return View(shape=view.shape, pieces=tuple(Piece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
+
+
+def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> OutputTensor:
+    sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
+    kinds = {e.dtype.name: e.dtype for e in sources}
+    castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
+    if wide is not None and castable:
+        dtype = wide
+    elif len(kinds) == 1:
+        dtype = sources[0].dtype
+    elif not kinds and wide is not None:
+        dtype = wide
+    else:
+        message = f"{name!r} would be made of tensors of the dtypes {', '.join(sorted(kinds)) or 'of none'}"
+        raise UsageError(message, where=catalog.url, hint="give one: --dtype")
+    if len(sources) != 1 or not view.is_all_of(sources[0].shape):
+        return OutputTensor(name=name, view=view, dtype=dtype)
+    entry = sources[0]
+    if entry.name != head + name:
+        return OutputTensor(name=name, view=view, dtype=dtype, logical=entry.logical)
+    alias = None if entry.alias is None else entry.alias[len(head) :]
+    return OutputTensor(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
+
+
+def _settled(catalog: Catalog, wanted: OutputTensor, tensors: Mapping[str, OutputTensor]) -> OutputTensor:
+    """An alias of a tensor that is not converted, or not under its name, stands for itself."""
+    if wanted.alias is None:
+        return wanted
+    target, stored = tensors.get(wanted.alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + wanted.alias
+    same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored, catalog)
+    return wanted if same else replace(wanted, alias=None)
+
+
+def stays(view: View, name: str, catalog: Catalog) -> bool:
+    """Whether a tensor is the stored one of this name, as it is."""
+    return name in catalog.tensors and view.is_all_of(catalog.tensors[name].shape) and view.pieces[0].source == name
+
+
+def _floating(dtype: DType) -> bool:
+    return dtype.name in ("float16", "bfloat16", "float32", "float64")
+
+
+def _dtype(name: str | None) -> DType | None:
+    if name is None:
+        return None
+    kind = DTYPES.get(name)
+    if kind is None or not _floating(kind):
+        raise UsageError(f"{name!r} is no dtype to convert to", hint="float16, bfloat16, float32 or float64")
+    return kind
+
+
+def _root(catalog: Catalog, names: Sequence[str]) -> str:
+    """The key of the state that has the model's tensors; empty if these are at the top."""
+    node = catalog.state
+    pairs = [] if tree.tag_of(node) is not None else tree.pairs_of(node) or []
+    if any(tree.tag_of(child) == "$tensor" for _, child in pairs):
+        return ""
+    wanted = sorted(names)
+    roots = [
+        key
+        for key, child in pairs
+        if not is_optimizer(child) and any(bool(below(wanted, n)) if many else n in catalog.tensors for n, many in references(child))
+    ]
+    if len(roots) > 1 or (roots and not isinstance(roots[0], str)):
+        raise UsageError(
+            f"several parts of the state have tensors: {', '.join(map(str, roots))}", where=catalog.url, hint="name the model's: --root"
+        )
+    return str(roots[0]) if roots else ""

@@ -1,0 +1,1 @@
+"""The formats that a checkpoint can be converted to, one module each."""

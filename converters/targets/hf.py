@@ -1,0 +1,120 @@
+"""Conversion into what ``transformers.from_pretrained`` loads: safetensors shards and their index, or one file. Weights only. No torch.
+
+(Source of names and index: ``transformers/modeling_utils.py``; of the file: github.com/huggingface/safetensors.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ckpt.catalog import Catalog
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, in_groups, publish_once
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
+from ckpt.dtypes import FROM_SAFETENSORS
+from ckpt.errors import UsageError
+from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
+from ckpt.formats.native.commit import COMMIT_PATH
+from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.geometry import Box
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import open_backend
+
+SHARD = 5_000_000_000
+"""Bytes of a shard, at most, unless the caller says: what transformers does."""
+SUFFIX = ".safetensors"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+METADATA = "__metadata__"
+OF_FORMATS = (METADATA_JSON, TRACKER, COMMIT_PATH)
+"""Files by which a checkpoint of another format is known: beside safetensors files they would say that these are one."""
+ALIGNED = 4096
+"""The data begins at a multiple of this many bytes."""
+SMALL = 64 << 20
+"""Bytes of the largest file that is copied beside the shards."""
+
+
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
+    """Shards in the order of names."""
+    members = [chosen.tensors[name].without_padding() for name in sorted(chosen.tensors)]
+    odd = [w.name for w in members if FROM_SAFETENSORS.get(w.dtype.safetensors) != w.dtype]
+    if odd:
+        message = f"safetensors files have no {chosen.tensors[odd[0]].dtype.name}: {odd[0]!r}"
+        raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
+    reserved = [w.name for w in members if w.name in ("", METADATA)]
+    if reserved:
+        message = f"safetensors files have no tensor called {reserved[0]!r}"
+        raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
+    alone = layout.name is not None
+    groups = [range(len(members))] if alone else in_groups([w.nbytes for w in members], layout.shard_size or SHARD)
+    names = [layout.name or SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(len(groups))]
+    shards = [[members[i] for i in group] for group in groups]
+    files = tuple(_file(name, shard) for name, shard in zip(names, shards, strict=True))
+
+    def finish(backend: Backend) -> None:
+        if alone:
+            return
+        for name, data in (layout.beside or dict(_beside(chosen.catalog))).items():
+            publish_once(backend, name, data)
+        if len(files) > 1:
+            publish_once(backend, INDEX, _index(names, shards))
+
+    return OutputPlan(files=files, digest=None, finish=finish, last=() if alone else (INDEX,))
+
+
+def _file(path: str, members: Sequence[OutputTensor]) -> OutputFile:
+    """Tensors by item size, largest first, so that each begins at a multiple of its own; a header as transformers writes it."""
+    ordered = sorted(members, key=lambda w: (-w.dtype.itemsize, w.name))
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    at = 0
+    starts = []
+    for w in ordered:
+        header[w.name] = {"dtype": w.dtype.safetensors, "shape": w.dtype.stored_shape(w.shape), "data_offsets": [at, at + w.nbytes]}
+        starts.append(at)
+        at += w.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // ALIGNED) * ALIGNED - 8
+    head = length.to_bytes(8, "little") + text.ljust(length)
+    items = tuple(
+        FileItem(w.name, Box.whole(w.shape), len(head) + start, w.dtype.itemsize) for w, start in zip(ordered, starts, strict=True)
+    )
+    return OutputFile(path=path, size=len(head) + at, items=items, ends=lambda digests: [(0, head)])
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[OutputTensor]]) -> bytes:
+    where = {w.name: name for name, tensors in zip(names, shards, strict=True) for w in tensors}
+    tensors = [w for shard in shards for w in shard]
+    metadata = {"total_parameters": sum(Box.whole(w.shape).numel for w in tensors), "total_size": sum(w.nbytes for w in tensors)}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2).encode() + b"\n"
+
+
+def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
+    """Configuration and tokenizer of the source: small files that are no weights, and what describes these."""
+    if isinstance(catalog, VirtualCatalog):
+        backends = [open_backend(root) for root in dict.fromkeys(s.root for s in catalog.sources)]
+    else:
+        backends = [catalog.backend] if isinstance(catalog, ExternalCatalog) else []
+    files: dict[str, bytes] = {}
+    for backend in backends:
+        files = {**small_files(backend), **files}
+    return list(files.items())
+
+
+def small_files(backend: Backend) -> dict[str, bytes]:
+    """Configuration and tokenizer that lie at a root; nothing if there is no configuration."""
+    names = backend.children()
+    if "config.json" not in names:
+        return {}
+    return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= SMALL}
+
+
+def _belongs(name: str) -> bool:
+    if name in OF_FORMATS or name.endswith((".index.json", "/")) or name.startswith(("training_args", "trainer_state", ".")):
+        return False
+    return name.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))
+
+
+TARGET = Target(name="hf", choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX))
+"""For ``ckpt.converters.pipeline.target``."""

@@ -1,0 +1,1 @@
+"""Conversion into Megatron-LM's format ``torch``: which rank has what, its arguments and its optimizer."""

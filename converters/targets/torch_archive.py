@@ -1,0 +1,167 @@
+"""Archives as ``torch.save`` writes them, laid out before their tensors are read: zip files whose records are stored as they are.
+
+(Source of the layout: ``caffe2/serialize/inline_container.cc`` and ``torch/serialization.py`` of PyTorch; of zip: PKWARE's APPNOTE 6.3.)
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.adapters.tensors import torch_dtype
+from ckpt.dtypes import DType
+
+ALIGNED = 64
+"""The bytes of each record begin at a multiple of this many."""
+_LONG = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, eq=False)
+class StorageStub:
+    """Stands in an object for a tensor whose bytes come later: ``key`` says of which storage, in the order of the archive."""
+
+    key: int
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Record(NamedTuple):
+    """``header`` and ``data`` are where it begins and where its bytes do, from the start of the archive; ``content`` is None if it comes
+    later."""
+
+    name: bytes
+    header: int
+    data: int
+    size: int
+    content: bytes | None
+
+
+class ArchivePlan:
+    """The archive of one object. ``starts`` says where the bytes of the stands go, in the order of their keys, from byte ``base`` of the
+    file on; ``size`` is the archive's."""
+
+    def __init__(self, value: Any, stands: Sequence[StorageStub], base: int = 0) -> None:
+        self.base = base
+        self._at = 0
+        self._records: list[_Record] = []
+        data, tensors_of = _pickled(value, len(stands))
+        self._add("data.pkl", data)
+        self._add("byteorder", b"little")
+        self.starts: list[int] = []
+        for stand in stands:
+            self._add(f"data/{stand.key}", None, stand.nbytes)
+            self.starts.append(base + self._records[-1].data)
+        for key, content in enumerate(tensors_of, len(stands)):
+            self._add(f"data/{key}", content)
+        self._add("version", b"3\n")
+        self._directory = self._at
+        self.size = self._directory + len(self._tail([0] * len(stands)))
+
+    def _add(self, name: str, content: bytes | None, size: int = 0) -> None:
+        size = size if content is None else len(content)
+        full = f"archive/{name}".encode()
+        bare = self._at + 30 + len(full) + (20 if size >= _LONG else 0) + 4
+        data = -(-bare // ALIGNED) * ALIGNED
+        self._records.append(_Record(full, self._at, data, size, content))
+        self._at = data + size
+
+    def ends(self, crcs: Sequence[int]) -> list[tuple[int, bytes]]:
+        """All but the bytes of the stands, whose CRC-32 these are: bytes and where they go in the file."""
+        ends = []
+        for record, crc in zip(self._records, self._sums(crcs), strict=True):
+            ends.append((self.base + record.header, _local(record, crc) + (record.content or b"")))
+        return [*ends, (self.base + self._directory, self._tail(crcs))]
+
+    def _sums(self, crcs: Sequence[int]) -> list[int]:
+        later = iter(crcs)
+        return [next(later) if r.content is None else zlib.crc32(r.content) for r in self._records]
+
+    def _tail(self, crcs: Sequence[int]) -> bytes:
+        entries = b"".join(_central(r, crc) for r, crc in zip(self._records, self._sums(crcs), strict=True))
+        count, end = len(self._records), self._directory + len(entries)
+        long = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), self._directory)
+        locator = struct.pack("<IIQI", 0x07064B50, 0, end, 1)
+        few = min(count, 0xFFFF)
+        last = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, min(len(entries), _LONG), min(self._directory, _LONG), 0)
+        return entries + long + locator + last
+
+
+def _local(record: _Record, crc: int) -> bytes:
+    long = record.size >= _LONG
+    extra = struct.pack("<HHQQ", 1, 16, record.size, record.size) if long else b""
+    pad = record.data - record.header - 30 - len(record.name) - len(extra) - 4
+    extra += struct.pack("<HH", 0x4246, pad) + b"Z" * pad
+    size = _LONG if long else record.size
+    head = struct.pack("<IHHHHHIIIHH", 0x04034B50, 45 if long else 20, 0x800, 0, 0, 0x21, crc, size, size, len(record.name), len(extra))
+    return head + record.name + extra
+
+
+def _central(record: _Record, crc: int) -> bytes:
+    sizes = [record.size, record.size] if record.size >= _LONG else []
+    offsets = [record.header] if record.header >= _LONG else []
+    longs = sizes + offsets
+    extra = struct.pack(f"<HH{len(longs)}Q", 1, 8 * len(longs), *longs) if longs else b""
+    size, offset = _LONG if sizes else record.size, _LONG if offsets else record.header
+    version = 45 if longs else 20
+    fields = (version, version, 0x800, 0, 0, 0x21, crc, size, size, len(record.name), len(extra), 0, 0, 0, 0, offset)
+    return struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, *fields) + record.name + extra
+
+
+# -------------------------------------------------------------------------------------------------------------- pickle
+
+
+def _pickled(value: Any, key: int) -> tuple[bytes, list[bytes]]:
+    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are
+    in it as they are, which get keys from ``key`` on."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, key)
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.contents
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, key: int) -> None:
+        super().__init__(file, protocol=2)  # the protocol of torch.save
+        self.contents: list[bytes] = []
+        self._first = key
+        self._storages: dict[int, tuple[Any, StorageStub]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A stand is pickled as torch pickles a tensor of its dtype."""
+        if not isinstance(obj, StorageStub):
+            return NotImplemented
+        rebuild, arguments = torch.empty(0, dtype=torch_dtype(obj.dtype)).__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        storage, _, _, _, *rest = arguments
+        self._storages[id(storage)] = storage, obj
+        strides = torch.empty(obj.shape, device="meta").stride()
+        rest = [OrderedDict() if isinstance(r, OrderedDict) else r for r in rest]
+        return rebuild, (storage, 0, obj.shape, strides, *rest)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage):
+            return "storage", torch.UntypedStorage, *self._place(obj, obj, 1)
+        if isinstance(obj, torch.storage.TypedStorage):
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+            return "storage", kind, *self._place(obj, obj._untyped_storage, obj.dtype.itemsize)
+        return None
+
+    def _place(self, storage: Any, untyped: torch.UntypedStorage, itemsize: int) -> tuple[str, str, int]:
+        """Key, device and elements of a storage: that of a stand, or one whose bytes are there."""
+        if id(storage) in self._storages:
+            stand = self._storages[id(storage)][1]
+            return str(stand.key), "cpu", stand.nbytes // itemsize
+        self.contents.append(torch.empty(0, dtype=torch.uint8).set_(untyped).numpy().tobytes())
+        return str(self._first + len(self.contents) - 1), "cpu", len(self.contents[-1]) // itemsize

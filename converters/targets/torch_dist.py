@@ -1,0 +1,250 @@
+"""Conversion into Megatron-Core's format ``torch_dist``, which loads with any parallelism: weights, and a distributed optimizer's state.
+
+Tensors come under Megatron's names (``ckpt.formats.megatron.names``). (Sources: Megatron-LM core/dist_checkpointing,
+core/optimizer/distrib_optimizer.py and training/checkpointing.py, versions 0.14 to 0.17.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from ckpt import tree
+from ckpt._version import __version__
+from ckpt.adapters.tensors import torch_dtype
+from ckpt.catalog import Catalog
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose
+from ckpt.converters.targets.megatron.states import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
+from ckpt.errors import UsageError
+from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
+from ckpt.formats.megatron.keys import are_alike, are_listed, extra_states, is_known, place_of, stored_names
+from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT
+from ckpt.formats.megatron.params import gated_layers
+from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME, RESHARDABLE
+from ckpt.formats.megatron.training import CONTENT, KEPT, MARK
+from ckpt.geometry import Box
+from ckpt.io_backends.protocol import Backend
+
+from .dcp_files import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved
+
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_ITERATION = re.compile(rf"iter_\d{{7,}}|{RELEASE}")
+
+
+class StackedTensor(NamedTuple):
+    """A parameter, or an optimizer's tensor of one, which is stored at a place along the leading axes of a tensor. ``gated``: its rows are
+    those of a gate and then as many of an up projection."""
+
+    at: tuple[int, ...]
+    wanted: OutputTensor
+    gated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenParameters(OutputSet):
+    """``members`` are of the tensors that are stored, by their keys, and ``objects`` the names of what has to be there besides tensors.
+    ``iteration`` is None if the source has none."""
+
+    members: Mapping[str, Sequence[StackedTensor]]
+    objects: tuple[str, ...]
+    iteration: int | None
+
+
+# -------------------------------------------------------------------------------------------------------------- choose
+
+
+def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParameters:
+    """The parameters of a model with Megatron's names, in the form in which Megatron-Core would have saved them, and the state of its
+    optimizer, if the checkpoint has all that Megatron needs of it.
+
+    Raises:
+        UsageError: the names are not Megatron's, or it is not known how Megatron stores one of them; the others as :func:`choose`.
+    """
+    chosen = choose(catalog, choice)
+    head = "model" if choice.root is None else choice.root
+    weights = _weights(chosen, f"{head}.")
+    optimizer = optimizer_of(chosen.tensors, weights, chosen.state, root=head, fits=is_identified)
+    fields = chosen.state if isinstance(chosen.state, dict) else {}
+    arguments = fields["args"] if isinstance(fields.get("args"), dict) else {}
+    stacked = not are_listed(arguments) and are_alike({n: (w.shape, w.dtype.name) for n, w in weights.items()})
+    members = _members(weights, optimizer, stacked=stacked, local=arguments.get("transformer_impl") == "local")
+    _check(members, catalog.url)
+    return ChosenParameters(
+        catalog=catalog,
+        tensors={m.wanted.name: m.wanted for own in members.values() for m in own},
+        state=common_node(chosen, optimizer, stacked=stacked),
+        ranks={},
+        members=members,
+        objects=tuple(extra_states(weights, stacked=stacked)),
+        iteration=fields["iteration"] if type(fields.get("iteration")) is int else None,
+    )
+
+
+def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
+    """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
+    own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
+    weights = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
+    if len({weights[n].alias or weights[n].name for n in (EMBEDDING, OUTPUT) if n in weights}) == 1 and EMBEDDING in weights:
+        weights.pop(OUTPUT, None)
+    if not any(n == EMBEDDING or LAYER.fullmatch(n) for n in weights):
+        hint = "give a translation (--names llama --convention megatron), or the key that the model has (--root)"
+        raise UsageError("the tensors do not have the names of Megatron-Core's parameters", where=chosen.catalog.url, hint=hint)
+    odd = [] if chosen.catalog.format == FORMAT_NAME else sorted(n for n in weights if not is_known(n))
+    if odd:
+        raise UsageError(f"nobody knows how Megatron-Core stores {odd[0]}", where=chosen.catalog.url, hint="leave it out: --exclude")
+    return weights
+
+
+def _members(
+    weights: Mapping[str, OutputTensor], optimizer: Optimizer | None, *, stacked: bool, local: bool
+) -> dict[str, list[StackedTensor]]:
+    """Of each tensor that is stored what it is made of."""
+    called, gated = stored_names(weights, local=local), gated_layers({n: w.shape for n, w in weights.items()})
+    members: dict[str, list[StackedTensor]] = {}
+
+    def add(prefix: str, name: str, wanted: OutputTensor) -> None:
+        place = place_of(called[name], stacked=stacked)
+        members.setdefault(prefix + place.key, []).append(StackedTensor(place.at, wanted, name in gated))
+
+    for name, wanted in weights.items():
+        add("", name, wanted)
+    for key, own in optimizer.states.items() if optimizer is not None else ():
+        for name, wanted in own.items():
+            add(f"{HEAD}{key}.", name, wanted)
+    return members
+
+
+def _check(members: Mapping[str, Sequence[StackedTensor]], url: str) -> None:
+    """Raise UsageError if parts of a tensor are missing, or do not fit each other."""
+    for key, own in members.items():
+        alike = len({(m.wanted.dtype.name, m.wanted.shape) for m in own}) == 1
+        if len(own) != Box.whole(_leading(own)).numel or not alike:
+            what = "some are missing" if alike else "they differ in shape or dtype"
+            raise UsageError(f"the parts of {key} cannot be one tensor: {what}", where=url, hint="take all layers and all experts, or none")
+
+
+def _leading(members: Sequence[StackedTensor]) -> tuple[int, ...]:
+    """The leading axes of the tensor that these make up."""
+    return tuple(max(numbers) + 1 for numbers in zip(*(m.at for m in members), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
+    """Data files, and what makes them a checkpoint: at last ``metadata.json``, and for a run the file that says which is the latest."""
+    assert isinstance(chosen, ChosenParameters)
+    folder = _folder(chosen, layout.url)
+    rows: dict[str, Any] = {}
+    stored: list[Stored] = []
+    for key, members in chosen.members.items():
+        boxes = [item for member in members for item in _items(key, member)]
+        wanted = members[0].wanted
+        rows[key] = described((*_leading(members), *wanted.shape), torch_dtype(wanted.dtype), [item.box for item in boxes])
+        stored += boxes
+    stored += [PickledItem(name, saved([None])) for name in chosen.objects[:1]]
+    files, places = data_files(stored, layout.shard_size, folder=folder)
+    for name in chosen.objects[1:]:
+        places[index_of(name, None)] = places[index_of(chosen.objects[0], None)]  # all are None, so the bytes are the same
+    rows |= {name: BytesStorageMetadata() for name in chosen.objects}
+    small = {COMMON: _common(chosen), METADATA: metadata(rows, places), METADATA_JSON: json.dumps(_CONFIG).encode()}
+
+    def finish(backend: Backend) -> None:
+        for name, data in small.items():
+            publish_once(backend, folder + name, data)
+        if folder:
+            publish_once(backend, TRACKER, (RELEASE if chosen.iteration is None else str(chosen.iteration)).encode())
+
+    last = (*(folder + name for name in small), *([TRACKER] if folder else []))
+    return OutputPlan(files=files, digest="crc32", finish=finish, last=last)
+
+
+def _folder(chosen: ChosenParameters, url: str) -> str:
+    """Where the files lie below ``url``: at it, if that is what Megatron-LM calls the directory of an iteration, and else in such a one."""
+    if _ITERATION.fullmatch(url.rstrip("/").rpartition("/")[2]):
+        return ""
+    return f"{RELEASE}/" if chosen.iteration is None else f"iter_{chosen.iteration:07d}/"
+
+
+def _items(key: str, member: StackedTensor) -> list[TensorItem]:
+    """The items of a parameter: gate and up apart, as loads ask for them."""
+    at, wanted, gated = member
+    parts = _halves(wanted.shape) if gated else [Box.whole(wanted.shape)]
+    boxes = [box for part in parts for box in boxes_of(part, wanted.dtype.itemsize)]
+    return [TensorItem(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
+
+
+def _halves(shape: Sequence[int]) -> list[Box]:
+    rows, inner = shape[0] // 2, tuple(shape[1:])
+    return [Box((start, *(0,) * len(inner)), (rows, *inner)) for start in (0, rows)]
+
+
+def _common(chosen: ChosenParameters) -> bytes:
+    """The file of what is not sharded."""
+    decoded = tree.decode(chosen.state, _refused)
+    assert isinstance(decoded, dict)
+    if "args" in decoded:
+        decoded["args"] = Namespace(**decoded["args"])
+    return saved(decoded)
+
+
+def _refused(kind: str, payload: Any) -> object:
+    raise AssertionError(f"{kind} in the common part")
+
+
+TARGET = Target(name="torch_dist", choose=choose_parameters, plan=plan)
+"""For ``ckpt.converters.pipeline.target``."""
+
+
+# ---------------------------------------- the common part, besides tensors
+# (Source: Megatron-LM training/checkpointing.py and core/optimizer/{optimizer,distrib_optimizer}.py, versions 0.14 to 0.17.)
+
+
+def is_identified(group: Group) -> bool:
+    """Whether a group has what Megatron knows its groups by when it loads them."""
+    return bool({"wd_mult", "pre_wd_mult"} & group.keys()) and not tree.refers(dict(group))
+
+
+def common_node(chosen: OutputSet, optimizer: Optimizer | None, *, stacked: bool) -> dict[str, Any]:
+    """The node of ``common.pt``: what of the state Megatron kept, and what tells it in which form the tensors are.
+
+    The arguments say that there are no random number generators, and whether there is an optimizer: Megatron then does not ask for them.
+    """
+    state = chosen.state if isinstance(chosen.state, dict) and tree.tag_of(chosen.state) is None else {}
+    node = {key: state[key] for key in KEPT if key in state and key not in (CONTENT, MARK) and not tree.refers(state[key])}
+    node.setdefault("checkpoint_version", VERSION)
+    node.setdefault("iteration", 0)
+    if isinstance(state.get("args"), dict):
+        node["args"] = {**state["args"], "no_save_rng": True, "no_save_optim": optimizer is None}
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if not stacked:
+        content["non_homogeneous_layers"] = True
+    if optimizer is not None:
+        content["distrib_optim_sharding_type"] = RESHARDABLE
+        node["optimizer"] = _optimizer_node(optimizer)
+        if not _is_suspect(chosen, state):
+            node[MARK] = __version__
+    return {**node, CONTENT: content}
+
+
+def _is_suspect(chosen: OutputSet, state: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core may have written the optimizer's state wrongly, be this a copy of what it wrote."""
+    content = state.get(CONTENT)
+    form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return getattr(chosen.catalog, "suspect", None) is not None or (form == RESHARDABLE and MARK not in state)
+
+
+def _optimizer_node(optimizer: Optimizer) -> dict[str, Any]:
+    """One optimizer, or where experts have groups of their own, as with expert parallelism, a chain of two."""
+    dense = [g for g in optimizer.groups if not g.get("is_expert_parallel")]
+    experts = [g for g in optimizer.groups if g.get("is_expert_parallel")]
+    kinds = [[dict(group) for group in own] for own in (dense, experts) if own]
+    parts = [{"optimizer": {"param_groups": own}, "param_state_sharding_type": RESHARDABLE} for own in kinds]
+    return parts[0] if len(parts) == 1 else tree.mapping_node(list(enumerate(parts)))

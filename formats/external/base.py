@@ -1,0 +1,150 @@
+"""What catalogs of other people's formats have in common. No digests: what is read from them cannot be compared with anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.errors import CorruptError
+from ckpt.geometry import Box, IntArray
+from ckpt.reread import read_checked
+
+from .virtual_backends import SingleFile
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+ChunkRequests = Sequence[tuple[TensorEntry, int]]
+"""Pairs of a tensor and a chunk's number."""
+
+
+class ExternalFile(NamedTuple):
+    """A file with tensors: ``path`` relative to the backend, ``size`` in bytes, the ``rank`` that wrote it where its name says so."""
+
+    path: str
+    size: int
+    rank: int | None = None
+
+
+class Replica(NamedTuple):
+    """Another copy of a box of a tensor: whoever compares it reads ``extent``."""
+
+    name: str
+    box: Box
+    extent: Extent
+
+
+class ExternalCatalog:
+    """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
+
+    ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
+    mappings because their class is not known here; ``replicas()`` gives the boxes that are stored more than once, besides the copies that
+    are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of. ``notes`` say what of the files is left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        format: str,
+        tensors: Iterable[TensorEntry],
+        files: Sequence[ExternalFile],
+        locate: Callable[[ChunkRequests], list[Extent]],
+        world_size: int = 1,
+        state: Any = None,
+        ranks: Mapping[int, Mapping[str, Any]] | None = None,
+        opaque: Mapping[str, str] | None = None,
+        replicas: Callable[[], list[Replica]] = list,
+        storages: Callable[[], list[Extent]] = list,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.backend = backend.parent if isinstance(backend, SingleFile) else backend
+        self.format = format
+        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(tensors, key=lambda t: t.name)}
+        self.files = tuple(files)
+        self.url = backend.file_url if isinstance(backend, SingleFile) else backend.url
+        self.world_size = world_size
+        self.state = {name: {"$tensor": name} for name in self.tensors} if state is None else state
+        self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
+        self.opaque: Mapping[str, str] = opaque or {}
+        self.replicas = replicas
+        self.storages = storages
+        self.notes = tuple(notes)
+        self._locate = locate
+        self._sizes = {f.path: f.size for f in self.files}
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """Where the bytes of these chunks are; see ``Catalog.extents``.
+
+        Raises:
+            CorruptError: a file is missing or damaged, or does not fit what the checkpoint says of it.
+            FormatError: the elements are stored in a way that is not read.
+        """
+        return self.extents_of([(entry, int(n)) for n in chunks])
+
+    def extents_of(self, wanted: ChunkRequests) -> list[Extent]:
+        """The same for one chunk each of many tensors."""
+        if not wanted:
+            return []
+        first = self.files[wanted[0][0].grid.file(wanted[0][1])].path  # of many files this is a guess, and evicting only a hint
+        located = read_checked(self.backend, first, lambda: self._locate(wanted))
+        for (entry, number), extent in zip(wanted, located, strict=True):
+            if extent.offset + extent.length > self._sizes[extent.path]:
+                raise CorruptError(
+                    f"chunk {entry.name}{entry.grid.box(number)} should end at byte {extent.offset + extent.length:,} of a file of "
+                    f"{self._sizes[extent.path]:,} bytes",
+                    where=f"{self.backend.url.rstrip('/')}/{extent.path}",
+                    hint="the file was cut off: copy it again",
+                )
+        return located
+
+
+def whole(shape: Sequence[int], file: int) -> Grid:
+    """The grid of a tensor that lies in one piece in one file."""
+    return Grid(cuts=tuple((0, n) for n in shape), files=np.array([file], dtype=np.int32))
+
+
+Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Offset and shape of each."""
+
+
+def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int], where: str) -> tuple[Grid, list[int]]:
+    """The grid of the chunks of tensor ``name``, and the order that it numbers them in: regular if they are the cells of cuts, else these
+    boxes. ``files`` has the row of the file of each.
+
+    Raises:
+        CorruptError: the boxes have more or fewer elements than the tensor: nobody asks for memory by a shape that was only claimed.
+    """
+    offsets = np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([s for _, s in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    _check_volume(name, shape, shapes, where)
+    rows = np.asarray(files, dtype=np.int32)
+    order = np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
+    offsets, shapes, rows = offsets[order], shapes[order], rows[order]
+    if (offsets >= 0).all() and (shapes >= 0).all():
+        cuts = tuple((*np.unique(offsets[:, d]).tolist(), int(n)) for d, n in enumerate(shape))
+        grid = Grid(cuts=cuts, files=rows)
+        if len(grid) == len(offsets) and _same((offsets, shapes), grid.all_boxes()):
+            return grid, order.tolist()
+    return Grid(boxes=(offsets, shapes), files=rows), order.tolist()
+
+
+def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str) -> None:
+    wanted = math.prod(shape)
+    roughly = float(shapes.prod(axis=1, dtype=np.float64).sum())
+    volume = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
+    if volume != wanted:
+        raise CorruptError(
+            f"the stored parts of tensor {name} have {volume if volume >= 0 else 'too many'} elements, "
+            f"the tensor {list(shape)} has {wanted}",
+            where=where,
+            hint="files are missing, or are of different saves: copy the checkpoint again",
+        )
+
+
+def _same(one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,124 @@
+"""The index of a Hugging Face directory: which file has which tensor. The same for safetensors and for ``.bin`` shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.paths import path_problem
+
+from .virtual_backends import SingleFile
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+MAX_INDEX = 256 << 20
+"""Bytes of an index: that of some two million tensors."""
+_SHOWN = 5
+_THREADS = 16
+
+
+def find_index(names: Sequence[str], suffix: str, url: str) -> str | None:
+    """The index among the ``names`` of a directory, which end in ``suffix``; None if there is none.
+
+    Raises:
+        FormatError: there are several: the directory holds variants of a model.
+    """
+    indexes = [name for name in names if name.endswith(suffix)]
+    plain = [name for name in indexes if name.count(".") == suffix.count(".")]
+    if len(indexes) > 1 and len(plain) != 1:
+        raise FormatError(f"there are several indexes: {', '.join(indexes)}", where=url, hint=f"open one of them: {url}/{indexes[0]}")
+    return next(iter(plain or indexes), None)
+
+
+def read_index(backend: Backend, path: str) -> dict[str, str]:
+    """Name of a tensor → file that has it, relative to the root.
+
+    Raises:
+        CorruptError: no such index, or one that leads out of the directory.
+    """
+    where = f"{backend.url.rstrip('/')}/{path}"
+    if backend.size(path) > MAX_INDEX:
+        raise CorruptError(f"an index of more than {MAX_INDEX:,} bytes", where=where, hint="check what wrote it")
+    try:
+        weight_map = json.loads(backend.read(path))["weight_map"]
+        pairs = {str(k): v for k, v in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        hint = "get the file again, or open the shards without it"
+        raise CorruptError(f"the index is damaged: {type(err).__name__}: {err}", where=where, hint=hint) from err
+    for name, file in pairs.items():
+        problem = path_problem(file) if isinstance(file, str) else f"{file!r:.40} is no path"
+        if problem is not None:
+            raise CorruptError(f"the index has {name!r} in a file that cannot be: {problem}", where=where, hint="get the file again")
+    return pairs
+
+
+def sizes_of(backend: Backend, paths: Sequence[str]) -> list[int]:
+    """The sizes of files that a checkpoint names.
+
+    Raises:
+        CorruptError: some are missing.
+    """
+
+    def size_of(path: str) -> int | None:
+        try:
+            return backend.size(path)
+        except NotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
+        sizes = list(pool.map(size_of, paths))
+    missing = [path for path, size in zip(paths, sizes, strict=True) if size is None]
+    if missing:
+        hint = "copy the directory again"
+        raise CorruptError(f"files of the checkpoint are missing: {shown(missing)}", where=backend.url, hint=hint)
+    return [size for size in sizes if size is not None]
+
+
+def check_index(index: Mapping[str, str], located: Mapping[str, str], where: str) -> None:
+    """Compare the index with what the files have: name → file, both.
+
+    Raises:
+        CorruptError: they disagree.
+    """
+    if dict(index) == dict(located):
+        return
+    lines = [f"{n} should be in {f} and is in {located[n]}" for n, f in index.items() if n in located and located[n] != f]
+    absent = [n for n in index if n not in located]
+    extra = [n for n in located if n not in index]
+    lines += [f"in no file: {shown(absent)}"] if absent else []
+    lines += [f"not in the index: {shown(extra)}"] if extra else []
+    hint = "the directory mixes two models, or its copy is not complete: copy it again, or remove the index"
+    raise CorruptError(f"index and files disagree: {'; '.join(lines[:_SHOWN])}", where=where, hint=hint)
+
+
+_SHARD = re.compile(r"(?:shard-\d+-)?(.*?)(\d{1,6})-of-(\d{1,6})(\D.*)", re.ASCII)
+"""Names that say how many files there are. Those that begin with a shard's number may share the numbers that follow."""
+
+
+def check_all_there(backend: Backend, paths: Sequence[str]) -> None:
+    """What the names of shards say of each other, where no index says it. A file that was given alone may be one of several.
+
+    Raises:
+        CorruptError: files are missing.
+    """
+    groups: dict[tuple[str, str, str], dict[int, str]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, paths)):
+        groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
+    missing = []
+    for (begin, count, end), numbers in groups.items():
+        first, digits = 0 if 0 in numbers else 1, max(map(len, numbers.values()))
+        missing += [f"{begin}{n:0{digits}}-of-{count}{end}" for n in range(first, first + int(count)) if n not in numbers]
+    if missing and not isinstance(backend, SingleFile):
+        hint = "copy the directory again; to read the tensors of one file, give the file's own URL"
+        raise CorruptError(f"files are missing: {shown(missing)}", where=backend.url, hint=hint)
+
+
+def shown(names: Sequence[str]) -> str:
+    """A few of many names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,165 @@
+"""Who has which parameters: groups of ranks, told by the names and shapes of a model's tensors and the number of groups.
+
+(Sources: ``get_megatron_optimizer`` of Megatron-LM core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ckpt.errors import FormatError
+from ckpt.formats.external.elements import cast_bits, read_box
+from ckpt.geometry import Box
+
+from .buffers import BufferSegment, pieces_of
+from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_of, is_expert, order_key
+from .params import LocalParam, cut_of, gated_layers, local_shape
+from .pieces import PieceTable, SourcePiece
+from .stages import layers_of_chunks
+from .stored_buffers import HINT, Buffer, GroupOf
+from .training import MODEL
+
+_NONE = -1
+"""The number of no layer."""
+_COMPARED = 32
+_COMPARED_NUMEL = 1 << 14
+
+
+class ParallelLayout:
+    """How the parameters of the model in ``table`` are spread over ``groups`` of ranks; the ranks of each have the same parameters.
+
+    Raises:
+        FormatError: the groups do not fit the model.
+    """
+
+    def __init__(self, table: PieceTable, arguments: Mapping[str, Any], groups: Collection[GroupOf]) -> None:
+        self.table = table
+        self.arguments = arguments
+        entries = {n[len(MODEL) :]: e for n, e in table.entries.items() if n.startswith(MODEL)}
+        self.entries = {n: e for n, e in entries.items() if not n.endswith(NOT_TRAINED)}
+        self.gated = gated_layers({n: e.shape for n, e in entries.items()})
+        self.tied = OUTPUT not in entries
+        chains = sorted({g.chain for g in groups})
+        if len(chains) > 2 or (len(chains) == 2 and not any(map(is_expert, entries))):
+            self.refuse(f"{len(chains)} optimizers in a chain")
+        self.apart = len(chains) == 2  # experts have buffers of their own
+        dense = sum(g.chain == chains[0] for g in groups)
+        self.tensor_parallel = self._parts(EMBEDDING, 0)
+        self.stages = dense // self.tensor_parallel
+        if not self.stages or dense % self.tensor_parallel:
+            self.refuse(f"{dense} groups of ranks of {self.tensor_parallel} each")
+        second = next((n for n in entries if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
+        self.expert_tensor_parallel = 1 if second is None else self._parts(second, 1)
+        owners = sum(g.chain == chains[-1] for g in groups) if self.apart else self.stages * self.expert_tensor_parallel
+        self.expert_parallel = owners // (self.stages * self.expert_tensor_parallel)
+        if owners % (self.stages * self.expert_tensor_parallel):
+            self.refuse(f"{owners} groups of ranks with the same experts")
+        self._by_layer: dict[int, list[str]] = {}
+        self._expert_numbers: dict[str, int] = {}
+        for name in self.entries:
+            match = LAYER.fullmatch(name)
+            self._by_layer.setdefault(_NONE if match is None else int(match[2]), []).append(name)
+            expert = None if match is None else expert_of(match[3])
+            if expert is not None:
+                self._expert_numbers[name] = expert.number
+        self._chunks = 1  # on each stage, as the groups of dense parameters tell, which come first
+        self.experts = 1 + max(self._expert_numbers.values(), default=-1)
+        if self.experts % self.expert_parallel:
+            self.refuse(f"{self.experts} experts on {self.expert_parallel} ranks")
+
+    def refuse(self, what: str) -> NoReturn:
+        raise FormatError(f"the flat buffers of the optimizer cannot be told apart: {what}", where=self.table.backend.url, hint=HINT)
+
+    def _parts(self, name: str, axis: int) -> int:
+        entry = self.entries.get(name)
+        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
+
+    # ---- parameters of a group
+
+    def paired(self, group: GroupOf, own: Mapping[int, Buffer]) -> Iterator[tuple[list[str], Buffer]]:
+        """The names of the parameters of each buffer of a group, in any order."""
+        experts = self.apart and group.chain > 0
+        ranks = self.expert_tensor_parallel * self.expert_parallel if experts else self.tensor_parallel
+        stage = group.rank // ranks
+        owner = group.rank // self.expert_tensor_parallel % self.expert_parallel if experts else None
+        kinds = len({b.dtype for b in own.values()}) or 1
+        chunks = self._chunks if experts else len(own) // kinds
+        if stage >= self.stages or sorted(own) != list(range(len(own))):
+            self.refuse(f"{len(own)} buffers on stage {stage} of {self.stages}")
+        named = [self._names_on(stage, chunk, chunks, owner) for chunk in range(chunks)]
+        if experts:  # a chunk without experts has no buffer of them
+            named = [names for names in named if names]
+        else:
+            self._chunks = chunks
+        if len(named) * kinds != len(own):
+            self.refuse(f"{len(own)} buffers of {kinds} dtypes on stage {stage} of {self.stages}, for {len(named)} parts of the model")
+        for number, buffer in sorted(own.items()):
+            yield [n for n in named[number // kinds] if self._weight(n).dtype.name == buffer.dtype], buffer
+
+    def _weight(self, name: str) -> Any:
+        return self.entries[EMBEDDING if name == OUTPUT and self.tied else name]
+
+    def _names_on(self, stage: int, chunk: int, chunks: int, owner: int | None) -> list[str]:
+        """The names of a chunk's parameters: those of experts that expert-parallel rank ``owner`` has, or all others if that is None."""
+        layers = 1 + max(self._by_layer, default=-1)
+        counts = layers_of_chunks(self.arguments, layers, self.stages, chunks)
+        at, last = chunk * self.stages + stage, len(counts) - 1
+        outside = [n for n in self._by_layer.get(_NONE, ()) if at == (0 if n.startswith("embedding.") else last)]
+        mine = range(sum(counts[:at]), sum(counts[: at + 1]))
+        names = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
+        if self.tied and last and at == last and owner is None:
+            names.append(OUTPUT)
+        return names
+
+    def _is_of(self, name: str, owner: int | None) -> bool:
+        number = self._expert_numbers.get(name) if self.apart else None
+        return owner is None if number is None else owner == number // (self.experts // self.expert_parallel)
+
+    def _key(self, name: str, order: tuple[str, bool]) -> tuple[int, ...]:
+        try:
+            return order_key(name, order)
+        except KeyError:
+            self.refuse(f"nobody knows where {name} comes in the model's order")
+
+    def ordered(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool]) -> list[LocalParam]:
+        """The parameters of these names as the ranks of a group have them, in an order of the model.
+
+        Raises:
+            FormatError: the place of a name, or how it is cut, is not known.
+        """
+        return [self._param(group, name) for name in sorted(names, key=lambda n: self._key(n, order))]
+
+    def _param(self, group: GroupOf, name: str) -> LocalParam:
+        entry, expert = self._weight(name), is_expert(name)
+        ranks = self.expert_tensor_parallel if expert else self.tensor_parallel
+        rank = group.rank % ranks
+        shared = self.tied and self.stages > 1 and name in (EMBEDDING, OUTPUT)
+        target = EMBEDDING if name == OUTPUT and self.tied else name
+        cut_latent = depends_on_specification(name) and self._parts(name, 0) > 1  # each rank stored its own rows
+        try:
+            local = local_shape(target, entry.shape, ranks, cut_latent=cut_latent)
+            if local is None:
+                self.refuse(f"{name} {list(entry.shape)} cannot be divided by {ranks}")
+            cut = cut_of(target, local, rank, ranks, gated=target in self.gated, cut_latent=cut_latent)
+        except KeyError:
+            self.refuse(f"nobody knows how {name} is cut")
+        return LocalParam(dtype=entry.dtype.name, numel=math.prod(local), blocks=cut.blocks, shared=shared, expert=expert)
+
+    def are_weights(self, params: Sequence[LocalParam], starts: Sequence[int], segments: Sequence[BufferSegment]) -> bool:
+        """Whether the master parameters that begin at ``starts`` are the weights. Small ones are looked at: they tell most orders apart."""
+        pairs = sorted(zip(params, starts, strict=True), key=lambda pair: pair[0].numel)
+        small = [pair for pair in pairs[:_COMPARED] if pair[0].numel <= _COMPARED_NUMEL]
+        own = [pair for pair in small if not pair[0].shared]  # of shared ones, one copy alone is the weight
+        return all(self.is_weight(*piece) for param, start in own for piece in pieces_of(param, start, segments))
+
+    def is_weight(self, name: str, piece: SourcePiece) -> bool:
+        """Whether a piece of the master parameters of ``name`` is that part of the weight."""
+        entry, box = self.entries[name], Box(piece.offset, piece.shape)
+        weights = read_box(self.table, entry, box)
+        masters = self.table.read_piece(name, piece)
+        bits = cast_bits(masters.view(np.float32), entry.dtype.name) if piece.source.dtype == "float32" else None
+        return bits is not None and np.array_equal(bits, weights)
