@@ -39,6 +39,7 @@ from .garbage import uncollected
 from .leader import Leader, Tables
 from .merge import Merge
 from .plan import APART, Plans, RankPlan
+from .progress import ProgressWriter, Signer
 from .replicas import Replicas
 from .sources import Source
 from .staging import Arena, Stage, lay_out
@@ -136,6 +137,8 @@ class Save:
         self.memory = memory_of(call.group)
         self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
         self.pulse = Pulse(call)
+        self.signer = call.signer = Signer()
+        self.progress = ProgressWriter(call) if call.is_leader else None
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
         self.devices: set[torch.device] = set()
@@ -201,6 +204,15 @@ class Save:
 
     def run(self, prepare: Callable[[], None]) -> SaveReport:
         """Agree, write, commit."""
+        if self.progress is None:
+            return self._run(prepare)
+        self.progress.start()
+        try:
+            return self._run(prepare)
+        finally:
+            self.progress.stop()
+
+    def _run(self, prepare: Callable[[], None]) -> SaveReport:
         with self.spans.span("agree"):
             begin = self.call.agree("begin", lambda: self.begin(prepare), self.leader_check)
         if not self.call.is_leader and begin["storage"] is not None:
@@ -254,10 +266,15 @@ class Save:
         return row
 
     def leader_check(self, rows: dict[int, Row]) -> Row:
-        return self.leader.check(rows)
+        found = self.leader.check(rows)
+        if self.progress is not None:
+            self.progress.id = found["id"]
+        return found
 
     def leader_commit(self, id: str, rows: dict[int, Row]) -> Row:
         self._rows = {i: rows[rank].get("spans", {}) for i, rank in enumerate(self.call.group.ranks)}
+        if self.progress is not None:
+            self.progress.stop()
         with self.spans.span("commit"):
             return self.leader.commit(id, rows)
 
@@ -278,6 +295,7 @@ class Save:
         if isinstance(writer, CodedWriter) and self.options.codec is not None:
             writer.codec = self.options.codec
             writer.doubtful = self.capture.doubtful if self.capture is not None else frozenset()
+        self.signer.begin(writer, self.capture, self.plan.nbytes)
         return writer
 
     def write(self, writer: RankWriter) -> Row:
@@ -311,6 +329,7 @@ class Save:
         return Pending(move, "ckpt-exchange")
 
     def compared(self, writer: RankWriter) -> dict[str, str]:
+        self.signer.hashing = True
         if self.replicas is None:
             return {}
         if self.capture is None:
