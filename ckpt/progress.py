@@ -117,7 +117,8 @@ class SaveProgress:
         return sum(p.total for p in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self)}
+        fields = asdict(self)
+        return {"version": VERSION, **fields, "phases": list(fields["phases"]), "slowest": list(fields["slowest"])}
 
     @classmethod
     def from_json(cls, fields: object) -> SaveProgress:

@@ -48,7 +48,8 @@ ARROWS = {
     "ckpt.cli": ("ckpt",),
     "ckpt.converters": ("ckpt",),
     **dict.fromkeys(
-        ("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching"), (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs")
+        ("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching"),
+        (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs"),
     ),
     "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come

@@ -35,6 +35,8 @@ OBJECT_STORE = 5.0
 _JOIN = 2.0
 _UNBEGUN = 5.0
 """Seconds for which ranks may come late before that is noted."""
+_ARRIVES = 0.25
+"""Seconds that the first signs take at most, as a rule."""
 _RESTS = 4
 """Times as long as a note took it rests at least: the storage is busy with the save."""
 _FAILURES = 3
@@ -94,7 +96,8 @@ class ProgressWriter:
             backend = open_backend(self._call.url)
             interval = self._interval or (OBJECT_STORE if backend.grain.gap else 1.0)
             notes = _Notes(self._call, max(interval, sign_interval(self._call.group.size)))
-            if self._stopped.wait((interval if self.id is not None else max(interval, _UNBEGUN)) - FIRST_SIGN):
+            first = interval if self.id is not None else max(interval, _UNBEGUN)
+            if self._stopped.wait(max(_ARRIVES, first - FIRST_SIGN)):
                 return
             failures, pause = 0, 0.0
             while failures < _FAILURES and not self._stopped.wait(pause):
