@@ -272,7 +272,7 @@ def _integer(fields: Mapping[str, Any], name: str, most: int = _MOST) -> int:
 
 def _number(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < _SECONDS:
+    if not (type(value) is int or type(value) is float) or not math.isfinite(value) or not 0 <= value < _SECONDS:
         raise ValueError(f"its {name} is no number of seconds")
     return float(value)
 

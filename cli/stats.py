@@ -17,6 +17,7 @@ from .output import Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
+    from ckpt.formats.native.runlog import LogEntry
     from ckpt.observe.history import History, SavedSpans
     from ckpt.observe.summary import PhaseSummary, SaveSummary
     from ckpt.spans import SpanTable
@@ -51,9 +52,9 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
     output = Output(json=as_json, quiet=quiet)
     if not is_checkpoint(url):
         history = read_history(url)
-        if history.saves:
+        if history.saves or history.log:
             if by_rank or heatmap or trace is not None:
-                newest = history.saves[-1].url
+                newest = history.saves[-1].url if history.saves else "none is committed"
                 raise UsageError("--ranks, --heatmap and --trace are of one save, and this is a run", where=url, hint=f"name one: {newest}")
             _show_run(history, output)
             return
@@ -195,7 +196,11 @@ def _rank(rank: int, table: SpanTable) -> dict[str, Any]:
 
 def _show_run(history: History, output: Output) -> None:
     if output.json:
-        output.document({"root": history.url, "saves": [_of_run(saved) for saved in history.saves], "left_out": history.left_out})
+        document: dict[str, Any] = {"root": history.url, "saves": [_of_run(saved) for saved in history.saves], "left_out": history.left_out}
+        document |= {"failed": [], "loads": [], "log_problem": history.log_problem}
+        for entry in history.log:
+            document["failed" if entry.kind == "save" else "loads"].append(_of_log(entry))
+        output.document(document)
     elif output.quiet:
         for saved in history.saves:
             if saved.summary is not None:
@@ -205,6 +210,35 @@ def _show_run(history: History, output: Output) -> None:
         output.table(heads, [_run_row(saved) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")
+        _print_log(history, output)
+
+
+def _print_log(history: History, output: Output) -> None:
+    from ckpt.formats.native.runlog import entry_line
+
+    failed = [entry for entry in history.log if entry.error is not None]
+    for entry in failed[-_SHOWN:]:
+        output.line(f"{_moment(entry.at)}  {entry_line(entry)}")
+    if len(failed) > _SHOWN:
+        output.line(f"{units.plural(len(failed) - _SHOWN, 'older failure')}: --json, or ckpt report")
+    loads = [entry for entry in history.log if entry.kind == "load" and entry.error is None and entry.seconds is not None]
+    if loads:
+        last = loads[-1]
+        output.line(f"{_moment(last.at)}  {entry_line(last)} in {_seconds(last.seconds or 0.0)} s by {units.plural(last.ranks, 'rank')}")
+    if history.log_problem is not None:
+        output.talk(f"{history.url}: {history.log_problem}")
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(min(at, 2.5e11), timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _of_log(entry: LogEntry) -> dict[str, Any]:
+    phases: dict[str, float] = {}
+    for one in (one for table in entry.tables.values() for one in table.sums.values()):
+        phases[one.phase] = max(phases.get(one.phase, 0.0), one.seconds)
+    fields = {name: value for name, value in entry.to_json().items() if name not in ("kind", "spans")}
+    return {**fields, "at": _moment(entry.at)} | ({"phases": phases} if entry.kind == "load" else {})
 
 
 def _of_run(saved: SavedSpans) -> dict[str, Any]:

@@ -23,6 +23,8 @@ HANGS, NOT_COMMITTED = 31, 11
 _LINES = 10.0
 """Seconds between two lines of a log that nothing new is in."""
 _NAMED = 3
+_REASON = 3.0
+"""Seconds for which the reason of a failure is waited for."""
 _LEAST = 0.05
 
 
@@ -75,7 +77,11 @@ def _follow(watcher: SaveWatcher, screen: _Screen, interval: float, patience: fl
         at = (seen.state, seen.id, seen.progress and (seen.progress.phase, seen.progress.phases, seen.progress.awaited))
         if at != last:
             moved, last = time.monotonic(), at
-        over = seen.state in ("committed", "failed") or time.monotonic() - moved >= patience
+        still = time.monotonic() - moved
+        over = seen.state == "committed" or (seen.state == "failed" and (seen.reason is not None or still >= _REASON)) or still >= patience
+        if seen.state == "failed" and not over:
+            time.sleep(min(interval, 0.2))
+            continue
         screen.show(seen, last=over)
         if over:
             return seen

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -100,6 +101,10 @@ class SaveHandle:
         """How long this rank has waited in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
+        self.failed_in: str | None = None
+        """The phase that it failed in, if it failed."""
+        self.ran: float | None = None
+        """Seconds from the call to the failure."""
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -228,7 +233,7 @@ class SaveHandle:
                     capturing.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
-            self._save = None
+            self.failed_in, self.ran, self._save = save.call.phase, time.perf_counter() - save.began, None
             if not self.captured.done():  # no thread could be started for it
                 self._captured(err)
             self.durable.set_exception(err)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from ckpt import units
 from ckpt.errors import CkptError, UsageError
+from ckpt.formats.native.runlog import LogEntry, entry_line
 from ckpt.mesh import Mesh
+from ckpt.spans import WAITING
 
 from .advice import Advice, Facts, advise
 from .heat import HeatMap, blocks, heat_map
 from .history import History, SavedSpans, is_checkpoint, read_history, read_save
 from .lanes import Timeline, timeline
 from .sizes import KindSize, LayerSize, kinds_of
+from .summary import brief
 
 ROWS = 64
 """Ranks that have a row each in a heat map; of more, each is a cell of a block."""
@@ -44,6 +47,18 @@ class GroupHeat:
     left_out: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Happening:
+    """A save that failed, or a load: ``what`` happened, in words, and for a load what its slowest rank was busy with longest."""
+
+    at: float
+    what: str
+    seconds: float | None
+    ranks: int
+    nbytes: int | None
+    slowest: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Detail:
     """One save looked at closely. ``rows`` are the rows of a block, if the heat map has blocks of ranks in place of a row for each."""
@@ -68,6 +83,8 @@ class Report:
     compared: tuple[SavedSpans, ...]
     detail: Detail | None
     notes: tuple[str, ...]
+    failed: tuple[Happening, ...] = ()
+    loads: tuple[Happening, ...] = ()
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
@@ -78,9 +95,11 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         NotFoundError, FormatError …: a URL has no checkpoint of ours. What is wrong with spans is a note in the report.
     """
     notes: list[str] = []
+    log: tuple[LogEntry, ...] = ()
     if len(urls) == 1 and not is_checkpoint(urls[0]):
         history = read_history(urls[0])
-        saves = history.saves or (read_save(urls[0]),)  # raises what is there
+        log = history.log
+        saves = history.saves or (() if log else (read_save(urls[0]),))  # raises what is there
         notes += _notes_of(history)
     else:
         for url in urls:
@@ -102,14 +121,28 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         compared=_compared(known) if len(urls) == 1 else tuple(known[:_COMPARED]),
         detail=detail,
         notes=tuple(notes),
+        failed=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "save"),
+        loads=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "load"),
+    )
+
+
+def _happening(entry: LogEntry) -> Happening:
+    busiest = max(
+        ((one.busy, -rank, one.phase) for rank, table in entry.tables.items() for one in table.sums.values() if one.phase not in WAITING),
+        default=None,
+    )
+    slowest = "" if busiest is None else f"{busiest[2]}, {brief(busiest[0] / 1e6)} s on rank {-busiest[1]}"
+    return Happening(
+        at=entry.at, what=entry_line(entry), seconds=entry.seconds, ranks=entry.ranks, nbytes=entry.tensor_bytes, slowest=slowest
     )
 
 
 def _notes_of(history: History) -> list[str]:
+    damaged = [] if history.log_problem is None else [f"What failed and what was loaded: {history.log_problem}."]
     if not history.left_out:
-        return []
+        return damaged
     read = units.plural(len(history.saves), "save")
-    return [f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
+    return [*damaged, f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
 
 
 def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:

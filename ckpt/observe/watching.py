@@ -16,6 +16,7 @@ from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import data_prefix
 from ckpt.formats.native.progress import find_progress, read_progress
+from ckpt.formats.native.runlog import entry_line, read_log
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.progress import PHASES, SaveProgress, SlowRank, patience
@@ -156,8 +157,20 @@ class _Following:
             return self._with_seconds(found)
         # What failed, another rank or the commit itself, removes its files.
         if progress.phase == PHASES[0] or next(self.backend.list(f"{self.within}{data_prefix(progress.id)}"), None) is None:
-            return Look(state="failed", url=self.url, id=progress.id, progress=progress)
+            return Look(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
         return Look(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
+
+    def _reason(self) -> str | None:
+        """What the log of the run says, if the run has one."""
+        run, _, name = self.url.rstrip("/").rpartition("/")
+        try:
+            entries = read_log(self.backend if self.within else open_backend(run or "/"))
+        except CkptError:
+            return None
+        mine = [e for e in entries if e.kind == "save" and e.error and (e.url or "").rstrip("/").rpartition("/")[2] == name]
+        last = mine[-1] if mine else None
+        # At most a second earlier, by clocks of two machines that differ less: an older entry is of an earlier try.
+        return None if last is None or last.at < self.progress.began - 1 else entry_line(last)
 
     def _with_seconds(self, found: Look) -> Look:
         return found if found.seconds is not None else replace(found, seconds=max(0.0, self.progress.at - self.progress.began))
