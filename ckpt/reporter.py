@@ -149,8 +149,9 @@ class Reporter:
         """Add to the log of the run, in a thread of its own: nothing depends on whether that works."""
         if not self._keeps_log:
             return
-        if self._log is None:
-            self._log = ListenerThread(self._add)
+        with self._going:  # saves end in threads of their own
+            if self._log is None:
+                self._log = ListenerThread(self._add)
         self._log.post(LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields))
 
     def _add(self, entry: LogEntry) -> None:

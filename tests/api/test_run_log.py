@@ -128,11 +128,10 @@ def test_reports_and_stats_show_it(tmp_path: Path) -> None:
     from ckpt.cli.main import cli
 
     root = str(tmp_path / "run")
-    with ckpt.Checkpointer(root) as c:
-        with wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
-            c.save(2, {"<b>x": torch.zeros(4)})
-            with pytest.raises(CkptError):
-                c.wait()
+    with ckpt.Checkpointer(root) as c, wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
+        c.save(2, {"<b>x": torch.zeros(4)})
+        with pytest.raises(CkptError):
+            c.wait()
     for _ in range(2):  # the first time, nothing is committed
         found = CliRunner().invoke(cli, ["stats", root])
         assert found.exit_code == 0 and "step 2 failed in write: NoSpaceError: injected fault" in found.stdout
