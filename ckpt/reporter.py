@@ -132,6 +132,8 @@ class Reporter:
                 seconds=report.seconds,
                 tensor_bytes=report.tensor_bytes,
                 blocked=blocked,
+                retries=handle.retries.again,
+                throttled=handle.retries.throttled,
                 slowest=self._rank(max(busy, key=lambda i: busy[i])) if busy else None,
                 stragglers=tuple(self._rank(i) for i in stragglers(busy, report.seconds)),
             )

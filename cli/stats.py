@@ -120,8 +120,9 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
         table = tables[rank]
         phases = [_seconds(table.sums[name].seconds) if name in table.sums else "" for name in names]
         note = style(ratio(table.seconds, save.median), "red") if rank in stragglers else ""
-        rows.append((str(rank), _seconds(table.seconds), *phases, note))
-    output.table((">RANK", ">SECONDS", *(f">{name}" for name in names), "NOTE"), rows)
+        again = f"{table.retries:,}" if table.retries else ""
+        rows.append((str(rank), table.host or "", _seconds(table.seconds), *phases, again, note))
+    output.table((">RANK", "HOST", ">SECONDS", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
 
 
 def _print_heatmap(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
@@ -136,6 +137,10 @@ def _print_totals(record: CommitRecord, save: SaveSummary, output: Output) -> No
     output.line(f"{units.plural(record.world_size, 'rank')}, {size} in {_seconds(save.seconds)} s{f' ({rate})' if rate else ''}")
     output.line(f"stragglers: {_some(save.stragglers)}" if save.stragglers else "no stragglers")
     output.line(f"verdict: {save.verdict}")
+    if save.retries:
+        again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
+        slow = f", {throttled:,} since the storage asked to slow down" if throttled else ""
+        output.line(f"{units.plural(again, 'request')} to the storage made again{slow}: {_some(tuple(save.retries))}")
     if save.missing:
         output.line(f"no spans were kept of {units.plural(len(save.missing), 'rank')}: {_some(save.missing)}")
     if save.folded:
@@ -173,6 +178,9 @@ def _document(url: str, record: CommitRecord, save: SaveSummary, tables: Mapping
         "phases": [{**asdict(phase), "rate": phase.rate} for phase in save.phases],
         "blocked": save.blocked,
         "background": save.background,
+        "blocked_measured": save.measured,
+        "retries": sum(again for again, _ in save.retries.values()),
+        "throttled": sum(throttled for _, throttled in save.retries.values()),
         "unaccounted": None if save.unaccounted is None else asdict(save.unaccounted),
         "verdict": save.verdict,
     }
@@ -187,6 +195,11 @@ def _rank(rank: int, table: SpanTable) -> dict[str, Any]:
         "seconds": table.seconds,
         "wall": table.wall,
         "folded": table.folded_count,
+        "host": table.host,
+        "coordinates": dict(table.coordinates),
+        "blocked": None if table.blocked is None else (table.blocked + (table.waited or 0)) / 1e6,
+        "retries": table.retries,
+        "throttled": table.throttled,
         "phases": phases,
     }
 
@@ -252,6 +265,8 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
         "seconds": save.seconds if save else None,
         "blocked": save.blocked if save else None,
         "background": save.background if save else None,
+        "blocked_measured": save.measured if save else None,
+        "retries": sum(again for again, _ in save.retries.values()) if save else None,
         "stragglers": list(save.stragglers) if save else [],
         "verdict": save.verdict if save else None,
         "problem": saved.problem,
@@ -266,7 +281,7 @@ def _run_row(saved: SavedSpans) -> tuple[str, ...]:
     known = (record.created[:19].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
     if save is None:
         return (step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
-    blocked = "" if save.blocked is None else f"{'≥ ' if save.background else ''}{_seconds(save.blocked)}"
+    blocked = "" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{_seconds(save.blocked)}"
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
     return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)

@@ -22,7 +22,7 @@ from ckpt.formats.native.progress import ProgressFile
 from ckpt.group import FIRST_SIGN, Call
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.progress import BEGIN, CAPTURE, HASH, HOST, PHASES, WRITE, RankSign, SaveProgress, Standing, printable_host, sign_interval
+from ckpt.progress import BEGIN, CAPTURE, HASH, PHASES, WRITE, RankSign, SaveProgress, Standing, printable_host, sign_interval
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -49,7 +49,7 @@ class Signer:
         self._writer: ref[RankWriter] | None = None
         self._capture: ref[Capture] | None = None
         self._total = 0
-        self._host = socket.gethostname()[:HOST]
+        self.host = printable_host(socket.gethostname())
         self.hashing = False
         """All is written, and replicas are compared."""
 
@@ -64,7 +64,7 @@ class Signer:
         phase, done = (BEGIN, 0) if writer is None else (HASH if self.hashing else WRITE, min(writer.done, self._total))
         if writer is not None and not done and capture is not None and capture.captured < self._total:
             phase, done = CAPTURE, capture.captured
-        return RankSign(count=count, phase=phase, done=done, total=self._total, host=self._host)
+        return RankSign(count=count, phase=phase, done=done, total=self._total, host=self.host)
 
 
 class ProgressWriter:
@@ -135,7 +135,7 @@ class _Notes:
         self._began = time.time() - FIRST_SIGN
         self._standing = Standing(call.group.ranks, time.monotonic() - FIRST_SIGN)
         self._count = 0
-        self._host = socket.gethostname()[:HOST]
+        self._host = printable_host(socket.gethostname())
 
     def note(self, id: str, interval: float) -> SaveProgress:
         """How far the save is now. The next note comes after ``interval`` seconds."""
@@ -153,7 +153,7 @@ class _Notes:
             ranks=self._call.group.size,
             phase=PHASES[phase],
             leader=self._call.group.leader,
-            host=printable_host(self._host),
+            host=self._host,
             phases=self._standing.totals(signs, phase),
             awaited=len(signs),
             slowest=self._standing.slowest(signs, phase, now, self.interval),

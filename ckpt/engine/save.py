@@ -25,8 +25,11 @@ from ckpt.errors import CancelledError, CkptError
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.group import Call, Group, Row
+from ckpt.io_backends import retries
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.retries import Retries
+from ckpt.mesh import coordinates
 from ckpt.peers import peers_of
 from ckpt.rules import Layout
 from ckpt.spans import Spans, limit_for
@@ -145,6 +148,9 @@ class Save:
         self._rows: dict[int, Row] = {}
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
+        self.retries = Retries()
+        """What storage has refused on all ranks; on the leader, when it is committed."""
+        self._retries = retries.total()
 
     # ---- in the caller's thread
 
@@ -227,8 +233,9 @@ class Save:
             raise
         if self.call.is_leader:
             self.leader.remove_older(begin["id"])
-            self._rows[0] = self.spans.to_json()
+            self._rows[0] = self.row_of_spans()
             self.busy = self.leader.keep_spans(begin["id"], self._rows)
+            self.retries = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in self._rows.values()), strict=True)))
             self.call.see_off()
         return self.report(found)
 
@@ -312,8 +319,21 @@ class Save:
         if isinstance(writer, CodedWriter):
             row["coded"] = writer.coded
         if not self.call.is_leader:
-            row["spans"] = self.spans.to_json()
+            row["spans"] = self.row_of_spans()
         return row
+
+    def row_of_spans(self) -> Row:
+        """This rank's spans, and what else of it explains them; empty if they are off."""
+        row = self.spans.to_json()
+        if not row:
+            return row
+        layout, meshes = self.options.layout, self.collected.placer.meshes
+        at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, self.rank)
+        return {**row, "host": self.signer.host, "at": at, "storage": list(retries.total().since(self._retries)), **self.stalled()}
+
+    def stalled(self) -> dict[str, int]:
+        """For how many microseconds training has waited, where that is another time than the save's."""
+        return {}
 
     def exchange(self) -> Pending[None]:
         """Move the edges of flat shards between ranks, beside the writing of what needs none."""

@@ -150,6 +150,11 @@ def _tiles(detail: Detail, report: Report) -> Markup:
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
     ]
+    if save.retries:
+        again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
+        worst = next(iter(save.retries))
+        about = f"{units.plural(throttled, 'time')} the storage asked to slow down; most on rank {worst}: {save.retries[worst][0]:,}"
+        tiles.append(("requests made again", f"{again:,}", about))
     cost = _cost([detail.saved], report.setting)
     if cost is not None:
         known = [s for s in report.saves if s.summary is not None]
@@ -159,14 +164,14 @@ def _tiles(detail: Detail, report: Report) -> Markup:
 
 
 def _blocked(save: SaveSummary) -> str:
-    return "not known" if save.blocked is None else f"{'≥ ' if save.background else ''}{brief(save.blocked)} s"
+    return "not known" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{brief(save.blocked)} s"
 
 
 def _cost(saves: Sequence[SavedSpans], setting: Setting) -> str | None:
     if setting.price is None:
         return None
     hours = [s.summary.blocked * s.record.world_size / 3600 for s in saves if s.summary and s.record and s.summary.blocked is not None]
-    lower = any(s.summary.background for s in saves if s.summary)
+    lower = any(s.summary.background and not s.summary.measured for s in saves if s.summary)
     return f"{'≥ ' if lower else ''}{setting.currency}{setting.price * sum(hours):,.2f}"
 
 

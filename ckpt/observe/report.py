@@ -9,7 +9,7 @@ from ckpt import units
 from ckpt.errors import CkptError, UsageError
 from ckpt.formats.native.runlog import LogEntry, entry_line
 from ckpt.mesh import Mesh
-from ckpt.spans import WAITING
+from ckpt.spans import WAITING, SpanTable
 
 from .advice import Advice, Facts, advise
 from .heat import HeatMap, blocks, heat_map
@@ -157,7 +157,7 @@ def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
 def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> Detail:
     save, record, tables = saved.summary, saved.record, saved.tables
     assert save is not None and record is not None
-    groups = _groups(record.world_size, setting)
+    groups = _groups(record.world_size, setting, tables)
     cells, rows = _cells(record.world_size, setting)
     kinds, layers = _sizes(saved, notes)
     if save.missing:
@@ -195,9 +195,16 @@ def _cells(ranks: int, setting: Setting) -> tuple[tuple[range, ...], int | None]
     return cells, -(-len(cells) // _WIDE)
 
 
-def _groups(ranks: int, setting: Setting) -> dict[str, dict[str, Sequence[int]]]:
-    """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as far as the reader has told of them."""
+def _groups(ranks: int, setting: Setting, tables: Mapping[int, SpanTable]) -> dict[str, dict[str, Sequence[int]]]:
+    """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as the reader has told of them, or else the ranks."""
     found: dict[str, dict[str, Sequence[int]]] = {}
+    if setting.ranks_per_host is None:
+        hosts = _by({rank: table.host for rank, table in tables.items() if table.host is not None})
+        if 1 < len(hosts) < len(tables):
+            found["host"] = hosts
+    if setting.mesh is None:
+        for name in dict.fromkeys(name for table in tables.values() for name in table.coordinates):
+            found[name] = _by({rank: table.coordinates[name] for rank, table in tables.items() if name in table.coordinates})
     if setting.ranks_per_host and ranks > setting.ranks_per_host > 1:
         found["host"] = {str(i): block for i, block in enumerate(blocks(ranks, setting.ranks_per_host))}
     if setting.mesh is not None:
@@ -210,6 +217,14 @@ def _groups(ranks: int, setting: Setting) -> dict[str, dict[str, Sequence[int]]]
             if mesh.sizes[axis] > 1:
                 found[name] = {str(i): tuple(array.take(i, axis=axis).ravel().tolist()) for i in range(mesh.sizes[axis])}
     return found
+
+
+def _by(values: Mapping[int, object]) -> dict[str, Sequence[int]]:
+    """Ranks by what they have, in the order of the first of each."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(str(value), []).append(rank)
+    return {label: tuple(ranks) for label, ranks in found.items()}
 
 
 def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:
