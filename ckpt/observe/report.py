@@ -158,7 +158,7 @@ def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, 
     save, record, tables = saved.summary, saved.record, saved.tables
     assert save is not None and record is not None
     groups = _groups(record.world_size, setting, tables)
-    cells, rows = _cells(record.world_size, setting)
+    cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
     kinds, layers = _sizes(saved, notes)
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
@@ -182,14 +182,14 @@ def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, 
     )
 
 
-def _cells(ranks: int, setting: Setting) -> tuple[tuple[range, ...], int | None]:
+def _cells(ranks: int, per_host: int | None) -> tuple[tuple[range, ...], int | None]:
     """The ranks of each cell, and how many cells a column has. Columns are hosts, or blocks of eight ranks, as long as all can be seen."""
     if ranks <= ROWS:
         return blocks(ranks, 1), None
-    host = setting.ranks_per_host or _PER_BLOCK
+    host = per_host or _PER_BLOCK
     if ranks <= _CELLS and -(-ranks // host) <= _COLUMNS:
         return blocks(ranks, 1), host
-    cells = blocks(ranks, max(setting.ranks_per_host or 1, -(-ranks // _CELLS)))
+    cells = blocks(ranks, max(per_host or 1, -(-ranks // _CELLS)))
     if len(cells) > _CELLS:
         cells = blocks(ranks, -(-ranks // _CELLS))
     return cells, -(-len(cells) // _WIDE)
@@ -225,6 +225,13 @@ def _by(values: Mapping[int, object]) -> dict[str, Sequence[int]]:
     for rank, value in sorted(values.items()):
         found.setdefault(str(value), []).append(rank)
     return {label: tuple(ranks) for label, ranks in found.items()}
+
+
+def _ranks_per_host(hosts: Mapping[str, Sequence[int]]) -> int | None:
+    """How many neighbours share a machine, if it is as many on each, or fewer on the last."""
+    size = max(map(len, hosts.values()), default=0)
+    whole = [tuple(block) for block in blocks(sum(map(len, hosts.values())), size)] if size else []
+    return size if size > 1 and [tuple(ranks) for ranks in hosts.values()] == whole else None
 
 
 def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:

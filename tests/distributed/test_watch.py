@@ -103,3 +103,15 @@ def test_a_save_is_watched_and_a_rank_that_stops_is_named(ranks: Ranks, tmp_path
     job.join(30)
     assert not job.is_alive() and watch("--once", run)[1]["state"] == "committed"
     assert not list((tmp_path / "run").rglob("progress.json")) and len(list((tmp_path / "run" / "step-2").glob("index-*"))) == 1
+
+
+def save_with_a_mesh(url: str) -> None:
+    layout = ckpt.Layout({"dp": 2, "tp": 2}, rules=[("w", ckpt.Shard(0, "tp"))])
+    ckpt.save(url, {"w": torch.full((4,), float(dist.get_rank() % 2))}, layout=layout)
+
+
+def test_ranks_say_where_they_are(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, save_with_a_mesh, str(tmp_path / "a"))
+    found = json.loads(CliRunner().invoke(cli, ["stats", "--ranks", "--json", str(tmp_path / "a")]).stdout)["ranks"]
+    assert {one["rank"]: one["coordinates"] for one in found} == {r: {"dp": r // 2, "tp": r % 2} for r in range(4)}
+    assert {one["host"] for one in found} == {os.uname().nodename}
