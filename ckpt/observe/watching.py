@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import data_prefix
@@ -49,11 +49,18 @@ class Look:
 
 
 class SaveWatcher:
-    """Looks at the checkpoint or the run at ``url`` again and again, until a save that goes on, or the next one, has ended."""
+    """Looks at the checkpoint or the run at ``url`` again and again, until a save that goes on, or the next one, has ended.
+
+    Raises:
+        NotFoundError: nothing at all is there.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.backend = open_backend(url)
+        if not self.backend.children(""):
+            hint = "name the directory of the run; the first save of a job makes it"
+            raise NotFoundError("nothing is here, so no save goes on", where=url, hint=hint)
         self._single = is_checkpoint(url) or step_number(url.rstrip("/").rpartition("/")[2]) is not None
         self._known: set[str] | None = None
         """Directories that were there at the first look."""

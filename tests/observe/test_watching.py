@@ -64,6 +64,8 @@ def test_an_old_note_says_that_the_leader_hangs(tmp_path: Path) -> None:
 
 def test_a_run_that_has_nothing(tmp_path: Path) -> None:
     assert watch(str(tmp_path)).exit_code == 10
+    (tmp_path / "notes.txt").write_text("x")
+    assert watch(str(tmp_path)).exit_code == 10
     result = CliRunner().invoke(cli, ["watch", str(tmp_path), "--timeout", "0"])
     assert result.exit_code == 10
 
