@@ -153,6 +153,7 @@ class _Load:
         self.carrier: Carrier | None = None
         self.touched = False
         self.opened = 0
+        self.recorded = recorded.get()  # the leader decides in another thread, which has another context
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
@@ -268,15 +269,14 @@ class _Load:
         if self.carrier is None:
             self.apply()
         row: Row = {"again": self.carrier.again if self.carrier is not None else []}
-        if recorded.get() is not None and options.spans is not None:
+        if self.recorded is not None and options.spans is not None:
             row["spans"] = options.spans.table().to_row()
         return row
 
     def end_reading(self, rows: dict[int, Row]) -> list[tuple[str, int]]:
         """Leader: keep the spans, if they are wanted; what all ranks read again."""
-        wanted = recorded.get()
-        if wanted is not None:
-            wanted |= {i: rows[rank]["spans"] for i, rank in enumerate(self.call.group.ranks) if "spans" in rows[rank]}
+        if self.recorded is not None:
+            self.recorded |= {i: rows[rank]["spans"] for i, rank in enumerate(self.call.group.ranks) if "spans" in rows[rank]}
         return handed_out_wrong(rows)
 
     def correct(self, again: Sequence[tuple[str, int]]) -> Row:

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.formats.native.runlog import read_log
 from ckpt.io_backends.faulty import FaultyProcess
-from ckpt.io_backends.registry import wrap_backends
+from ckpt.io_backends.registry import open_backend, wrap_backends
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="stops a rank")]
@@ -105,13 +106,19 @@ def test_a_save_is_watched_and_a_rank_that_stops_is_named(ranks: Ranks, tmp_path
     assert not list((tmp_path / "run").rglob("progress.json")) and len(list((tmp_path / "run" / "step-2").glob("index-*"))) == 1
 
 
-def save_with_a_mesh(url: str) -> None:
+def save_with_a_mesh(root: str) -> None:
     layout = ckpt.Layout({"dp": 2, "tp": 2}, rules=[("w", ckpt.Shard(0, "tp"))])
-    ckpt.save(url, {"w": torch.full((4,), float(dist.get_rank() % 2))}, layout=layout)
+    with ckpt.Checkpointer(root, layout=layout) as c:
+        c.save(1, {"w": torch.full((4,), float(dist.get_rank() % 2))})
+        c.wait()
+        assert c.restore({"w": torch.zeros(4)}) == 1
 
 
 def test_ranks_say_where_they_are(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(4, save_with_a_mesh, str(tmp_path / "a"))
-    found = json.loads(CliRunner().invoke(cli, ["stats", "--ranks", "--json", str(tmp_path / "a")]).stdout)["ranks"]
+    ranks.run(4, save_with_a_mesh, str(tmp_path))
+    found = json.loads(CliRunner().invoke(cli, ["stats", "--ranks", "--json", str(tmp_path / "step-00000001")]).stdout)["ranks"]
     assert {one["rank"]: one["coordinates"] for one in found} == {r: {"dp": r // 2, "tp": r % 2} for r in range(4)}
     assert {one["host"] for one in found} == {os.uname().nodename}
+    (load,) = read_log(open_backend(str(tmp_path)))
+    assert (load.kind, load.step, load.ranks, load.error) == ("load", 1, 4, None)
+    assert set(load.tables) == {0, 1, 2, 3} and all("match" in table.sums for table in load.tables.values())
