@@ -72,6 +72,7 @@ def measure(rank: Rank, *, ranks: int, nbytes: int, root: str) -> dict[str, floa
     costs: dict[str, list[float]] = {"plain": [], "watched": [], "large": []}
     with ExitStack() as stack:
         stack.callback(_spans, os.environ.get("CKPT_SPANS"))
+        stack.callback(os.environ.pop, "CKPT_PROGRESS", None)
         watched = stack.enter_context(_checkpointer(f"{root}/watched", group, watched=True))
         plain = stack.enter_context(_checkpointer(f"{root}/plain", group, watched=False))
         for step in range(1, SAVES + 1):
@@ -103,6 +104,7 @@ def _cpu(call: Callable[[], None]) -> float:
 
 
 def _spans(value: str | None) -> None:
+    os.environ["CKPT_PROGRESS"] = "off" if value == "off" else "auto"
     if value is None:
         os.environ.pop("CKPT_SPANS", None)
     else:

@@ -29,6 +29,7 @@ class Alerts:
         slower: a save takes so many times the median of the last 20, and more than a second.
         stall: the last five saves block training so many times as long as the five before, by their medians, and more than 0.1 s.
         last: so many saves in a row have the same straggler as their slowest rank.
+        retries: the ranks have made so many requests again to get one save through.
         behind: so many checkpoints of the local tier wait to be published.
 
     Raises:
@@ -39,9 +40,10 @@ class Alerts:
     stall: float = 2.0
     last: int = 5
     behind: int = 3
+    retries: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("slower", "stall", "last", "behind"):
+        for name in ("slower", "stall", "last", "behind", "retries"):
             if not getattr(self, name) > 1:
                 raise UsageError(f"Alerts({name}) is above 1, not {getattr(self, name)!r}", hint="alerts=False turns them off")
 
@@ -64,8 +66,7 @@ class AlertRules:
         if event.kind == "save.durable":
             if tiers and event.step is not None:
                 self._waiting[event.step] = event.at
-            found = [self._slow(event), self._stall(event), self._straggler(event), self._late(event)]
-            self._raised.discard("storage")
+            found = [self._slow(event), self._stall(event), self._straggler(event), self._late(event), self._refused(event)]
         elif event.kind in ("save.failed", "publish.failed"):
             found = [self._storage(event)]
         elif event.kind == "save.published" and event.step is not None:
@@ -132,6 +133,19 @@ class AlertRules:
             "storage",
             event.kind == "publish.failed" or _is_of_storage(event),
             lambda: f"{what}: {event.error}: {event.reason}; until that ends, a restart goes on from an older checkpoint",
+        )
+
+    def _refused(self, event: Event) -> Event | None:
+        """Of a save that got through all the same."""
+        slow = f", of these {event.throttled} since the storage asked to slow down" if event.throttled else ""
+        return self._alert(
+            event,
+            "storage",
+            (event.retries or 0) >= self.limits.retries,
+            lambda: (
+                f"the save of step {event.step} has made {event.retries} requests to the storage again{slow}; "
+                f"`ckpt stats --ranks {event.url}` shows which ranks; look at the network and the limits of the storage"
+            ),
         )
 
     def _late(self, event: Event) -> Event | None:

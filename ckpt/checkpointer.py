@@ -19,6 +19,7 @@ from .alerts import Alerts
 from .api import load
 from .costs import CostMeter
 from .engine.background import SaveHandle, settle, start_save
+from .engine.load import recorded
 from .engine.save import SaveOptions
 from .errors import CkptError, StorageError, UsageError
 from .events import Listener
@@ -31,6 +32,7 @@ from .preemption import SIGNALS, Preemption
 from .reporter import Reporter
 from .rules import Layout
 from .runs import Step
+from .spans import Row
 from .tiers import Tiers
 from .tiers_publish import Publisher
 from .tiers_restore import load_nearest
@@ -63,6 +65,8 @@ class Checkpointer:
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
             :class:`ckpt.events.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
+        run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
+            and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
         capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
     """
 
@@ -87,6 +91,7 @@ class Checkpointer:
         publish_timeout: float | None = None,
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
+        run_log: bool = True,
     ) -> None:
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         self.root = root
@@ -112,7 +117,7 @@ class Checkpointer:
         self._publisher: Publisher | None = None
         if local is not None:
             self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options["threads"])
-        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None)
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
         if self._publisher is not None:
             self._publisher.published, self._publisher.failed = self._reporter.published, self._reporter.not_published
@@ -156,20 +161,24 @@ class Checkpointer:
         self._tiers.check(self.group, self.timeout)
         given = {"layout": self._options["layout"], "timeout": self.timeout, "threads": self._options["threads"], **options}
         began, nbytes = time.perf_counter(), 0
+        spans: dict[int, Row] = {}
 
         def load_one(url: str) -> None:
             nonlocal nbytes
             nbytes = load(url, state, process_group=self._process_group, **given).bytes_needed
 
+        wanted = recorded.set(spans)
         try:
             found = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
         except CkptError as err:
             self._reporter.restored(step, None, time.perf_counter() - began, None, err)
             raise
+        finally:
+            recorded.reset(wanted)
         if found is not None:
             self._started_step = self._last_step = found[0]
             self.restored_from = found[1]
-            self._reporter.restored(*found, time.perf_counter() - began, nbytes)
+            self._reporter.restored(*found, time.perf_counter() - began, nbytes, spans=spans)
         if self._publisher is not None:
             self._publisher.add()
         return found[0] if found is not None else None

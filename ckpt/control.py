@@ -129,6 +129,7 @@ class ControlChannel:
             self._remember(self._key(f"beats/{team}"))
         self._remember(self._key(f"{self.turn}/here"))
         self._remember(self._key("heard"))
+        self._remember(self._key("signed"))
 
     def here(self) -> tuple[list[int], bool]:
         """Leader: who has posted a row in this turn, and whether one of them failed."""
@@ -201,6 +202,29 @@ class ControlChannel:
         """Give one. The store answers: a rank that is cut off from it finds that out while it works."""
         self._store.append(self._key(f"beats/{self._position // TEAM}"), bytes([self._position % TEAM]))
         self._store.check([self._key("beats/0")])
+
+    def sign(self, data: bytes, *, first: bool) -> None:
+        """Say how far this rank is. Not answered. ``first``: in this call."""
+        self._set(f"sign/{self._position}", data)
+        if first:
+            self._store.append(self._key("signed"), _HERE.pack(self._position))
+
+    def signs(self, positions: Collection[int]) -> dict[int, bytes]:
+        """Leader: what these ranks have signed last, as far as they have. Any thread."""
+        (data,) = self._store.appended([self._key("signed")])
+        signed = [p for p in np.frombuffer(data, "<u4").tolist() if p in positions]
+        return dict(zip(signed, self._store.get_all([self._key(f"sign/{p}") for p in signed]), strict=True)) if signed else {}
+
+    def awaited(self) -> set[int]:
+        """Leader: who has not posted a row in this turn. Any thread."""
+        turn = self.turn
+        if self._size > FEW:
+            (data,) = self._store.appended([self._key(f"{turn}/here")])
+            marks = np.frombuffer(data, "<u4").tolist()
+        else:
+            (data,) = self._store.appended([self._key(f"{turn}/rows/0")])
+            marks = [mark for mark, _ in _frames(data)]
+        return set(range(self._size)).difference(mark % _FAILED for mark in marks)
 
     def beats(self, positions: Collection[int]) -> dict[int, int]:
         """How many signs of life each of these ranks has given in this call."""

@@ -28,6 +28,8 @@ class Handle(Protocol):
     """What has to be known of a save: a ``SaveHandle``."""
 
     stall: Stall
+    called: float
+    """Seconds of ``stall`` that the call took which began it."""
 
     def done(self) -> bool:
         """Whether it has ended."""
@@ -94,7 +96,7 @@ class CostMeter:
         if self._save is not None:
             waited = self._save.stall.seconds - self._stood
             self._end()
-        save.stall.add(max(0.0, now - self._entered - waited))
+        save.stall.add(max(0.0, now - self._entered - waited - save.called))
         self._save, self._began, self._excess, self._fresh = save, self._entered, 0.0, False
         self._step = median(self._usual) if len(self._usual) >= _FEWEST else None
         self._stood = save.stall.seconds

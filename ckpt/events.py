@@ -54,6 +54,10 @@ class Event:
     """The rank that was busy longest with the save."""
     stragglers: tuple[int, ...] = ()
     """Ranks that were busy more than 1.5 times as long as the median rank, the slowest first."""
+    retries: int | None = None
+    """Requests to the storage that all ranks had to make again."""
+    throttled: int | None = None
+    """Those of them where the storage asked to slow down."""
     error: str | None = None
     """Name of the class of the error."""
     reason: str | None = None

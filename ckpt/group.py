@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from .control import ControlChannel, WrittenKeys, longest_pause, looks
 from .errors import ConsistencyError, DeadlineError, UsageError
 from .offers import NotSentError, Offers
+from .progress import RankSign, sign_interval
 from .store import Store, part_of
 from .told import error_of, error_to_json, failed_on, failure
 from .watch import Watch, silent
@@ -35,6 +36,8 @@ R = TypeVar("R")
 
 log = logging.getLogger("ckpt")
 
+FIRST_SIGN = 1.0
+"""Seconds of a call after which ranks say how far they are: most calls are over by then."""
 _SEE_OFF, _SEE_OFF_THE_DEAD = 2.0, 0.75
 """Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
 
@@ -114,7 +117,13 @@ class Call:
     overlaps: bool = False
     undecided: bool = False
     """This rank has done its part and does not know what the leader decided, which may still do anything."""
+    signer: Callable[[int], RankSign] | None = None
+    """Says how far this rank is, in its n-th sign; None where nobody asks. Any thread calls it."""
+    signed: bytes = b""
+    """The leader's own last sign."""
     _phase: str = "start"
+    _signs: int = 0
+    _sign_at: float = field(default_factory=lambda: time.monotonic() + FIRST_SIGN)
     _beaten: float = field(default_factory=time.monotonic)
     _look_at: float = field(default_factory=lambda: time.monotonic() + 0.5)
 
@@ -124,6 +133,11 @@ class Call:
         channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None
         self._own_channel: Any = channel  # which is None only where nobody asks for it
         self._offers = Offers(channel, position, self.timeout)
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase that is going on."""
+        return self._phase
 
     @property
     def is_leader(self) -> bool:
@@ -153,13 +167,38 @@ class Call:
         return self._lead(message, decide) if self.is_leader else self._follow(message)
 
     def beat(self) -> None:
-        """Give a sign of life. Cheap: at most a few messages per deadline."""
+        """Give a sign of life. Cheap: at most a few messages per deadline; in a long call that has a signer, one each second."""
         now = time.monotonic()
+        if now >= self._sign_at and self.signer is not None:
+            self._sign(now, self.signer)
         if self.group.store is None or now - self._beaten < self.timeout / 8:
             return
         self._beaten = now
         with self._channel() as channel:
             channel.beat()
+
+    def _sign(self, now: float, signer: Callable[[int], RankSign]) -> None:
+        self._sign_at = now + sign_interval(self.group.size)
+        self._signs += 1
+        data = signer(self._signs).to_bytes()
+        if self.is_leader:
+            self.signed = data
+            return
+        with self._channel() as channel:
+            channel.sign(data, first=self._signs == 1)
+
+    def awaited(self) -> dict[int, bytes | None]:
+        """Leader, in any thread: the ranks, by position, that have not done their part of this phase, and their last signs.
+
+        Raises:
+            DeadlineError: the store does not answer.
+        """
+        if self._store is None:
+            return {0: self.signed or None}
+        with self._channel() as channel:
+            awaited = channel.awaited()
+            signs: dict[int, bytes | None] = {**dict.fromkeys(sorted(awaited)), **channel.signs(awaited - {0})}
+        return signs | ({0: self.signed or None} if 0 in awaited else {})
 
     def look(self) -> None:
         """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.

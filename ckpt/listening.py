@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
-from .events import Event, Listener
+T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
@@ -18,20 +20,21 @@ LIMIT = 1024
 """Events that wait for a listener at most."""
 
 
-class ListenerThread:
-    """One listener's end. Its thread is a daemon: a listener that hangs does not keep a program from ending."""
+class ListenerThread(Generic[T]):
+    """One listener's end; ``T`` is what it listens to, events as a rule. Its thread is a
+    daemon: a listener that hangs does not keep a program from ending."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Callable[[T], object]) -> None:
         self.listener = listener
         self.dropped = 0
         self.failed = 0
         self._name = getattr(listener, "__qualname__", None) or type(listener).__name__
-        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[T | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ckpt-events", daemon=True)
         self._thread.start()
 
-    def post(self, event: Event) -> None:
+    def post(self, event: T) -> None:
         """Hand over an event. Never waits."""
         if self._closed or self._queue.qsize() >= LIMIT:
             self.dropped += 1
@@ -58,4 +61,6 @@ class ListenerThread:
             except Exception:  # a listener must not harm the job
                 self.failed += 1
                 if self.failed == 1:
-                    log.warning("the listener %s has raised for %s; it is called again", self._name, event.kind, exc_info=True)
+                    log.warning(
+                        "the listener %s has raised for %s; it is called again", self._name, getattr(event, "kind", event), exc_info=True
+                    )

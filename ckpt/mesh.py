@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,6 +85,16 @@ def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
     if isinstance(ranks, range):
         return rank - ranks.start if rank in ranks else None
     return _numbers(ranks).get(rank)
+
+
+def coordinates(meshes: Iterable[Mesh], rank: int) -> dict[str, int]:
+    """Where a rank is in each dimension of these meshes that has more than one coordinate; of dimensions of one name the first counts."""
+    found: dict[str, int] = {}
+    for mesh in meshes:
+        for name, size, at in zip(mesh.names, mesh.sizes, mesh.coordinate(rank) or (), strict=False):
+            if size > 1:
+                found.setdefault(name, at)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from .alerts import AlertRules, Alerts
 from .engine.background import SaveHandle
-from .errors import CkptError, RankFailedError, UsageError
+from .errors import CkptError, NotFoundError, RankFailedError, UsageError
 from .events import Event, Kind, Listener
+from .formats.native.runlog import LogEntry, add_entry
 from .group import Group
+from .io_backends.registry import open_backend
 from .listening import ListenerThread
-from .spans import stragglers
+from .spans import Row, SpanTable, stragglers
 
 log = logging.getLogger("ckpt")
 
@@ -35,7 +37,14 @@ class Reporter:
     """
 
     def __init__(
-        self, root: str, group: Group, on_event: Listener | Sequence[Listener] | None, *, alerts: bool | Alerts, tiers: bool
+        self,
+        root: str,
+        group: Group,
+        on_event: Listener | Sequence[Listener] | None,
+        *,
+        alerts: bool | Alerts,
+        tiers: bool,
+        run_log: bool = False,
     ) -> None:
         listeners = () if on_event is None else tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
         given: tuple[object, ...] = listeners
@@ -51,6 +60,9 @@ class Reporter:
         leads = group.rank == group.leader
         self._threads = [ListenerThread(one) for one in listeners if leads or getattr(one, "every_rank", False)]
         self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
+        self._log: ListenerThread[LogEntry] | None = None
+        """Made when there is something to keep."""
+        self._keeps_log = run_log and leads
         self._going = threading.Condition()
         """Of the events, that none overtakes another; and of ``_saves``."""
         self._saves = 0
@@ -69,6 +81,7 @@ class Reporter:
 
     def not_begun(self, step: int, url: str, error: BaseException) -> None:
         """A save failed in the call that was to begin it."""
+        self._keep(kind="save", step=step, url=url, phase="begin", **_of(error))
         self._tell("save.failed", step, url, **_of(error))
 
     def removed(self, step: int, url: str, id: str | None) -> None:
@@ -83,9 +96,21 @@ class Reporter:
         """A try to publish failed."""
         self._tell("publish.failed", step, self._root, **_of(error))
 
-    def restored(self, step: int | None, url: str | None, seconds: float, nbytes: int | None, error: BaseException | None = None) -> None:
-        """A state was loaded, or could not be."""
-        self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **(_of(error) if error is not None else {}))
+    def restored(
+        self,
+        step: int | None,
+        url: str | None,
+        seconds: float,
+        nbytes: int | None,
+        error: BaseException | None = None,
+        spans: Mapping[int, Row] | None = None,
+    ) -> None:
+        """A state was loaded, or could not be. ``spans``: what ranks, counted from 0, were busy with; on the leader."""
+        failed = _of(error) if error is not None else {}
+        if not isinstance(error, NotFoundError):  # there may be no run yet
+            tables = {rank: SpanTable.from_row(row) for rank, row in (spans or {}).items()}
+            self._keep(kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, tables=tables, **failed)
+        self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
 
     def _captured(self, step: int, handle: SaveHandle, began: float) -> None:
         if handle.captured.error() is None:
@@ -96,6 +121,7 @@ class Reporter:
         try:
             if error is not None:
                 self._tell("save.failed", step, handle.url, blocked=blocked, **_of(error))
+                self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **_of(error))
                 return
             report, busy = handle.durable.result(), handle.busy
             self._tell(
@@ -106,6 +132,8 @@ class Reporter:
                 seconds=report.seconds,
                 tensor_bytes=report.tensor_bytes,
                 blocked=blocked,
+                retries=handle.retries.again,
+                throttled=handle.retries.throttled,
                 slowest=self._rank(max(busy, key=lambda i: busy[i])) if busy else None,
                 stragglers=tuple(self._rank(i) for i in stragglers(busy, report.seconds)),
             )
@@ -116,6 +144,23 @@ class Reporter:
 
     def _rank(self, position: int) -> int:
         return self._group.ranks[position]
+
+    # ---- keeping
+
+    def _keep(self, **fields: Any) -> None:
+        """Add to the log of the run, in a thread of its own: nothing depends on whether that works."""
+        if not self._keeps_log:
+            return
+        with self._going:  # saves end in threads of their own
+            if self._log is None:
+                self._log = ListenerThread(self._add)
+        self._log.post(LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields))
+
+    def _add(self, entry: LogEntry) -> None:
+        try:
+            add_entry(open_backend(self._root), entry)
+        except CkptError as err:
+            log.debug("the log of the run %s is not kept: %s", self._root, err)
 
     # ---- telling
 
@@ -139,6 +184,8 @@ class Reporter:
             self._going.wait_for(lambda: self._saves == 0, FLUSH)
         for thread in self._threads:
             thread.close(until)
+        if self._log is not None:
+            self._log.close(until)
 
 
 def _of(error: BaseException) -> dict[str, Any]:

@@ -13,6 +13,8 @@
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
                                 another job that saves to the same place at once
+``CKPT_PROGRESS``      auto     seconds between two notes of how far a save is, for ``ckpt watch``; ``auto``: 1 on file
+                                systems, 5 on object stores; ``off``: none
 ``CKPT_SOURCES``       all      where the files may lie that virtual checkpoints point into: roots, separated by
                                 ``;``. Empty: no virtual checkpoint is read
 ``CKPT_S3_CHECKSUM``   auto     checksums that an object store compares with what arrives: ``crc32``, ``sha256``
@@ -69,6 +71,14 @@ def spans() -> bool:
     if text not in ("on", "off"):
         raise UsageError(f"spans are on or off, not {text!r}", where="CKPT_SPANS")
     return text == "on"
+
+
+def progress() -> float | None:
+    """Seconds between two notes of how far a save is; 0: none, None: as suits the storage."""
+    text = os.environ.get("CKPT_PROGRESS", "auto")
+    if text in ("auto", "off"):
+        return None if text == "auto" else 0.0
+    return _positive("progress", None, "CKPT_PROGRESS", 1.0)
 
 
 def conditional_put() -> Literal["require", "emulate"]:

@@ -232,6 +232,18 @@ class SpanTable:
     threads: tuple[str, ...]
     spans: tuple[Span, ...]
     folded: tuple[PhaseSum, ...]
+    host: str | None = None
+    """The machine that the rank ran on, if that is known."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """Of the rank in the mesh of its job, by dimension."""
+    blocked: int | None = None
+    """Microseconds for which training stood still for this save in the background, until its spans were kept."""
+    waited: int | None = None
+    """The same for the save before it, after the spans of that one were kept."""
+    retries: int = 0
+    """Requests to the storage that were made again."""
+    throttled: int = 0
+    """Those of them where the storage had asked to slow down."""
     sums: Mapping[str, PhaseSum] = field(init=False)
     """All spans by phase, the busiest first."""
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "verify": "Read a checkpoint whole and compare it with its digests.",
     "diff": "Compare two checkpoints of any formats.",
     "stats": "Show where the time of a save went.",
+    "watch": "Watch a save while it goes on.",
     "report": "Draw saves: one HTML file, for a browser or print.",
     "advise": "Say how often a run should save.",
     "tag": "Give a checkpoint a name that keeps it, or take it away.",

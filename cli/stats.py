@@ -17,6 +17,7 @@ from .output import Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
+    from ckpt.formats.native.runlog import LogEntry
     from ckpt.observe.history import History, SavedSpans
     from ckpt.observe.summary import PhaseSummary, SaveSummary
     from ckpt.spans import SpanTable
@@ -51,9 +52,9 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
     output = Output(json=as_json, quiet=quiet)
     if not is_checkpoint(url):
         history = read_history(url)
-        if history.saves:
+        if history.saves or history.log:
             if by_rank or heatmap or trace is not None:
-                newest = history.saves[-1].url
+                newest = history.saves[-1].url if history.saves else "none is committed"
                 raise UsageError("--ranks, --heatmap and --trace are of one save, and this is a run", where=url, hint=f"name one: {newest}")
             _show_run(history, output)
             return
@@ -119,8 +120,9 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
         table = tables[rank]
         phases = [_seconds(table.sums[name].seconds) if name in table.sums else "" for name in names]
         note = style(ratio(table.seconds, save.median), "red") if rank in stragglers else ""
-        rows.append((str(rank), _seconds(table.seconds), *phases, note))
-    output.table((">RANK", ">SECONDS", *(f">{name}" for name in names), "NOTE"), rows)
+        again = f"{table.retries:,}" if table.retries else ""
+        rows.append((str(rank), table.host or "", _seconds(table.seconds), *phases, again, note))
+    output.table((">RANK", "HOST", ">SECONDS", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
 
 
 def _print_heatmap(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
@@ -135,6 +137,10 @@ def _print_totals(record: CommitRecord, save: SaveSummary, output: Output) -> No
     output.line(f"{units.plural(record.world_size, 'rank')}, {size} in {_seconds(save.seconds)} s{f' ({rate})' if rate else ''}")
     output.line(f"stragglers: {_some(save.stragglers)}" if save.stragglers else "no stragglers")
     output.line(f"verdict: {save.verdict}")
+    if save.retries:
+        again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
+        slow = f", {throttled:,} since the storage asked to slow down" if throttled else ""
+        output.line(f"{units.plural(again, 'request')} to the storage made again{slow}: {_some(tuple(save.retries))}")
     if save.missing:
         output.line(f"no spans were kept of {units.plural(len(save.missing), 'rank')}: {_some(save.missing)}")
     if save.folded:
@@ -172,6 +178,9 @@ def _document(url: str, record: CommitRecord, save: SaveSummary, tables: Mapping
         "phases": [{**asdict(phase), "rate": phase.rate} for phase in save.phases],
         "blocked": save.blocked,
         "background": save.background,
+        "blocked_measured": save.measured,
+        "retries": sum(again for again, _ in save.retries.values()),
+        "throttled": sum(throttled for _, throttled in save.retries.values()),
         "unaccounted": None if save.unaccounted is None else asdict(save.unaccounted),
         "verdict": save.verdict,
     }
@@ -186,6 +195,11 @@ def _rank(rank: int, table: SpanTable) -> dict[str, Any]:
         "seconds": table.seconds,
         "wall": table.wall,
         "folded": table.folded_count,
+        "host": table.host,
+        "coordinates": dict(table.coordinates),
+        "blocked": None if table.blocked is None else (table.blocked + (table.waited or 0)) / 1e6,
+        "retries": table.retries,
+        "throttled": table.throttled,
         "phases": phases,
     }
 
@@ -195,7 +209,11 @@ def _rank(rank: int, table: SpanTable) -> dict[str, Any]:
 
 def _show_run(history: History, output: Output) -> None:
     if output.json:
-        output.document({"root": history.url, "saves": [_of_run(saved) for saved in history.saves], "left_out": history.left_out})
+        document: dict[str, Any] = {"root": history.url, "saves": [_of_run(saved) for saved in history.saves], "left_out": history.left_out}
+        document |= {"failed": [], "loads": [], "log_problem": history.log_problem}
+        for entry in history.log:
+            document["failed" if entry.kind == "save" else "loads"].append(_of_log(entry))
+        output.document(document)
     elif output.quiet:
         for saved in history.saves:
             if saved.summary is not None:
@@ -205,6 +223,35 @@ def _show_run(history: History, output: Output) -> None:
         output.table(heads, [_run_row(saved) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")
+        _print_log(history, output)
+
+
+def _print_log(history: History, output: Output) -> None:
+    from ckpt.formats.native.runlog import entry_line
+
+    failed = [entry for entry in history.log if entry.error is not None]
+    for entry in failed[-_SHOWN:]:
+        output.line(f"{_moment(entry.at)}  {entry_line(entry)}")
+    if len(failed) > _SHOWN:
+        output.line(f"{units.plural(len(failed) - _SHOWN, 'older failure')}: --json, or ckpt report")
+    loads = [entry for entry in history.log if entry.kind == "load" and entry.error is None and entry.seconds is not None]
+    if loads:
+        last = loads[-1]
+        output.line(f"{_moment(last.at)}  {entry_line(last)} in {_seconds(last.seconds or 0.0)} s by {units.plural(last.ranks, 'rank')}")
+    if history.log_problem is not None:
+        output.talk(f"{history.url}: {history.log_problem}")
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(min(at, 2.5e11), timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _of_log(entry: LogEntry) -> dict[str, Any]:
+    phases: dict[str, float] = {}
+    for one in (one for table in entry.tables.values() for one in table.sums.values()):
+        phases[one.phase] = max(phases.get(one.phase, 0.0), one.seconds)
+    fields = {name: value for name, value in entry.to_json().items() if name not in ("kind", "spans")}
+    return {**fields, "at": _moment(entry.at)} | ({"phases": phases} if entry.kind == "load" else {})
 
 
 def _of_run(saved: SavedSpans) -> dict[str, Any]:
@@ -218,6 +265,8 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
         "seconds": save.seconds if save else None,
         "blocked": save.blocked if save else None,
         "background": save.background if save else None,
+        "blocked_measured": save.measured if save else None,
+        "retries": sum(again for again, _ in save.retries.values()) if save else None,
         "stragglers": list(save.stragglers) if save else [],
         "verdict": save.verdict if save else None,
         "problem": saved.problem,
@@ -232,7 +281,7 @@ def _run_row(saved: SavedSpans) -> tuple[str, ...]:
     known = (record.created[:19].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
     if save is None:
         return (step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
-    blocked = "" if save.blocked is None else f"{'≥ ' if save.background else ''}{_seconds(save.blocked)}"
+    blocked = "" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{_seconds(save.blocked)}"
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
     return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)

@@ -116,6 +116,11 @@ def tag_of(answer: Mapping[str, Any]) -> str:
     return tag
 
 
+def is_throttled(err: BaseException) -> bool:
+    """Whether the store asks for fewer requests."""
+    return status_of(err) in (429, 503) or code_of(err) in ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded")
+
+
 def is_passing(err: BaseException) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(err, ClientError):

@@ -12,7 +12,8 @@ from botocore.exceptions import ClientError
 
 from ckpt.errors import CancelledError
 
-from .s3_errors import NoTagError, code_of, is_changed, is_misconfigured, is_passing, status_of, translated, words_of
+from . import retries
+from .s3_errors import NoTagError, code_of, is_changed, is_misconfigured, is_passing, is_throttled, status_of, translated, words_of
 from .s3_options import DEFAULT, S3Options
 
 log = logging.getLogger("ckpt")
@@ -92,6 +93,7 @@ class Tries:
         if trying > SILENT and not self._told:
             self._told = True
             log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, words_of(err))
+        retries.count(throttled=is_throttled(err))
         longest = min(LONGEST, FIRST * 2.0 ** min(self.failed - 1, 16), max(FIRST, self._patience - trying))
         time.sleep(random.uniform(longest / 2, longest))
 
@@ -103,6 +105,7 @@ class Tries:
         self._changed += 1
         if self._changed >= MOST_CHANGED:
             raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
+        retries.count(throttled=False)
         log.warning("cannot %s %s: %s; sending it again", self.what, self.where, words_of(err))
         time.sleep(random.uniform(FIRST / 2, FIRST))
 

@@ -38,7 +38,7 @@ PURE = tuple(
             "tree",
             "plan",
         ),
-        *("settings", "spans", "units", "policies", "workers", "reread"),
+        *("settings", "spans", "progress", "units", "policies", "workers", "reread"),
     )
 )
 """Values and arithmetic: they import each other, numpy and the standard library."""
@@ -49,7 +49,8 @@ ARROWS = {
     "ckpt.cli": ("ckpt",),
     "ckpt.converters": ("ckpt",),
     **dict.fromkeys(
-        ("ckpt.observe.history", "ckpt.observe.report"), (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs")
+        ("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching"),
+        (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs"),
     ),
     "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come

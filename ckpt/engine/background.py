@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import BusyError
-from ckpt.group import Group
+from ckpt.group import Call, Group
+from ckpt.io_backends.retries import Retries
 from ckpt.profiling import in_trace
 from ckpt.stall import Stall
 from ckpt.workers import Pending
@@ -62,8 +64,37 @@ class Outcome(Future[R]):
             return super().exception(timeout)
 
 
+class _Untold(NamedTuple):
+    """For how long training waited for a save, and how much of that its spans have."""
+
+    stall: Stall
+    told: float
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.stall.seconds - self.told)
+
+
+_untold: WeakKeyDictionary[Group, _Untold] = WeakKeyDictionary()
+"""Of the last save in the background of each job."""
+
+
 class BackgroundSave(Save):
     """A save whose state may have changed before it was captured: what is written counts only once all is captured and found unchanged."""
+
+    def __init__(self, call: Call, options: SaveOptions) -> None:
+        super().__init__(call, options)
+        self.stall = Stall()
+        before = _untold.get(call.group)
+        self.waited = before.seconds if before is not None else 0.0
+        """Seconds for which training waited for the save before, and which no spans have yet."""
+        _untold[call.group] = _Untold(self.stall, 0.0)
+
+    def stalled(self) -> dict[str, int]:
+        """See ``Save.stalled``. Training may wait for this save later, too: the spans of the next one have that."""
+        blocked = self.stall.seconds
+        _untold[self.call.group] = _Untold(self.stall, blocked)
+        return {"blocked": round(1e6 * blocked), "waited": round(1e6 * self.waited)}
 
     def compared(self, writer: RankWriter) -> dict[str, str]:
         assert self.capture is not None
@@ -96,10 +127,18 @@ class SaveHandle:
         self.durable: Outcome[SaveReport] = Outcome()
         self._save: BackgroundSave | None = save
         self._total = save.plan.nbytes
-        self.stall = Stall()
-        """How long this rank has waited in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+        self.stall = save.stall
+        """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+        self.called = 0.0
+        """Seconds that the call took, of these."""
+        self.retries = Retries()
+        """What the storage refused on all ranks; on the leader, when the save is committed."""
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
+        self.failed_in: str | None = None
+        """The phase that it failed in, if it failed."""
+        self.ran: float | None = None
+        """Seconds from the call to the failure."""
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -228,12 +267,12 @@ class SaveHandle:
                     capturing.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
-            self._save = None
+            self.failed_in, self.ran, self._save = save.call.phase, time.perf_counter() - save.began, None
             if not self.captured.done():  # no thread could be started for it
                 self._captured(err)
             self.durable.set_exception(err)
         else:
-            self._save, self.busy = None, save.busy
+            self._save, self.busy, self.retries = None, save.busy, save.retries
             self.durable.set_result(report)
 
 
@@ -303,6 +342,7 @@ def start_save(
     url: str, state: object, group: Group, options: SaveOptions, when: When, then: Callable[[], None] | None = None
 ) -> SaveHandle:
     """Begin a save in the background; collective over ``group``. ``then``: see ``SaveHandle.start``."""
+    began = time.perf_counter()
     save = BackgroundSave(group.call("save", url, options.timeout), options)
     try:
         with uncollected():
@@ -325,6 +365,8 @@ def start_save(
     if when == "eager":
         handle._hurry()
         handle.captured.error()  # waits
+    handle.called = time.perf_counter() - began
+    handle.stall.add(handle.called)
     return handle
 
 
@@ -334,6 +376,7 @@ def _forget_parent() -> None:
     _lock = threading.Lock()
     _capturing.clear()
     _in_flight.clear()
+    _untold.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

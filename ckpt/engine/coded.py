@@ -32,6 +32,12 @@ class CodedWriter(RankWriter):
     """XXH3-64 of each chunk as the file has it, by its number in the plan."""
     doubtful: AbstractSet[str] = frozenset()
     _compared: AbstractSet[str]
+    _saved: int = 0
+
+    @property
+    def done(self) -> int:
+        """See ``RankWriter.done``: what coding has saved counts too."""
+        return self.written + self._saved
 
     def run(self) -> tuple[DataFile, ...]:
         self.stored = [0] * len(self.plan.chunks)
@@ -71,6 +77,8 @@ class CodedWriter(RankWriter):
             self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
             if blob is not None and self.plan.chunks[number].name in self._compared:
                 self.digests[number] = xxhash.xxh3_64_intdigest(raw)
+        with self._lock:
+            self._saved += len(raw) - len(stored)
         blobs[number] = (None if blob is None else self.codec, stored)
         self.alive.beat()
         if self.stage is not None:

@@ -12,10 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+from ckpt import settings
 from ckpt.adapters.bind import bind
 from ckpt.adapters.binding import Binding
 from ckpt.adapters.placements import Placements
@@ -36,9 +38,9 @@ from ckpt.plan import machines
 from ckpt.plan.match import Selection
 from ckpt.ring import machine
 from ckpt.rules import Layout
+from ckpt.spans import Spans
 
 from .devices import devices_of, pinned_bytes, settle_devices
-from .fetch import Spans
 from .fitting import judge, names_of
 from .garbage import uncollected
 from .opening import open_together
@@ -99,6 +101,8 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
 
 def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     began = time.perf_counter()
+    if recorded.get() is not None and options.spans is None and settings.spans():
+        options = replace(options, spans=Spans(limit=0))
     for tries_left in reversed(range(_TRIES)):
         load = _Load(group.call("load", url, options.timeout), options)
         try:
@@ -129,6 +133,9 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
 _placements: WeakKeyDictionary[Group, Placements] = WeakKeyDictionary()
 """What earlier loads of a job found out about where its tensors lie."""
 
+recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
+"""Takes, on the leader, what each rank was busy with in a load, where somebody wants that; the same on all ranks."""
+
 _TRIES = 5
 """How often ranks open a checkpoint that is replaced between the first rank and the last."""
 _TOUCHED = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
@@ -146,6 +153,7 @@ class _Load:
         self.carrier: Carrier | None = None
         self.touched = False
         self.opened = 0
+        self.recorded = recorded.get()  # the leader decides in another thread, which has another context
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
@@ -155,7 +163,7 @@ class _Load:
         else:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
-            again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), handed_out_wrong)
+            again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), self.end_reading)
             if names["refused"] is not None:
                 self.call.agree("set", lambda: self.noticing(lambda: self.correct(again)), lambda rows: None)
         except CkptError as err:
@@ -260,7 +268,16 @@ class _Load:
         changed([part.memory for job in jobs if id(job.target) in complete for part in job.target.parts])
         if self.carrier is None:
             self.apply()
-        return {"again": self.carrier.again if self.carrier is not None else []}
+        row: Row = {"again": self.carrier.again if self.carrier is not None else []}
+        if self.recorded is not None and options.spans is not None:
+            row["spans"] = options.spans.table().to_row()
+        return row
+
+    def end_reading(self, rows: dict[int, Row]) -> list[tuple[str, int]]:
+        """Leader: keep the spans, if they are wanted; what all ranks read again."""
+        if self.recorded is not None:
+            self.recorded |= {i: rows[rank]["spans"] for i, rank in enumerate(self.call.group.ranks) if "spans" in rows[rank]}
+        return handed_out_wrong(rows)
 
     def correct(self, again: Sequence[tuple[str, int]]) -> Row:
         """Every rank: set the values, when it has the right bytes of what was handed out wrong."""

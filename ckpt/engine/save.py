@@ -25,8 +25,11 @@ from ckpt.errors import CancelledError, CkptError
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.group import Call, Group, Row
+from ckpt.io_backends import retries
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.retries import Retries
+from ckpt.mesh import coordinates
 from ckpt.peers import peers_of
 from ckpt.rules import Layout
 from ckpt.spans import Spans, limit_for
@@ -39,6 +42,7 @@ from .garbage import uncollected
 from .leader import Leader, Tables
 from .merge import Merge
 from .plan import APART, Plans, RankPlan
+from .progress import ProgressWriter, Signer
 from .replicas import Replicas
 from .sources import Source
 from .staging import Arena, Stage, lay_out
@@ -136,12 +140,17 @@ class Save:
         self.memory = memory_of(call.group)
         self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
         self.pulse = Pulse(call)
+        self.signer = call.signer = Signer()
+        self.progress = ProgressWriter(call) if call.is_leader else None
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
         self.devices: set[torch.device] = set()
         self._rows: dict[int, Row] = {}
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
+        self.retries = Retries()
+        """What storage has refused on all ranks; on the leader, when it is committed."""
+        self._retries = retries.total()
 
     # ---- in the caller's thread
 
@@ -202,6 +211,15 @@ class Save:
 
     def run(self, prepare: Callable[[], None]) -> SaveReport:
         """Agree, write, commit."""
+        if self.progress is None:
+            return self._run(prepare)
+        self.progress.start()
+        try:
+            return self._run(prepare)
+        finally:
+            self.progress.stop()
+
+    def _run(self, prepare: Callable[[], None]) -> SaveReport:
         with self.spans.span("agree"):
             begin = self.call.agree("begin", lambda: self.begin(prepare), self.leader_check)
         if not self.call.is_leader and begin["storage"] is not None:
@@ -216,8 +234,9 @@ class Save:
             raise
         if self.call.is_leader:
             self.leader.remove_older(begin["id"])
-            self._rows[0] = self.spans.to_json()
+            self._rows[0] = self.row_of_spans()
             self.busy = self.leader.keep_spans(begin["id"], self._rows)
+            self.retries = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in self._rows.values()), strict=True)))
             self.call.see_off()
         return self.report(found)
 
@@ -255,10 +274,15 @@ class Save:
         return row
 
     def leader_check(self, rows: dict[int, Row]) -> Row:
-        return self.leader.check(rows)
+        found = self.leader.check(rows)
+        if self.progress is not None:
+            self.progress.id = found["id"]
+        return found
 
     def leader_commit(self, id: str, rows: dict[int, Row]) -> Row:
         self._rows = {i: rows[rank].get("spans", {}) for i, rank in enumerate(self.call.group.ranks)}
+        if self.progress is not None:
+            self.progress.stop()
         with self.spans.span("commit"):
             return self.leader.commit(id, rows)
 
@@ -279,6 +303,7 @@ class Save:
         if isinstance(writer, CodedWriter) and self.options.codec is not None:
             writer.codec = self.options.codec
             writer.doubtful = self.capture.doubtful if self.capture is not None else frozenset()
+        self.signer.begin(writer, self.capture, self.plan.nbytes)
         return writer
 
     def write(self, writer: RankWriter) -> Row:
@@ -295,8 +320,21 @@ class Save:
         if isinstance(writer, CodedWriter):
             row["coded"] = writer.coded
         if not self.call.is_leader:
-            row["spans"] = self.spans.to_json()
+            row["spans"] = self.row_of_spans()
         return row
+
+    def row_of_spans(self) -> Row:
+        """This rank's spans, and what else of it explains them; empty if they are off."""
+        row = self.spans.to_json()
+        if not row:
+            return row
+        layout, meshes = self.options.layout, self.collected.placer.meshes
+        at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, self.rank)
+        return {**row, "host": self.signer.host, "at": at, "storage": list(retries.total().since(self._retries)), **self.stalled()}
+
+    def stalled(self) -> dict[str, int]:
+        """For how many microseconds training has waited, where that is another time than the save's."""
+        return {}
 
     def exchange(self) -> Pending[None]:
         """Move the edges of flat shards between ranks, beside the writing of what needs none."""
@@ -312,6 +350,7 @@ class Save:
         return Pending(move, "ckpt-exchange")
 
     def compared(self, writer: RankWriter) -> dict[str, str]:
+        self.signer.hashing = True
         if self.replicas is None:
             return {}
         if self.capture is None:

@@ -107,6 +107,11 @@ class RankWriter:
             raise
         return tuple(files)
 
+    @property
+    def done(self) -> int:
+        """Bytes of the state that are written."""
+        return self.written
+
     def discard(self) -> None:
         """Remove what was written; what cannot be removed stays as debris that nothing refers to."""
         for path in self._made:

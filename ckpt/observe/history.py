@@ -15,7 +15,9 @@ from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import SPANS, index_path
+from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs import step_number
 from ckpt.spans import SpanTable
@@ -57,6 +59,9 @@ class History:
     url: str
     saves: tuple[SavedSpans, ...]
     candidates: int
+    log: tuple[LogEntry, ...] = ()
+    """Saves that failed and loads, the newest last."""
+    log_problem: str | None = None
 
     @property
     def left_out(self) -> int:
@@ -121,7 +126,15 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
             sizes = [saved.span_bytes for place in some if (saved := read[place]) is not None]
             total, largest = total + sum(sizes), max(largest, *sizes, 0)
     saves = tuple(saved for _, saved in sorted(read.items()) if saved is not None)
-    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves))
+    log, problem = _log(backend)
+    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves), log=log, log_problem=problem)
+
+
+def _log(backend: Backend) -> tuple[tuple[LogEntry, ...], str | None]:
+    try:
+        return read_log(backend), None
+    except CorruptError as err:
+        return (), err.message
 
 
 def spread_evenly(count: int) -> Iterator[int]:

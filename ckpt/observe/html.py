@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
 
 from ckpt import units
@@ -17,10 +18,11 @@ from . import areas, charts
 from .charts import Point
 from .history import SavedSpans
 from .markup import Markup, join, short, tag
-from .report import Detail, Report, Setting
+from .report import Detail, Happening, Report, Setting
 from .summary import SaveSummary, brief
 
 _CODE = "ckpt.observe"
+_YEAR_9999 = 250_000_000_000
 
 
 def render(report: Report) -> str:
@@ -79,8 +81,32 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
         yield from _of_one(detail)
     if len(report.compared) > 1:
         yield _compared(report.compared)
+    if report.failed:
+        rows = [tag("tr", tag("td", _moment(one.at), data_v=f"{one.at:.3f}"), tag("td", short(one.what, 400))) for one in report.failed]
+        yield _section("Saves that failed", charts.table(("when", "what"), rows), about="The newest 20.")
+    if report.loads:
+        yield _loads(report.loads)
     if report.notes:
         yield _section("What this report leaves out", tag("ul", *[tag("li", short(note, 300)) for note in report.notes]))
+
+
+def _loads(loads: Sequence[Happening]) -> Markup:
+    rows = []
+    for one in loads:
+        cells = [
+            (brief(one.seconds) if one.seconds is not None else "", one.seconds or 0.0),
+            (f"{one.ranks:,}", one.ranks),
+            (units.size(one.nbytes) if one.nbytes is not None else "", one.nbytes or 0),
+        ]
+        numbers = [tag("td", text, data_v=f"{value:.6f}", class_="n") for text, value in cells]
+        words = tag("td", short(one.what, 400)), *numbers, tag("td", short(one.slowest, 80))
+        rows.append(tag("tr", tag("td", _moment(one.at), data_v=f"{one.at:.3f}"), *words))
+    heads = ("when", "what", "seconds", "ranks", "the leader's bytes", "what took longest")
+    return _section("Loads", charts.table(heads, rows), about="The newest 20 that a Checkpointer made.")
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S") if at < _YEAR_9999 else "?"
 
 
 def _section(title: str, *parts: str | Markup, about: str = "") -> Markup:
@@ -124,6 +150,11 @@ def _tiles(detail: Detail, report: Report) -> Markup:
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
     ]
+    if save.retries:
+        again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
+        worst = next(iter(save.retries))
+        about = f"{units.plural(throttled, 'time')} the storage asked to slow down; most on rank {worst}: {save.retries[worst][0]:,}"
+        tiles.append(("requests made again", f"{again:,}", about))
     cost = _cost([detail.saved], report.setting)
     if cost is not None:
         known = [s for s in report.saves if s.summary is not None]
@@ -133,14 +164,14 @@ def _tiles(detail: Detail, report: Report) -> Markup:
 
 
 def _blocked(save: SaveSummary) -> str:
-    return "not known" if save.blocked is None else f"{'≥ ' if save.background else ''}{brief(save.blocked)} s"
+    return "not known" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{brief(save.blocked)} s"
 
 
 def _cost(saves: Sequence[SavedSpans], setting: Setting) -> str | None:
     if setting.price is None:
         return None
     hours = [s.summary.blocked * s.record.world_size / 3600 for s in saves if s.summary and s.record and s.summary.blocked is not None]
-    lower = any(s.summary.background for s in saves if s.summary)
+    lower = any(s.summary.background and not s.summary.measured for s in saves if s.summary)
     return f"{'≥ ' if lower else ''}{setting.currency}{setting.price * sum(hours):,.2f}"
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from ckpt import units
 from ckpt.errors import CkptError, UsageError
+from ckpt.formats.native.runlog import LogEntry, entry_line
 from ckpt.mesh import Mesh
+from ckpt.spans import WAITING, SpanTable
 
 from .advice import Advice, Facts, advise
 from .heat import HeatMap, blocks, heat_map
 from .history import History, SavedSpans, is_checkpoint, read_history, read_save
 from .lanes import Timeline, timeline
 from .sizes import KindSize, LayerSize, kinds_of
+from .summary import brief
 
 ROWS = 64
 """Ranks that have a row each in a heat map; of more, each is a cell of a block."""
@@ -44,6 +47,18 @@ class GroupHeat:
     left_out: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Happening:
+    """A save that failed, or a load: ``what`` happened, in words, and for a load what its slowest rank was busy with longest."""
+
+    at: float
+    what: str
+    seconds: float | None
+    ranks: int
+    nbytes: int | None
+    slowest: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Detail:
     """One save looked at closely. ``rows`` are the rows of a block, if the heat map has blocks of ranks in place of a row for each."""
@@ -68,6 +83,8 @@ class Report:
     compared: tuple[SavedSpans, ...]
     detail: Detail | None
     notes: tuple[str, ...]
+    failed: tuple[Happening, ...] = ()
+    loads: tuple[Happening, ...] = ()
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
@@ -78,9 +95,11 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         NotFoundError, FormatError …: a URL has no checkpoint of ours. What is wrong with spans is a note in the report.
     """
     notes: list[str] = []
+    log: tuple[LogEntry, ...] = ()
     if len(urls) == 1 and not is_checkpoint(urls[0]):
         history = read_history(urls[0])
-        saves = history.saves or (read_save(urls[0]),)  # raises what is there
+        log = history.log
+        saves = history.saves or (() if log else (read_save(urls[0]),))  # raises what is there
         notes += _notes_of(history)
     else:
         for url in urls:
@@ -102,14 +121,28 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         compared=_compared(known) if len(urls) == 1 else tuple(known[:_COMPARED]),
         detail=detail,
         notes=tuple(notes),
+        failed=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "save"),
+        loads=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "load"),
+    )
+
+
+def _happening(entry: LogEntry) -> Happening:
+    busiest = max(
+        ((one.busy, -rank, one.phase) for rank, table in entry.tables.items() for one in table.sums.values() if one.phase not in WAITING),
+        default=None,
+    )
+    slowest = "" if busiest is None else f"{busiest[2]}, {brief(busiest[0] / 1e6)} s on rank {-busiest[1]}"
+    return Happening(
+        at=entry.at, what=entry_line(entry), seconds=entry.seconds, ranks=entry.ranks, nbytes=entry.tensor_bytes, slowest=slowest
     )
 
 
 def _notes_of(history: History) -> list[str]:
+    damaged = [] if history.log_problem is None else [f"What failed and what was loaded: {history.log_problem}."]
     if not history.left_out:
-        return []
+        return damaged
     read = units.plural(len(history.saves), "save")
-    return [f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
+    return [*damaged, f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
 
 
 def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
@@ -124,8 +157,8 @@ def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
 def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> Detail:
     save, record, tables = saved.summary, saved.record, saved.tables
     assert save is not None and record is not None
-    groups = _groups(record.world_size, setting)
-    cells, rows = _cells(record.world_size, setting)
+    groups = _groups(record.world_size, setting, tables)
+    cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
     kinds, layers = _sizes(saved, notes)
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
@@ -149,22 +182,29 @@ def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, 
     )
 
 
-def _cells(ranks: int, setting: Setting) -> tuple[tuple[range, ...], int | None]:
+def _cells(ranks: int, per_host: int | None) -> tuple[tuple[range, ...], int | None]:
     """The ranks of each cell, and how many cells a column has. Columns are hosts, or blocks of eight ranks, as long as all can be seen."""
     if ranks <= ROWS:
         return blocks(ranks, 1), None
-    host = setting.ranks_per_host or _PER_BLOCK
+    host = per_host or _PER_BLOCK
     if ranks <= _CELLS and -(-ranks // host) <= _COLUMNS:
         return blocks(ranks, 1), host
-    cells = blocks(ranks, max(setting.ranks_per_host or 1, -(-ranks // _CELLS)))
+    cells = blocks(ranks, max(per_host or 1, -(-ranks // _CELLS)))
     if len(cells) > _CELLS:
         cells = blocks(ranks, -(-ranks // _CELLS))
     return cells, -(-len(cells) // _WIDE)
 
 
-def _groups(ranks: int, setting: Setting) -> dict[str, dict[str, Sequence[int]]]:
-    """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as far as the reader has told of them."""
+def _groups(ranks: int, setting: Setting, tables: Mapping[int, SpanTable]) -> dict[str, dict[str, Sequence[int]]]:
+    """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as the reader has told of them, or else the ranks."""
     found: dict[str, dict[str, Sequence[int]]] = {}
+    if setting.ranks_per_host is None:
+        hosts = _by({rank: table.host for rank, table in tables.items() if table.host is not None})
+        if 1 < len(hosts) < len(tables):
+            found["host"] = hosts
+    if setting.mesh is None:
+        for name in dict.fromkeys(name for table in tables.values() for name in table.coordinates):
+            found[name] = _by({rank: table.coordinates[name] for rank, table in tables.items() if name in table.coordinates})
     if setting.ranks_per_host and ranks > setting.ranks_per_host > 1:
         found["host"] = {str(i): block for i, block in enumerate(blocks(ranks, setting.ranks_per_host))}
     if setting.mesh is not None:
@@ -177,6 +217,21 @@ def _groups(ranks: int, setting: Setting) -> dict[str, dict[str, Sequence[int]]]
             if mesh.sizes[axis] > 1:
                 found[name] = {str(i): tuple(array.take(i, axis=axis).ravel().tolist()) for i in range(mesh.sizes[axis])}
     return found
+
+
+def _by(values: Mapping[int, object]) -> dict[str, Sequence[int]]:
+    """Ranks by what they have, in the order of the first of each."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(str(value), []).append(rank)
+    return {label: tuple(ranks) for label, ranks in found.items()}
+
+
+def _ranks_per_host(hosts: Mapping[str, Sequence[int]]) -> int | None:
+    """How many neighbours share a machine, if it is as many on each, or fewer on the last."""
+    size = max(map(len, hosts.values()), default=0)
+    whole = [tuple(block) for block in blocks(sum(map(len, hosts.values())), size)] if size else []
+    return size if size > 1 and [tuple(ranks) for ranks in hosts.values()] == whole else None
 
 
 def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:

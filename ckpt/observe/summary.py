@@ -5,7 +5,7 @@ Machines' clocks differ, so no time of one rank is ever taken from that of anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -82,8 +82,12 @@ class SaveSummary:
     missing: tuple[int, ...]
     folded: int
     blocked: float | None
-    """Seconds that the slowest caller waited; of a save in the background at least these."""
+    """Seconds that the slowest caller waited; of a save in the background at least these, if they are not ``measured``."""
+    measured: bool
+    """The callers have measured what they waited: for this save, until its spans were kept, and after that for the one before."""
     background: bool
+    retries: Mapping[int, tuple[int, int]]
+    """Requests to the storage that a rank made again, and those of them where it was asked to slow down, the most first."""
     unaccounted: Unaccounted | None
     verdict: str
 
@@ -100,6 +104,7 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
     slow = tuple(stragglers(work, seconds))
     phases = _phases(tables)
     background = any(_CAPTURE in table.sums for table in tables.values())
+    trouble = {rank: (table.retries, table.throttled) for rank, table in tables.items() if table.retries}
     return SaveSummary(
         phases=phases,
         seconds=seconds,
@@ -110,7 +115,9 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
         missing=tuple(rank for rank in range(world_size) if rank not in tables),
         folded=sum(table.folded_count for table in tables.values()),
         blocked=_blocked(tables.values(), background=background),
+        measured=background and any(table.blocked is not None for table in tables.values()),
         background=background,
+        retries=dict(sorted(trouble.items(), key=lambda one: (-one[1][0], one[0]))),
         unaccounted=_unaccounted(tables),
         verdict=_verdict(tables, phases, slow),
     )
@@ -142,11 +149,14 @@ def _phase(name: str, by_rank: Mapping[int, PhaseSum]) -> PhaseSummary:
 # ------------------------------------------------------------------------------------------------------ blocked and gaps
 
 
-def _blocked(tables: Iterable[SpanTable], *, background: bool) -> float | None:
+def _blocked(tables: Collection[SpanTable], *, background: bool) -> float | None:
     """A save that captures goes on in the background: its caller waited at least until what it did itself was done. Else the caller
     waited for all of it. None if single spans of no rank that could say are kept."""
     if not background:
         return max((_last(table) for table in tables if table.sums), default=0) / 1e6
+    measured = [table.blocked + (table.waited or 0) for table in tables if table.blocked is not None]
+    if measured:
+        return max(measured) / 1e6
     ends = [end for table in tables if (end := _end_of_caller(table)) is not None]
     return max(ends) / 1e6 if ends else None
 

@@ -24,9 +24,11 @@ RANK_NAMES = (RANK_TABLE, RANK_ROWS)
 SPANS = "spans.json"
 """Lies beside the index, but is no part of it: no reader of tensors needs it, and no digest of the checkpoint covers it."""
 
+PROGRESS = "progress.json"
+"""Lies beside the index of a save that goes on (``progress``)."""
 CLEARING = "clearing"
 """Lies beside the index while somebody clears away a save that was not committed (``clearing``)."""
-_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, CLEARING)
+_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, PROGRESS, CLEARING)
 
 _OF_A_SAVE = re.compile(
     rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.reread import read_checked
-from ckpt.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, Row, SpanTable, are_phases, began_of
+from ckpt.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
+from .span_columns import About, Columns, decode_about, decode_groups, encode_about, encode_groups
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
     from .commit import CommitRecord
 
-VERSION = 1
+VERSION = 2
 MANY = 64
 """Ranks of which all single spans are kept. Of more ranks only sums are, but for the leader and the slowest."""
 SLOWEST = 8
+_WRONG = (ValueError, TypeError, KeyError)
 SIZE_LIMIT = 256 << 20
 """Bytes of the whole file that are written or read; 100,000 ranks take less."""
+
+_NOTHING = About(coordinates={})
 
 _HEAD = b'{"digest":"'
 _ZEROS = b"0" * DIGEST_DIGITS
@@ -44,16 +48,22 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int,
         StorageError: the storage failed, or has spans of this save already.
     """
     path = index_path(id, SPANS)
-    kept, seconds = _thinned({rank: rows[rank] for rank in sorted(rows) if rows[rank]})
-    if not kept:
+    rows = {rank: rows[rank] for rank in sorted(rows) if rows[rank]}
+    if not rows:
         return {}
-    data = _encode(id, kept)
+    kept, columns = _thinned(rows)
+    try:
+        about = encode_about(rows)
+    except _WRONG as err:
+        raise CorruptError(f"these are not the spans of a rank: {err}", where=path, hint=UNNEEDED) from err
+    members = {"id": id, "version": VERSION, "ranks": {str(rank): row for rank, row in kept.items()}, "groups": columns.groups, **about}
+    data = _encode(members)
     if len(data) > SIZE_LIMIT:
-        raise UsageError(f"the spans of {len(kept):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
+        raise UsageError(f"the spans of {len(rows):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
     with backend.create(path, len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
-    return seconds
+    return columns.seconds
 
 
 def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
@@ -78,55 +88,40 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
         raise NotFoundError("no spans were kept with this checkpoint", where=where, hint=hint) from err
 
 
-def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], dict[int, float]]:
-    """The rows that are kept, and how many seconds each rank was busy. Of many ranks, the single spans of few are looked at: the leader
-    does this while its call goes on."""
-    seconds: dict[int, float] = {}
-    kept: dict[int, Row] = {}
+def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], Columns]:
+    """The rows that are kept whole, and columns of the others. Of many ranks, the single spans of few are looked at: the leader does this
+    while its call goes on."""
+    columns = Columns(groups=[], seconds={})
     if len(rows) > MANY:
-        for rank, row in rows.items():
-            kept[rank], seconds[rank] = _summed_row(row, f"rank {rank}")
-    detailed = sorted(seconds, key=lambda rank: (-seconds[rank], rank))[:SLOWEST] if seconds else list(rows)
-    for rank in {*detailed, *list(rows)[:1]}:
+        with_sums = {rank: row if "sums" in row else _summed(row, rank) for rank, row in rows.items()}
+        columns = _columns(with_sums)
+        detailed = {*sorted(columns.seconds, key=lambda rank: (-columns.seconds[rank], rank))[:SLOWEST], next(iter(rows))}
+    else:
+        detailed = set(rows)
+    kept = {}
+    for rank in sorted(detailed):
         table = SpanTable.from_row(rows[rank], f"rank {rank}")
-        kept[rank], seconds[rank] = table.to_row(), table.seconds
-    return {rank: kept[rank] for rank in rows}, seconds
+        kept[rank] = table.to_row()
+        columns.seconds[rank] = table.seconds
+    return kept, columns
 
 
-def _summed_row(row: Row, where: str) -> tuple[Row, float]:
-    """``SpanTable.summed`` of a row as a row, and ``SpanTable.seconds``; of a row of ``Spans.to_json`` without its single spans."""
-    if "sums" not in row:
-        table = SpanTable.from_row(row, where)
-        return table.summed().to_row(), table.seconds
+def _columns(rows: Mapping[int, Row]) -> Columns:
+    """Columns of all; the rank whose row is none is named."""
     try:
-        return _sums(row)
-    except (ValueError, TypeError, KeyError) as err:
-        raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
+        return encode_groups(rows)
+    except _WRONG as err:
+        for rank, row in rows.items() if len(rows) > 1 else ():
+            _columns({rank: row})
+        raise CorruptError(f"these are not the spans of a rank: {err}", where=f"rank {next(iter(rows))}", hint=UNNEEDED) from err
 
 
-def _sums(row: Row) -> tuple[Row, float]:
-    phases, sums = row["phases"], row["sums"]
-    if not isinstance(phases, list) or not all(isinstance(p, str) for p in phases) or not are_phases(tuple(phases)):
-        raise ValueError("its phases are no names")
-    if not isinstance(sums, list) or {*map(type, chain.from_iterable(sums))} - {int} or {*map(len, sums)} - {6}:
-        raise ValueError("a sum is no row of six numbers")
-    if {number for number, *_ in sums} != {*range(len(phases))} or len(sums) != len(phases):
-        raise ValueError("a phase has no sum, or two")
-    busy = 0
-    for number, count, nbytes, micros, first, last in sums:
-        if not (-MICROS <= first <= MICROS and first <= last <= 2 * MICROS and min(nbytes, micros) >= 0 < count < BYTES):
-            raise ValueError("a sum cannot be")
-        if max(nbytes, micros) > BYTES:
-            raise ValueError("a sum cannot be")
-        if phases[number] not in WAITING | LEADING:
-            busy += micros
-    names = [phases[number] for number, *_ in sums]
-    folded = [[i, *rest] for i, (_, *rest) in enumerate(sums)]
-    return {"began": began_of(row), "phases": names, "threads": [], "spans": [[], [], [], [], []], "folded": folded}, busy / 1e6
+def _summed(row: Row, rank: int) -> Row:
+    found = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
+    return {**found, "sums": found["folded"]}
 
 
-def _encode(id: str, rows: Mapping[int, Row]) -> bytes:
-    members = {"id": id, "version": VERSION, "ranks": {str(rank): row for rank, row in rows.items()}}
+def _encode(members: Mapping[str, Any]) -> bytes:
     rest = b'",' + json.dumps(members, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
     return _HEAD + xxhash.xxh3_128_hexdigest(_HEAD + _ZEROS + rest).encode() + rest
 
@@ -136,14 +131,36 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
     if not data.startswith(_HEAD) or data[len(_HEAD) : _DATA] != digest:
         _damaged("its digest is wrong", where)
     members = _parse(data, where)
-    if members.get("id") != record.id or members.get("version") != VERSION:
+    if members.get("id") != record.id or members.get("version") not in (1, VERSION):
         _damaged(f"it is of save {members.get('id')!r}, version {members.get('version')!r}", where)
     ranks = members.get("ranks")
-    if not isinstance(ranks, dict) or not ranks:
+    if not isinstance(ranks, dict) or not (ranks or members.get("groups")):
         _damaged("it has no ranks", where)
     if any(isinstance(row, dict) and isinstance(row.get("spans"), str) for row in ranks.values()):
         _damaged("the spans of a rank are no columns", where)  # ranks send them so, but they are not kept so
-    return {_rank(text, record.world_size, where): SpanTable.from_row(row, where) for text, row in ranks.items()}
+    tables = {_rank(text, record.world_size, where): SpanTable.from_row(row, where) for text, row in ranks.items()}
+    try:
+        for rank, table in decode_groups(members.get("groups", []), record.world_size):
+            tables.setdefault(rank, table)  # a row says more
+        abouts = decode_about(members, sorted(tables))
+    except (ValueError, OverflowError) as err:
+        _damaged(f"{err}", where)
+    return {rank: _with_about(tables[rank], abouts[rank]) for rank in sorted(tables)}
+
+
+def _with_about(table: SpanTable, about: About) -> SpanTable:
+    if about == _NOTHING:
+        return table
+    retries, throttled = about.storage or (0, 0)
+    return replace(
+        table,
+        host=about.host,
+        coordinates=about.coordinates,
+        blocked=about.blocked,
+        waited=about.waited,
+        retries=retries,
+        throttled=throttled,
+    )
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:

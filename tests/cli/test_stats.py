@@ -236,7 +236,7 @@ def test_json(saved: Path) -> None:
     assert found["url"] == str(saved)
     assert found.keys() == {
         *("url", "id", "created", "world_size", "tensor_bytes", "seconds", "median", "stragglers", "missing", "folded", "phases"),
-        *("blocked", "background", "unaccounted", "verdict"),
+        *("blocked", "blocked_measured", "background", "retries", "throttled", "unaccounted", "verdict"),
     }
     assert (found["world_size"], found["seconds"], found["median"], found["folded"]) == (4, 10.0, 4.0, 3)
     assert (found["stragglers"], found["missing"]) == ([1], [3])

@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_while_it_publishes(ranks: Ranks, tmp_path: Path) 
     assert numbers(tmp_path / "local") == [1] and numbers(tmp_path / "root") == []
     found = ranks.run(3, train, str(tmp_path), range(0))
     assert [f["start"] for f in found] == [1] * 3
-    assert files(tmp_path / "root") == files(tmp_path / "local")
+    assert files(tmp_path / "root" / "step-00000001") == files(tmp_path / "local" / "step-00000001")
 
 
 @pytest.mark.parametrize("who", [0, 1])

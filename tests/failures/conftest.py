@@ -27,6 +27,7 @@ def ranks() -> Ranks:
 def _without_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults are placed by the number of an operation; how long a save took is written by three more, which have a test of their own."""
     monkeypatch.setenv("CKPT_SPANS", "off")
+    monkeypatch.setenv("CKPT_PROGRESS", "off")
 
 
 @pytest.fixture

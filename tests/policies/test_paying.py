@@ -20,6 +20,7 @@ class SimulatedSave:
 
     def __init__(self, clock: SimulatedJob, ends: float) -> None:
         self.stall = Stall()
+        self.called = 0.0
         self.clock, self.began, self.ends = clock, clock.now, ends
 
     def done(self) -> bool:
