@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import zstandard
 
-from ckpt.formats.native.codecs import PLANES, ZSTD, decode, encode
+from ckpt.formats.native.coding.codecs import PLANES, ZSTD, decode, encode
 
 from .findings import Finding, at_most, medians
 from .places import Place

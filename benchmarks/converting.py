@@ -1,7 +1,7 @@
 """The scenario ``convert``: exports, conversions and imports of one model, beside what torch has for it and copies of the same bytes.
 
 The model is bfloat16, of ``--size`` MB, in two checkpoints of one rank: ours, and one of DCP. *copy* reads and writes the bytes of our data
-file as they are, 8 MiB at a time; *checked copy* is ``ckpt.transfer``, which compares digests too.
+file as they are, 8 MiB at a time; *checked copy* is ``ckpt.maintenance.copy``, which compares digests too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckpt
 from ckpt.converters.pipeline.options import MEMORY
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.transfer import copy_checkpoint
+from ckpt.maintenance.copy import copy_checkpoint
 
 from .findings import Finding, at_least, at_most, medians
 from .footprint import MIB, _resident, reset_peak

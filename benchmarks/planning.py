@@ -1,7 +1,7 @@
 """Planning and the index of a large job on ranks that are only simulated: no bytes of tensors are moved.
 
 The state is a mixed-precision model under FSDP over tensor parallelism: for each parameter a bfloat16 weight, a float32 master copy and two
-moments. ckpt runs what ``ckpt.engine.save`` runs. DCP gets the same boxes as its own WriteItems, one plan per rank, and runs its own global
+moments. ckpt runs what ``ckpt.engine.save.save`` runs. DCP gets the same boxes as its own WriteItems, one plan per rank, and runs its own global
 planner, metadata and storage writer; its local planning, which needs DTensors of all ranks, is left out.
 """
 
@@ -21,18 +21,18 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.catalog import Contents, DataFile
+from ckpt.coordination.group import Group
 from ckpt.dtypes import dtype
-from ckpt.engine.leader import Leader, Tables
-from ckpt.engine.plan import chunks_of, specs_of
-from ckpt.formats.native.datafile import DataFilePlan, plan_data_files
+from ckpt.engine.save.leader import Leader, Tables
+from ckpt.engine.save.plan import chunks_of, specs_of
+from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.group import Group
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables
-from ckpt.splits import Shard
 
 from .measure import cpu_seconds
 from .pool import Rank

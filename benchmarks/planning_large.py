@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from ckpt.adapters.collect import Collected
 from ckpt.dtypes import dtype
-from ckpt.engine.plan import Plans, RankPlan
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.engine.save.plan import Plans, RankPlan
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.plan.tables import Table
-from ckpt.splits import Flat
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds

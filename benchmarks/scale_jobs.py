@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.dtypes import dtype
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
-from ckpt.splits import Flat, Shard, Split
 
 from .planning_large import LAYER as DENSE
 from .planning_large import LAYERS, OTHER

@@ -21,18 +21,18 @@ import torch
 from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
-from ckpt.engine.exact import Job
-from ckpt.engine.reader import Reader
-from ckpt.engine.sharing import Sharing, worth_all
-from ckpt.engine.sweep import Sweep
+from ckpt.engine.load.exact import Job
+from ckpt.engine.load.reader import Reader
+from ckpt.engine.load.sharing import Sharing, worth_all
+from ckpt.engine.load.sweep import Sweep
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
 from ckpt.plan.ownership import Global, Owned, assign
-from ckpt.splits import Flat, Shard, Split
 
 from .findings import Finding, at_most
 from .flat_files import FlatFiles

@@ -18,21 +18,21 @@ from typing import Any, cast
 import xxhash
 
 from ckpt.adapters.collect import Collected
+from ckpt.concurrency.gc_paused import uncollected
+from ckpt.coordination.group import Call, Row
 from ckpt.dtypes import dtype
-from ckpt.engine.garbage import uncollected
-from ckpt.engine.leader import Leader, Tables
-from ckpt.engine.plan import APART, Plans
+from ckpt.engine.save.leader import Leader, Tables
+from ckpt.engine.save.plan import APART, Plans
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
-from ckpt.group import Call, Row
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.protocol import Entry
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.plan.tables import Table
-from ckpt.spans import Spans
+from ckpt.tracing.spans import Spans
 
 from . import scale_jobs
 from .findings import Finding, at_most

@@ -20,12 +20,12 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt.control import ControlChannel
-from ckpt.engine.garbage import uncollected
-from ckpt.group import Call, Group
-from ckpt.key_values import KeyValues
-from ckpt.spans import Spans
-from ckpt.store import Connection, Store
+from ckpt.concurrency.gc_paused import uncollected
+from ckpt.coordination.calls import ControlChannel
+from ckpt.coordination.group import Call, Group
+from ckpt.coordination.key_values import KeyValues
+from ckpt.coordination.store import Connection, Store
+from ckpt.tracing.spans import Spans
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds
@@ -45,8 +45,8 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "ckpt.api",
-    "ckpt.engine.save",
-    "ckpt.engine.load",
+    "ckpt.engine.save.save",
+    "ckpt.engine.load.load",
     "benchmarks.scale_store",
 )
 

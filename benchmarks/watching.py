@@ -15,10 +15,10 @@ from statistics import median
 import torch
 
 import ckpt
-from ckpt.group import Group
+from ckpt.coordination.group import Group
+from ckpt.events.reporter import Reporter
 from ckpt.monitors import JsonLines
 from ckpt.policies import EverySteps, Latest
-from ckpt.reporter import Reporter
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds

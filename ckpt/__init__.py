@@ -22,66 +22,66 @@ if TYPE_CHECKING:
     from .api import open as open
     from .api import save as save
     from .api import save_async as save_async
-    from .checkpointer import Checkpointer as Checkpointer
     from .converters.convert import ConvertReport as ConvertReport
     from .converters.convert import convert as convert
     from .converters.export.export import ExportReport as ExportReport
     from .converters.export.export import export as export
     from .converters.pipeline.parallel import MegatronParallel as MegatronParallel
     from .converters.virtual.translated import translated as translated
-    from .engine.background import SaveHandle as SaveHandle
-    from .engine.background import fence as fence
-    from .engine.load import LoadReport as LoadReport
-    from .engine.save import SaveReport as SaveReport
+    from .engine.load.load import LoadReport as LoadReport
+    from .engine.save.background import SaveHandle as SaveHandle
+    from .engine.save.background import fence as fence
+    from .engine.save.save import SaveReport as SaveReport
     from .errors import CkptError as CkptError
     from .io_backends.storage_options import configure_storage as configure_storage
-    from .mesh import Mesh as Mesh
-    from .numbered import Numbered as Numbered
-    from .numbered import experts as experts
-    from .numbered import pipeline as pipeline
-    from .placements import GlobalShape as GlobalShape
-    from .placements import OnMesh as OnMesh
-    from .placements import Padded as Padded
-    from .placements import Stage as Stage
-    from .placements import Uneven as Uneven
-    from .rules import Layout as Layout
-    from .runs import list_steps as list_steps
-    from .splits import Flat as Flat
-    from .splits import Interleaved as Interleaved
-    from .splits import Replicate as Replicate
-    from .splits import Shard as Shard
+    from .layout.layout import Layout as Layout
+    from .layout.mesh import Mesh as Mesh
+    from .layout.numbering import Numbered as Numbered
+    from .layout.numbering import experts as experts
+    from .layout.numbering import pipeline as pipeline
+    from .layout.placements import GlobalShape as GlobalShape
+    from .layout.placements import OnMesh as OnMesh
+    from .layout.placements import Padded as Padded
+    from .layout.placements import Stage as Stage
+    from .layout.placements import Uneven as Uneven
+    from .layout.splits import Flat as Flat
+    from .layout.splits import Interleaved as Interleaved
+    from .layout.splits import Replicate as Replicate
+    from .layout.splits import Shard as Shard
+    from .maintenance.step_listing import list_steps as list_steps
+    from .training.checkpointer import Checkpointer as Checkpointer
     from .view import View as View
 
 _WHERE = {
     "save": "api",
     "save_async": "api",
-    "fence": "engine.background",
-    "Checkpointer": "checkpointer",
+    "fence": "engine.save.background",
+    "Checkpointer": "training.checkpointer",
     "load": "api",
     "open": "api",
-    "list_steps": "runs",
+    "list_steps": "maintenance.step_listing",
     "convert": "converters.convert",
     "export": "converters.export.export",
     "translated": "converters.virtual.translated",
     "configure_storage": "io_backends.storage_options",
     "PerRank": "adapters.per_rank",
-    "Layout": "rules",
-    "Mesh": "mesh",
-    "Shard": "splits",
-    "Replicate": "splits",
-    "Flat": "splits",
-    "Interleaved": "splits",
-    "Padded": "placements",
-    "Uneven": "placements",
-    "GlobalShape": "placements",
-    "Stage": "placements",
-    "OnMesh": "placements",
-    "Numbered": "numbered",
-    "pipeline": "numbered",
-    "experts": "numbered",
-    "SaveReport": "engine.save",
-    "LoadReport": "engine.load",
-    "SaveHandle": "engine.background",
+    "Layout": "layout.layout",
+    "Mesh": "layout.mesh",
+    "Shard": "layout.splits",
+    "Replicate": "layout.splits",
+    "Flat": "layout.splits",
+    "Interleaved": "layout.splits",
+    "Padded": "layout.placements",
+    "Uneven": "layout.placements",
+    "GlobalShape": "layout.placements",
+    "Stage": "layout.placements",
+    "OnMesh": "layout.placements",
+    "Numbered": "layout.numbering",
+    "pipeline": "layout.numbering",
+    "experts": "layout.numbering",
+    "SaveReport": "engine.save.save",
+    "LoadReport": "engine.load.load",
+    "SaveHandle": "engine.save.background",
     "ConvertReport": "converters.convert",
     "ExportReport": "converters.export.export",
     "MegatronParallel": "converters.pipeline.parallel",

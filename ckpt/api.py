@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import settings
+from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
-from .group import Group, current_group
-from .rules import Layout
+from .layout.layout import Layout
 from .view import View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .engine.background import SaveHandle
-    from .engine.load import LoadReport
-    from .engine.save import SaveOptions, SaveReport
+    from .engine.load.load import LoadReport
+    from .engine.save.background import SaveHandle
+    from .engine.save.save import SaveOptions, SaveReport
 
 Codec = Literal["zstd", "planes-zstd"]
 
@@ -62,8 +62,8 @@ def save(
         RankFailedError, DeadlineError: another rank raised, died or hangs.
         ExchangeError: what another rank sent came damaged.
     """
-    from .engine.background import settle
-    from .engine.save import save_state
+    from .engine.save.background import settle
+    from .engine.save.save import save_state
 
     group = current_group(process_group)
     with _told(group, "save", url):
@@ -109,7 +109,7 @@ def save_async(
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
-    from .engine.background import refuse_if_busy, settle, start_save
+    from .engine.save.background import refuse_if_busy, settle, start_save
 
     group = current_group(process_group)
     with _told(group, "save", url):
@@ -127,8 +127,8 @@ def save_async(
 
 
 def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:
-    from .engine.save import SaveOptions
-    from .formats.native.codecs import CODECS
+    from .engine.save.save import SaveOptions
+    from .formats.native.coding.codecs import CODECS
 
     if codec is not None and codec not in CODECS:
         raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
@@ -189,8 +189,8 @@ def load(
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
-    from .engine.background import settle
-    from .engine.load import LoadOptions, load_state
+    from .engine.load.load import LoadOptions, load_state
+    from .engine.save.background import settle
     from .io_backends.registry import is_file_system
     from .plan.match import Selection
 

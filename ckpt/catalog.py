@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .dtypes import DType
-from .geometry import Box, IntArray, cell_box, cells, cells_overlapping, intersect_all
+from .layout.geometry import Box, IntArray, cell_box, cells, cells_overlapping, intersect_all
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -33,7 +33,7 @@ on its own line.
 
 from __future__ import annotations
 
-from .printable import printable
+from .text.printable import printable
 
 
 class CkptError(Exception):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from . import tree
 from .catalog import Catalog, TensorEntry, job_tensors
 from .errors import NamesError, NotFoundError, UsageError
-from .geometry import Box
+from .layout.geometry import Box
 
 if TYPE_CHECKING:
     import torch
@@ -227,8 +227,8 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
     from .adapters.tensors import Held, LocalTensor, torch_dtype
-    from .engine.reader import Job, Reader
-    from .layout import TensorLayout
+    from .engine.load.reader import Job, Reader
+    from .layout.tensor_layout import TensorLayout
     from .plan.ownership import Global
     from .settings import threads
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import NotFoundError, StorageError, UsageError
+from ckpt.text import units
 
 from .output import Output, options
 
 if TYPE_CHECKING:
-    from ckpt.advice import Advice, MeasuredSave
-    from ckpt.runs import Step
+    from ckpt.maintenance.step_listing import Step
+    from ckpt.observe.intervals import Advice, MeasuredSave
 
 EVENTS = "events.jsonl"
 _LIMIT = 256 << 20
@@ -41,9 +41,9 @@ def command(
       ckpt advise runs/a --mtbf 6h
       ckpt advise runs/a --mtbf 6h --ranks 1024
     """
-    from ckpt.advice import advise, step_seconds
     from ckpt.formats.native.commit import moment_of
-    from ckpt.runs import list_steps, none_here
+    from ckpt.maintenance.step_listing import list_steps, none_here
+    from ckpt.observe.intervals import advise, step_seconds
 
     output = Output(json=as_json, quiet=quiet)
     between, given = _seconds(mtbf, "--mtbf"), _seconds(load, "--load") if load is not None else None
@@ -89,8 +89,8 @@ def command(
 
 
 def _of_events(root: str, file: str | None) -> tuple[list[MeasuredSave], list[float]]:
-    from ckpt.advice import of_events
     from ckpt.io_backends.registry import join_url, open_backend
+    from ckpt.observe.intervals import of_events
 
     if file is not None:
         try:
@@ -106,11 +106,11 @@ def _of_events(root: str, file: str | None) -> tuple[list[MeasuredSave], list[fl
 
 
 def _of_spans(steps: list[Step]) -> list[MeasuredSave]:
-    from ckpt.advice import of_spans
     from ckpt.formats.native.commit import CommitRecord
     from ckpt.formats.native.spans import read_spans
     from ckpt.formats.native.writer import read_record
     from ckpt.io_backends.registry import open_backend
+    from ckpt.observe.intervals import of_spans
 
     saves = []
     for step in steps:

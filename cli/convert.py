@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
+from ckpt.text import units
 
 from .output import Output, options, style
 from .progress import progress

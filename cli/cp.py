@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt import units
+from ckpt.text import units
 
 from .output import Output, options, style
 from .progress import Update, progress
 
 if TYPE_CHECKING:
-    from ckpt.transfer import CopyReport
+    from ckpt.maintenance.copy import CopyReport
 
 
 @click.command("cp", short_help="Copy a checkpoint to another storage.")
@@ -51,7 +51,7 @@ def _copy(source: str, target: str, *, threads: int | None, progress: Update, dr
     """A copy of the files; of a virtual checkpoint, one with files of its own."""
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
-    from ckpt.transfer import CopyReport, copy_checkpoint
+    from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
     if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import UsageError
+from ckpt.text import units
 
 from .output import Output, options, style
 from .progress import progress

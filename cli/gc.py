@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import NotFoundError, UsageError
+from ckpt.text import units
 
 from .output import Output, options, style
 
 if TYPE_CHECKING:
-    from ckpt.debris import Debris
+    from ckpt.maintenance.orphans import Debris
+    from ckpt.maintenance.step_listing import Step
     from ckpt.policies import Verdicts
-    from ckpt.runs import Step
 
 _WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload", "conversion": "unfinished conversion"}
 
@@ -43,11 +43,11 @@ def command(root: str, rules: tuple[str, ...], *, grace: str, yes: bool, dry_run
       ckpt gc runs/a --keep latest=3 --keep every=1000
       ckpt gc s3://bucket/runs/a --keep latest=3 --grace 6h --yes
     """
-    from ckpt.debris import find_debris, remove_debris
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
+    from ckpt.maintenance.orphans import find_debris, remove_debris
+    from ckpt.maintenance.step_listing import infos, list_steps, none_here, remove_steps
     from ckpt.policies import All, AnyOf, parse_keep, retention
-    from ckpt.runs import infos, list_steps, none_here, remove_steps
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")

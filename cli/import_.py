@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt import units
+from ckpt.text import units
 
 from .output import Output, options, style
 from .progress import progress

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import NamesError
+from ckpt.text import units
 
 from .output import Output, options
 

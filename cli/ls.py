@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt import units
+from ckpt.text import units
 
 from .output import Output, options, style
 
 if TYPE_CHECKING:
-    from ckpt.runs import Step
+    from ckpt.maintenance.step_listing import Step
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -33,7 +33,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import join_url
-    from ckpt.runs import list_steps, none_here
+    from ckpt.maintenance.step_listing import list_steps, none_here
 
     output = Output(json=as_json, quiet=quiet)
     steps = list_steps(root)

@@ -20,7 +20,7 @@ import click
 
 from ckpt._version import __version__
 from ckpt.errors import CkptError, StorageError
-from ckpt.printable import printable
+from ckpt.text.printable import printable
 
 from .output import Output, unwritable
 from .start import INTERRUPTED, quit_at_once

@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from ckpt.errors import StorageError
-from ckpt.printable import printable, printable_json
+from ckpt.text.printable import printable, printable_json
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

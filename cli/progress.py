@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckpt import units
+from ckpt.text import units
 
 from .output import Output
 

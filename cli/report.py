@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt import units
 from ckpt.errors import StorageError, UsageError
+from ckpt.text import units
 
 from .output import Output, options
 
 if TYPE_CHECKING:
-    from ckpt.mesh import Mesh
+    from ckpt.layout.mesh import Mesh
 
 
 @click.command("report", short_help="Draw saves: one HTML file, for a browser or print.")
@@ -80,7 +80,7 @@ def _price(text: str | None) -> tuple[str, float | None]:
 
 
 def _mesh(text: str | None) -> Mesh | None:
-    from ckpt.mesh import Mesh
+    from ckpt.layout.mesh import Mesh
 
     if text is None:
         return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import StorageError, UsageError
+from ckpt.text import units
 
 from .output import Output, options, style
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt.formats.native.runlog import LogEntry
     from ckpt.observe.history import History, SavedSpans
     from ckpt.observe.summary import PhaseSummary, SaveSummary
-    from ckpt.spans import SpanTable
+    from ckpt.tracing.spans import SpanTable
 
 _SHOWN = 8
 _MENTIONED = 0.01
@@ -79,7 +79,7 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
 
 
 def _write_trace(path: str, tables: Mapping[int, SpanTable]) -> None:
-    from ckpt.trace import trace_lines
+    from ckpt.tracing.trace_events import trace_lines
 
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ def _print_phases(save: SaveSummary, output: Output) -> None:
 
 
 def _row(phase: PhaseSummary) -> tuple[str, ...]:
-    from ckpt.spans import LEADING, WAITING
+    from ckpt.tracing.spans import LEADING, WAITING
 
     times = (_seconds(phase.seconds), _seconds(phase.median), _seconds(phase.wall))
     waits = "waiting for training" if phase.phase == "settle" else "waiting for other ranks"

@@ -25,7 +25,7 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     from ckpt.formats.native.writer import set_tags
     from ckpt.formats.registry import open_catalog
     from ckpt.io_backends.registry import open_backend
-    from ckpt.runs import list_steps
+    from ckpt.maintenance.step_listing import list_steps
 
     output = Output(json=as_json, quiet=quiet)
     if any(not tag or tag != tag.strip() for tag in tags):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckpt import units
 from ckpt.errors import UsageError
+from ckpt.text import units
 
 if TYPE_CHECKING:
     from ckpt.plan.views import View

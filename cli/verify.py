@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
+from ckpt.text import units
 
 from .output import Output, options, style
 from .progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.engine.verify import Problem, VerifyReport
+    from ckpt.engine.verify.verify import Problem, VerifyReport
 
 CORRUPT = 20
 MISFIT = 22
@@ -35,7 +35,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
       ckpt verify runs/a/step-00001000
       ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
-    from ckpt.engine.verify import verify
+    from ckpt.engine.verify.verify import verify
 
     output = Output(json=as_json, quiet=quiet)
     with progress("verify", output) as update:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import units
 from ckpt.errors import NotFoundError, UsageError
-from ckpt.printable import printable
+from ckpt.text import units
+from ckpt.text.printable import printable
 
 from .output import Output, options
 
 if TYPE_CHECKING:
     from ckpt.observe.watching import Look, SaveWatcher
-    from ckpt.progress import SaveProgress, SlowRank
+    from ckpt.tracing.progress import SaveProgress, SlowRank
 
 HANGS, NOT_COMMITTED = 31, 11
 _LINES = 10.0

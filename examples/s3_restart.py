@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt.debris import find_debris, remove_debris
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.io_backends import open_backend
+from ckpt.maintenance.orphans import find_debris, remove_debris
 from ckpt.policies import EverySteps, Latest
 
 BATCH = 12

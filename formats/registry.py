@@ -165,7 +165,7 @@ def _some(names: list[str]) -> str:
 
 
 def _hint(names: list[str]) -> str:
-    from .megatron.legacy import FILE
+    from .megatron.legacy.rank_files import FILE
     from .torchzip.catalog import SUFFIXES
 
     if FILE in names:

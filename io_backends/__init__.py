@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
 from .memory import MemoryBackend
-from .posix import PosixBackend
+from .posix.backend import PosixBackend
 from .protocol import Backend, Entry, Writer
 from .registry import join_url, open_backend, wrap_backends
 

@@ -19,7 +19,7 @@ from ckpt.errors import UsageError
 
 from .checks import check_path
 from .memory import MemoryBackend
-from .posix import PosixBackend
+from .posix.backend import PosixBackend
 from .protocol import Backend
 from .storage_options import LOCAL, Configured, canonical, check_no_password, configured_for
 
@@ -29,13 +29,13 @@ _GROUP = "ckpt.io_backends"
 
 
 def _s3(url: str, options: Mapping[str, Any]) -> Backend:
-    from .fsspec_config import fsspec_config
-    from .s3 import S3Backend  # late: botocore takes a while to import
-    from .s3_options import PROTOCOLS, s3_options, without_equivalent
+    from .fsspec.config import fsspec_config
+    from .s3.backend import S3Backend  # late: botocore takes a while to import
+    from .s3.options import PROTOCOLS, s3_options, without_equivalent
 
     options = {**fsspec_config(*PROTOCOLS), **options}
     if only_s3fs := without_equivalent(options):
-        from .fsspec import FsspecBackend
+        from .fsspec.backend import FsspecBackend
 
         if (names := ", ".join(only_s3fs)) not in _through_s3fs:
             _through_s3fs.add(names)
@@ -154,7 +154,7 @@ def _scheme(url: str) -> str:
 def _opened(scheme: str, url: str) -> Backend:
     configured = configured_for(url)
     if configured.filesystem is not None:
-        from .fsspec import FsspecBackend  # late: fsspec is slow to import
+        from .fsspec.backend import FsspecBackend  # late: fsspec is slow to import
 
         return FsspecBackend(url, filesystem=configured.filesystem)
     if scheme in _BUILT_IN:
@@ -166,8 +166,8 @@ def _opened(scheme: str, url: str) -> Backend:
     points = {point.name: point for point in entry_points(group=_GROUP)}
     if scheme in points:
         return _of_another_package(points[scheme], url, configured)
-    from .fsspec import FsspecBackend
-    from .fsspec_opening import known_to_fsspec
+    from .fsspec.backend import FsspecBackend
+    from .fsspec.opening import known_to_fsspec
 
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)

@@ -10,7 +10,7 @@ import pytest
 from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, s3_url
 
 # The suite that the package ships fails as readably as the tests beside it.
-pytest.register_assert_rewrite("ckpt.io_backends.conformance_reading", "ckpt.io_backends.conformance_writing")
+pytest.register_assert_rewrite("ckpt.io_backends.conformance.reading", "ckpt.io_backends.conformance.writing")
 
 __all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "s3_url"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.staging import Arena
+from ckpt.engine.save.staging import Arena
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.debris import SETTLED, find_debris, remove_debris
 from ckpt.formats.native.commit import began, new_id
 from ckpt.io_backends import Backend, MemoryBackend, open_backend
-from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import Unfinished
+from ckpt.maintenance.orphans import SETTLED, find_debris, remove_debris
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.debris import Debris, find_debris, remove_debris
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import Backend, Unfinished
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.maintenance.orphans import Debris, find_debris, remove_debris
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt import dialing, listener
-from ckpt.dialing import Dialer
-from ckpt.listener import Listener
-from ckpt.streams import Hello, Sending, Views, prepare
+from ckpt.transport import dialing, listener
+from ckpt.transport.dialing import Dialer
+from ckpt.transport.listener import Listener
+from ckpt.transport.sockets import Hello, Sending, Views, prepare
 
 SECRET = bytes(range(16))
 HELLO = Hello(number=1, rank=7, size=3, announcement=b"")

@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt import geometry
-from ckpt.geometry import (
+from ckpt.layout import geometry
+from ckpt.layout.geometry import (
     Blocks,
     Box,
     box_to_flat,

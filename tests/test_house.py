@@ -50,7 +50,7 @@ ARROWS = {
     "ckpt.converters": ("ckpt",),
     **dict.fromkeys(
         ("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching"),
-        (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.runs"),
+        (*PURE, "ckpt.observe", "ckpt.formats", "ckpt.io_backends", "ckpt.maintenance.step_listing"),
     ),
     "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
@@ -81,9 +81,33 @@ TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
 
 WITHOUT_TORCH = (
-    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.runs", "ckpt.engine.verify", "ckpt.engine.structure"),
-    *("ckpt.spread", "ckpt.transfer", "ckpt.transfer_files", "ckpt.debris", "ckpt.known_steps", "ckpt.tiers", "ckpt.observe"),
-    *("ckpt.events", "ckpt.listening", "ckpt.alerts", "ckpt.stall", "ckpt.costs", "ckpt.advice", "ckpt.monitors"),
+    *(
+        *PURE,
+        "ckpt.formats",
+        "ckpt.io_backends",
+        "ckpt.cli",
+        "ckpt.maintenance.step_listing",
+        "ckpt.engine.verify.verify",
+        "ckpt.engine.verify.structure",
+    ),
+    *(
+        "ckpt.concurrency.spread",
+        "ckpt.maintenance.copy",
+        "ckpt.maintenance.copy_files",
+        "ckpt.maintenance.orphans",
+        "ckpt.maintenance.known_steps",
+        "ckpt.training.tiers",
+        "ckpt.observe",
+    ),
+    *(
+        "ckpt.events.event",
+        "ckpt.events.event_threads",
+        "ckpt.events.alerts",
+        "ckpt.tracing.stall",
+        "ckpt.training.cost_meter",
+        "ckpt.observe.intervals",
+        "ckpt.monitors",
+    ),
 )
 
 
@@ -151,9 +175,9 @@ def _below(name: str, prefixes: tuple[str, ...]) -> bool:
 
 def test_the_readers_see_imports() -> None:
     tree = ast.parse("import torch\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from ..x import y\n")
-    found = {(i.target, i.at_start) for i in _imports("ckpt.engine.reader", tree)}
+    found = {(i.target, i.at_start) for i in _imports("ckpt.engine.load.reader", tree)}
     assert found == {("torch", True), ("a", False), ("b", True), ("ckpt.x", False)}
-    assert {"ckpt.cli.main", "ckpt.geometry", "ckpt.engine.__init__"} <= sources().keys()
+    assert {"ckpt.cli.main", "ckpt.layout.geometry", "ckpt.engine.__init__"} <= sources().keys()
 
 
 def test_imports_point_down() -> None:

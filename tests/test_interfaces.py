@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from ckpt import addresses
-from ckpt.addresses import from_here, own_addresses
 from ckpt.errors import CkptError, UsageError
-from ckpt.interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
+from ckpt.transport import endpoints as addresses
+from ckpt.transport.endpoints import from_here, own_addresses
+from ckpt.transport.interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
 
 KNOWN = [
     InterfaceAddress(interface=name, host=host)

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from ckpt.relay import RECORD, Feed
+from ckpt.transport.framing import RECORD, Feed
 
 
 class Hurried(deque[Any]):

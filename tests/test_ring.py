@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckpt import ring
 from ckpt.errors import DeadlineError
-from ckpt.ring import Announcement, Borrowed, BrokenRingError, Ring, machine
+from ckpt.transport import shm_pool as ring
+from ckpt.transport.shm_pool import Announcement, Borrowed, BrokenRingError, Ring, machine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 

@@ -13,7 +13,7 @@ from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.span_columns import decode_about, decode_groups, encode_about, encode_groups
 from ckpt.formats.native.spans import MANY, SLOWEST, read_spans, write_spans
 from ckpt.io_backends.memory import MemoryBackend
-from ckpt.spans import Row, Spans, SpanTable, limit_for
+from ckpt.tracing.spans import Row, Spans, SpanTable, limit_for
 from tests.test_spans import signed
 
 PHASES = ("collect", "plan", "agree", "capture", "settle", "exchange", "hash", "write", "sync")

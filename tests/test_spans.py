@@ -24,8 +24,8 @@ from ckpt.formats.native.spans import read_spans, write_spans
 from ckpt.formats.native.writer import previous_files
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
-from ckpt.trace import trace_events, trace_lines
+from ckpt.tracing.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
+from ckpt.tracing.trace_events import trace_events, trace_lines
 from tests.cli.checkpoints import sample, write_checkpoint
 
 # ------------------------------------------------------------------------------------------------------------- recording

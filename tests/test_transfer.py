@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt import transfer_files
+from ckpt.concurrency.spread import spread
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
-from ckpt.io_backends.conformance_reading import everything
-from ckpt.spread import spread
-from ckpt.transfer import copy_checkpoint
+from ckpt.io_backends.conformance.reading import everything
+from ckpt.maintenance import copy_files as transfer_files
+from ckpt.maintenance.copy import copy_checkpoint
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import CoverageError, StateError
-from ckpt.rules import Layout
+from ckpt.layout.layout import Layout
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
 from .dtensor import dtensor_types, is_dtensor

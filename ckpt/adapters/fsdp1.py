@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ckpt.errors import LayoutError, StateError
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
-from ckpt.splits import Flat
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat
+from ckpt.layout.tensor_layout import TensorLayout
 
 from .meshes import mesh_of
 from .sharded import Sharded

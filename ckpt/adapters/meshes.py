@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.tensor_layout import TensorLayout
 
 _known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 

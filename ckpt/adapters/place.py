@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt.errors import LayoutError, StateError
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.layout import Layout, Placed
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
-from ckpt.rules import Layout, Placed
-from ckpt.splits import Shard
 
 from .dtensor import is_dtensor
 from .meshes import widened

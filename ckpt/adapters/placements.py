@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.geometry import Box
-from ckpt.mesh import Mesh
+from ckpt.layout.geometry import Box
+from ckpt.layout.layout import Layout
+from ckpt.layout.mesh import Mesh
 from ckpt.plan.ownership import Global
-from ckpt.rules import Layout
 
 from .dtensor import is_dtensor
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt import tree
 from ckpt.errors import LayoutError, ShapeError, UsageError
-from ckpt.mesh import Mesh
-from ckpt.rules import Layout
+from ckpt.layout.layout import Layout
+from ckpt.layout.mesh import Mesh
 from ckpt.tree import Node
 
 from .meshes import mesh_of

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ckpt.errors import StateError
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
-from ckpt.splits import Boxes, Shard
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Boxes, Shard
+from ckpt.layout.tensor_layout import TensorLayout
 
 
 @dataclass(eq=False, slots=True)

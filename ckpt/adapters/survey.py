@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError, UsageError
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
 from ckpt.tree import MAX_DEPTH, join
 
 from .dtensor import dtensor_types, is_dtensor

@@ -11,12 +11,12 @@ import torch
 
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
-from ckpt.geometry import Box, ceil_cuts
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.geometry import Box, ceil_cuts
+from ckpt.layout.layout import Placed
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
-from ckpt.rules import Placed
-from ckpt.splits import Interleaved, Shard, Split
 
 from .dtensor import is_dtensor, placement_types
 from .memory import raw_view, reads_otherwise

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from ckpt.adapters.tensors import LocalTensor
+from ckpt.concurrency.workers import Pending
 from ckpt.errors import CkptError, UsageError
-from ckpt.workers import Pending
 
 log = logging.getLogger("ckpt")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckpt import settings
-from ckpt.checkpointer import Checkpointer
-from ckpt.group import current_group
+from ckpt.coordination.group import current_group
+from ckpt.training.checkpointer import Checkpointer
 
 
 def agreed_latest(checkpointer: Checkpointer) -> int | None:

@@ -24,21 +24,21 @@ from torch.futures import Future
 
 from ckpt import settings, tree
 from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
+from ckpt.coordination.group import Group, Row
 from ckpt.dtypes import dtype as dtype_named
-from ckpt.engine.coded import CodedWriter
-from ckpt.engine.leader import Leader, Tables
-from ckpt.engine.plan import plan_given
-from ckpt.engine.sources import Source
-from ckpt.engine.writer import Alive, RankWriter
+from ckpt.engine.save.coded import CodedWriter
+from ckpt.engine.save.leader import Leader, Tables
+from ckpt.engine.save.plan import plan_given
+from ckpt.engine.save.sources import Source
+from ckpt.engine.save.writer import Alive, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
-from ckpt.formats.native.codecs import CODECS
+from ckpt.formats.native.coding.codecs import CODECS
 from ckpt.formats.native.writer import committed_id
-from ckpt.geometry import Box
-from ckpt.group import Group, Row
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 from ckpt.plan.given import Assigned, Given, assigned
 from ckpt.plan.tables import Joined
-from ckpt.spans import Spans
+from ckpt.tracing.spans import Spans
 
 from .dcp_reader import Reader
 

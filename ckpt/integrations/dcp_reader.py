@@ -23,12 +23,12 @@ from torch.futures import Future
 from ckpt import settings
 from ckpt.adapters.tensors import dtype_of
 from ckpt.catalog import Catalog, identity
-from ckpt.engine.reader import Job
-from ckpt.engine.reader import Reader as Reading
+from ckpt.engine.load.reader import Job
+from ckpt.engine.load.reader import Reader as Reading
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.view import StoredPerRank, StoredTensor, View
 
 from .reading import job

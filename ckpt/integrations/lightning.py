@@ -19,14 +19,14 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ckpt import settings
-from ckpt.engine.background import SaveHandle, start_save
-from ckpt.engine.save import SaveOptions, save_state
+from ckpt.coordination.group import Group
+from ckpt.engine.save.background import SaveHandle, start_save
+from ckpt.engine.save.save import SaveOptions, save_state
 from ckpt.errors import UsageError
-from ckpt.formats.native.codecs import CODECS
-from ckpt.group import Group
+from ckpt.formats.native.coding.codecs import CODECS
 from ckpt.io_backends.storage_options import configure_storage
+from ckpt.maintenance.step_listing import remove_at
 from ckpt.needs import needed
-from ckpt.runs import remove_at
 
 from .reading import read_state
 

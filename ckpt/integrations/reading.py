@@ -10,9 +10,9 @@ from ckpt import settings
 from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
 from ckpt.api import open as open_view
 from ckpt.catalog import TensorEntry
-from ckpt.engine.reader import Job, Reader
-from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
+from ckpt.engine.load.reader import Job, Reader
+from ckpt.layout.geometry import Box
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.view import StoredPerRank, StoredTensor
 

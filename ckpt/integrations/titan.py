@@ -20,10 +20,10 @@ import torch
 
 from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load as load_checkpoint
-from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
+from ckpt.training.checkpointer import Checkpointer
 
 from .agreed import agreed_latest
 

@@ -24,12 +24,12 @@ import torch
 from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load
 from ckpt.api import open as open_view
-from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StateError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
+from ckpt.training.checkpointer import Checkpointer
 
 from .agreed import agreed_latest
 

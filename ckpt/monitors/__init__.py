@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.alerts import Alerts as Alerts
-    from ckpt.events import Event as Event
+    from ckpt.events.alerts import Alerts as Alerts
+    from ckpt.events.event import Event as Event
 
     from .jsonl import JsonLines as JsonLines
     from .mlflow import MLflow as MLflow
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .wandb import WandB as WandB
 
 _WHERE = {
-    "Alerts": "ckpt.alerts",
-    "Event": "ckpt.events",
+    "Alerts": "ckpt.events.alerts",
+    "Event": "ckpt.events.event",
     "JsonLines": "ckpt.monitors.jsonl",
     "MLflow": "ckpt.monitors.mlflow",
     "OpenTelemetry": "ckpt.monitors.otel",

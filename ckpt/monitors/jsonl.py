@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from ckpt.events import Event
+from ckpt.events.event import Event
 
 
 class JsonLines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.events import Event
+from ckpt.events.event import Event
 from ckpt.needs import needed
 
 from .numbers import numbers, reference

@@ -6,7 +6,7 @@ import json
 import os
 
 from ckpt.errors import CkptError
-from ckpt.events import Event
+from ckpt.events.event import Event
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.registry import is_file_system, open_backend
 

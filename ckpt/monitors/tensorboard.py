@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import UsageError
-from ckpt.events import Event
+from ckpt.events.event import Event
 from ckpt.needs import needed
 
 from .numbers import numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt.events import Event
+from ckpt.events.event import Event
 from ckpt.needs import needed
 
 from .numbers import numbers, reference, uri

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from ckpt import units
-from ckpt.spans import NOTICEABLE, SpanTable
+from ckpt.text import units
+from ckpt.tracing.spans import NOTICEABLE, SpanTable
 
 from .summary import SaveSummary, brief
 

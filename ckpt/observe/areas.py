@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt import units
+from ckpt.text import units
 
 from .charts import colour_of
 from .lanes import Bar, Lane, Timeline

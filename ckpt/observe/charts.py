@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt import units
+from ckpt.text import units
 
 from .heat import BOUNDS, MIDDLE, Cell, HeatMap
 from .markup import Markup, join, percent, short, tag

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ckpt.spans import NOTICEABLE, NOTICEABLE_SHARE, WAITING, SpanTable
+from ckpt.tracing.spans import NOTICEABLE, NOTICEABLE_SHARE, WAITING, SpanTable
 
 from .summary import SaveSummary, brief
 

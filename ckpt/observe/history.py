@@ -19,8 +19,8 @@ from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.runs import step_number
-from ckpt.spans import SpanTable
+from ckpt.maintenance.step_listing import step_number
+from ckpt.tracing.spans import SpanTable
 
 from .summary import SaveSummary, summarize
 

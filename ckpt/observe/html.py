@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 
-from ckpt import units
+from ckpt.text import units
 
 from . import areas, charts
 from .charts import Point

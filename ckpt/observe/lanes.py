@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.spans import Span, SpanTable
+from ckpt.tracing.spans import Span, SpanTable
 
 from .summary import SaveSummary
 

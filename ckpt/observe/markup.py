@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ckpt.printable import printable
+from ckpt.text.printable import printable
 
 _LONGEST = 96
 _VOID = frozenset({"meta", "br", "col"})

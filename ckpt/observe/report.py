@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt import units
 from ckpt.errors import CkptError, UsageError
 from ckpt.formats.native.runlog import LogEntry, entry_line
-from ckpt.mesh import Mesh
-from ckpt.spans import WAITING, SpanTable
+from ckpt.layout.mesh import Mesh
+from ckpt.text import units
+from ckpt.tracing.spans import WAITING, SpanTable
 
 from .advice import Advice, Facts, advise
 from .heat import HeatMap, blocks, heat_map

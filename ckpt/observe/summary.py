@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from ckpt import units
-from ckpt.spans import LEADING, WAITING, PhaseSum, SpanTable, stragglers
+from ckpt.text import units
+from ckpt.tracing.spans import LEADING, WAITING, PhaseSum, SpanTable, stragglers
 
 _MORE_BYTES = 1.25
 

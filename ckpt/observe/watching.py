@@ -19,8 +19,8 @@ from ckpt.formats.native.progress import find_progress, read_progress
 from ckpt.formats.native.runlog import entry_line, read_log
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.progress import PHASES, SaveProgress, SlowRank, patience
-from ckpt.runs import step_number
+from ckpt.maintenance.step_listing import step_number
+from ckpt.tracing.progress import PHASES, SaveProgress, SlowRank, patience
 
 from .history import is_checkpoint, read_save
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
-from ckpt.geometry import Box, row_major_strides
+from ckpt.layout.geometry import Box, row_major_strides
 
 from .join import Copy
 

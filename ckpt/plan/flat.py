@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ckpt.flat_ranges import FlatBlocks
-from ckpt.geometry import IntArray, ceil_cuts, cells
-from ckpt.layout import TensorLayout, flat_blocks
+from ckpt.layout.flat_ranges import FlatBlocks
+from ckpt.layout.geometry import IntArray, ceil_cuts, cells
+from ckpt.layout.tensor_layout import TensorLayout, flat_blocks
 
 from .parts import caps, refine
 

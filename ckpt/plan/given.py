@@ -10,8 +10,8 @@ import numpy as np
 
 from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.geometry import Box, IntArray, cells, find_fault
-from ckpt.layout import TensorLayout
+from ckpt.layout.geometry import Box, IntArray, cells, find_fault
+from ckpt.layout.tensor_layout import TensorLayout
 
 from . import ownership
 from .ownership import Global, Owned

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ckpt.catalog import Grid
-from ckpt.geometry import Box, IntArray, intersect_all, row_major_strides
+from ckpt.layout.geometry import Box, IntArray, intersect_all, row_major_strides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from ckpt.catalog import TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .ownership import Global
 

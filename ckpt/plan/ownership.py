@@ -18,8 +18,8 @@ from functools import lru_cache
 import numpy as np
 
 from ckpt.dtypes import DType
-from ckpt.geometry import Box, IntArray, cell_box, cells, even_cuts
-from ckpt.layout import TensorLayout, Tiling
+from ckpt.layout.geometry import Box, IntArray, cell_box, cells, even_cuts
+from ckpt.layout.tensor_layout import TensorLayout, Tiling
 
 from .flat import FlatGrid, is_whole, row_grid, whole_grid
 from .parts import caps, refine

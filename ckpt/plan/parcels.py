@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.catalog import Grid
-from ckpt.geometry import Box, cell_box, cells_overlapping, intersect_all
-from ckpt.layout import TensorLayout
+from ckpt.layout.geometry import Box, cell_box, cells_overlapping, intersect_all
+from ckpt.layout.tensor_layout import TensorLayout
 
 from .join import join
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckpt.geometry import IntArray
+from ckpt.layout.geometry import IntArray
 
 
 def caps(widest: Sequence[int], itemsize: int, max_chunk: int) -> list[int]:

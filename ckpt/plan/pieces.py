@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ckpt.geometry import Box, row_major_strides
+from ckpt.layout.geometry import Box, row_major_strides
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import numpy as np
 
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.geometry import Box, find_fault
-from ckpt.layout import TensorLayout
+from ckpt.layout.geometry import Box, find_fault
+from ckpt.layout.tensor_layout import TensorLayout
 
 from .ownership import Global, Owned, assign
 

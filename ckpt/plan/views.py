@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ckpt.errors import UsageError
-from ckpt.geometry import Box, Fault, even_cuts, find_fault
+from ckpt.layout.geometry import Box, Fault, even_cuts, find_fault
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ from ckpt.converters.select.selection import Views
 from ckpt.dtypes import DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.formats.registry import open_catalog
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.match import several
 from ckpt.plan.pieces import pieces
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.formats.native.codecs import decode
-from ckpt.geometry import Box, find_fault, row_major_strides
+from ckpt.formats.native.coding.codecs import decode
+from ckpt.layout.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.coalesce import parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import View

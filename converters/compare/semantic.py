@@ -21,9 +21,9 @@ import numpy.typing as npt
 from ckpt import tree
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine.structure import Problem
+from ckpt.engine.verify.structure import Problem
 from ckpt.formats.external.elements import read_box, read_extent
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.pieces import pieces
 
 from .elements import Elements, Raw, numbers

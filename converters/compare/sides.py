@@ -15,7 +15,7 @@ from ckpt.catalog import Catalog
 from ckpt.converters.select.selection import Views
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import NamesError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.views import View, part, whole
 
 from .elements import Elements, Raw, raw_dtype

@@ -12,15 +12,15 @@ import torch
 
 from ckpt.adapters.memory import as_bytes, raw_view, reads_otherwise, writable_bytes
 from ckpt.adapters.tensors import LocalTensor, torch_dtype
+from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.view_reader import in_stored_order
 from ckpt.converters.pipeline.windows import FileSegment, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
-from ckpt.geometry import strided_blocks
-from ckpt.peers import Peers
+from ckpt.layout.geometry import strided_blocks
 from ckpt.plan.views import Piece, View
-from ckpt.workers import Pending, run_tasks
+from ckpt.transport.peers import Peers
 
 from .plan import WritePlan, WritePlanner, WriteWindow
 
@@ -70,7 +70,7 @@ class Delivery:
         """Move and write all that is this rank's. ``alive`` is called often; an error of it ends the work.
 
         Raises:
-            what ``write`` raises, and :meth:`ckpt.peers.Peers.exchange`.
+            what ``write`` raises, and :meth:`ckpt.transport.peers.Peers.exchange`.
         """
         if any(part.memory.is_cuda for tensor in self.local.values() for part in tensor.parts):
             torch.cuda.current_stream().synchronize()  # other threads, with streams of their own, read what this one has computed

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt import settings, tree, units
+from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.mapping.model_numbers import changed
@@ -22,17 +22,18 @@ from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, apart
 from ckpt.converters.select.selection import OutputSet, SelectOptions
 from ckpt.converters.targets.hf import INDEX, TARGET
 from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_configuration
-from ckpt.engine.background import settle
-from ckpt.engine.leader import grouped
+from ckpt.coordination.group import Call, Row, current_group
+from ckpt.engine.save.background import settle
+from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
-from ckpt.group import Call, Row, current_group
 from ckpt.io_backends.registry import check_url, open_backend
-from ckpt.peers import peers_of
+from ckpt.layout.layout import Layout
 from ckpt.plan.match import several
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
-from ckpt.rules import Layout
+from ckpt.text import units
+from ckpt.transport.peers import peers_of
 
 from .delivery import Delivery
 from .plan import Way, WritePlan, WritePlanner

@@ -22,7 +22,7 @@ import numpy as np
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.windows import FileSegment
 from ckpt.converters.select.selection import OutputTensor
-from ckpt.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
+from ckpt.layout.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.join import join
 from ckpt.plan.views import Piece, View, filled, within
 

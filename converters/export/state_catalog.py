@@ -10,8 +10,8 @@ import numpy as np
 
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.errors import UsageError
-from ckpt.geometry import IntArray
 from ckpt.io_backends.protocol import Backend
+from ckpt.layout.geometry import IntArray
 from ckpt.plan.tables import Joined
 
 

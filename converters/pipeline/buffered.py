@@ -14,10 +14,10 @@ import torch
 
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.catalog import Catalog
+from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
-from ckpt.engine.reader import Reader
+from ckpt.engine.load.reader import Reader
 from ckpt.io_backends.protocol import Backend
-from ckpt.workers import Pending
 
 from .passthrough import PAGE
 from .view_reader import ViewBox, read_views

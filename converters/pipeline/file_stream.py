@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
+from ckpt.concurrency.spread import spread
+from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.fetch import PROBE, Fetch
+from ckpt.engine.load.fetch import PROBE, Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.reread import read_checked
-from ckpt.spread import spread
-from ckpt.workers import Pending
 
 from .passthrough import jobs_of, pour, runs_of
 from .target import OutputFile, OutputPlan

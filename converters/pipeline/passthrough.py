@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.fetch import Check, Chunk, Fetch
-from ckpt.geometry import box_to_flat
+from ckpt.engine.load.fetch import Check, Chunk, Fetch
+from ckpt.layout.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, in_order, within
 

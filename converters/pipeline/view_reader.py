@@ -11,9 +11,9 @@ from ckpt.adapters.memory import raw_view
 from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.catalog import Catalog
 from ckpt.dtypes import DTYPES
-from ckpt.engine.reader import Job, Reader
-from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
+from ckpt.engine.load.reader import Job, Reader
+from ckpt.layout.geometry import Box
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.plan.views import Piece, View
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 UNIT = 64 << 20
 """Bytes of the longest part that one job reads; chunks of ours are not longer."""

@@ -19,7 +19,7 @@ from ckpt.catalog import Catalog, TensorEntry
 from ckpt.errors import UsageError
 from ckpt.formats.external.elements import read_box
 from ckpt.formats.external.ranges import Range, read_ranges
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.views import View
 from ckpt.tree import MISSING, Missing, Node
 

@@ -12,7 +12,7 @@ from ckpt import tree
 from ckpt.catalog import Catalog, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import NamesError, UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.views import Piece, View, part, whole
 
 from .pruned_state import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references

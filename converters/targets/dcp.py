@@ -14,7 +14,7 @@ from ckpt.adapters.tensors import torch_dtype
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
 from ckpt.errors import UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .dcp_files import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, metadata, saved
 from .nested_state import nested_state

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt.converters.pipeline.target import OutputFile, in_groups
 from ckpt.converters.pipeline.windows import FileItem, slabs
 from ckpt.converters.select.selection import OutputTensor
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .torch_archive import ArchivePlan, StorageStub
 

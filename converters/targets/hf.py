@@ -18,9 +18,9 @@ from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 
 SHARD = 5_000_000_000
 """Bytes of a shard, at most, unless the caller says: what transformers does."""

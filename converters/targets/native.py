@@ -14,11 +14,11 @@ from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPla
 from ckpt.converters.pipeline.windows import FileItem, cuts_at
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose, seams_of
 from ckpt.errors import CkptError, ConflictError
-from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
+from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, previous_files, write_index
-from ckpt.geometry import row_major_strides
 from ckpt.io_backends.protocol import Backend
+from ckpt.layout.geometry import row_major_strides
 from ckpt.reread import read_alike
 
 CHUNK = 64 << 20

@@ -29,8 +29,8 @@ from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT
 from ckpt.formats.megatron.params import gated_layers
 from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME, RESHARDABLE
 from ckpt.formats.megatron.training import CONTENT, KEPT, MARK
-from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
+from ckpt.layout.geometry import Box
 
 from .dcp_files import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved
 

@@ -6,7 +6,7 @@ from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPla
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
 from ckpt.errors import UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .nested_state import nested_state
 from .torch_archive import ArchivePlan, StorageStub

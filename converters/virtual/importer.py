@@ -23,7 +23,7 @@ from ckpt.catalog import Catalog, Contents, Extent, Source, TensorEntry
 from ckpt.converters.select.pruned_state import pruned
 from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_state, selected, value_paths
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.external.virtual_backends import open_single
 from ckpt.formats.native.clearing import check_no_link

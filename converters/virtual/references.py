@@ -17,9 +17,9 @@ from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.strided import reach, strided, strides_of
-from ckpt.geometry import Box, row_major_strides
 from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.registry import absolute_url
+from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import Piece, View, in_order, within
 

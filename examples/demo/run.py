@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 import ckpt
-from ckpt.runs import Step
+from ckpt.maintenance.step_listing import Step
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 300.0

@@ -12,7 +12,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.external.base import grid_of
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable
-from ckpt.geometry import Box, flat_to_boxes
+from ckpt.layout.geometry import Box, flat_to_boxes
 
 from .experts import SharedGroup, owned_parameters
 from .flat import FlatRun, padded, split_each, split_evenly

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError
 from ckpt.formats.pickles.stored import StoredView
-from ckpt.geometry import row_major_strides
+from ckpt.layout.geometry import row_major_strides
 
 from .pickled import PickledFile
 from .weights import MODEL, STATE, Weights

@@ -14,7 +14,7 @@ from ckpt.formats.external.base import grid_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable
-from ckpt.geometry import flat_to_boxes
+from ckpt.layout.geometry import flat_to_boxes
 from ckpt.tree import Node
 
 from .flat import split_each

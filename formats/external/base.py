@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.geometry import Box, IntArray
+from ckpt.layout.geometry import Box, IntArray
 from ckpt.reread import read_checked
 
 from .virtual_backends import SingleFile

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
-from ckpt.geometry import Box, box_to_flat
+from ckpt.layout.geometry import Box, box_to_flat
 from ckpt.plan.join import join
 
 from .strided import gather, strides_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.workers import run_tasks
+from ckpt.concurrency.workers import run_tasks
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckpt.errors import CorruptError
-from ckpt.geometry import row_major_strides
+from ckpt.layout.geometry import row_major_strides
 
 PREFIX = "strided:"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .plain_optimizer import MASTERS
+from .legacy.plain_optimizer import MASTERS
 from .training import COMMON_STEP, SCALER
 
 _GROUPS = "param_groups"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt.formats.external.strided import reach
-from ckpt.geometry import flat_to_boxes, row_major_strides
+from ckpt.layout.geometry import flat_to_boxes, row_major_strides
 
 from .params import LocalParam, ParamBlock
 from .pieces import Source, SourcePiece

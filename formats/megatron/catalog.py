@@ -72,7 +72,7 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
         FormatError: a form of the format that is not read, or parameters whose layout is not known.
         CorruptError: files are damaged or missing.
     """
-    from .legacy import open_legacy  # the catalogs of other formats ask this module too, and need none of these
+    from .legacy.rank_files import open_legacy  # the catalogs of other formats ask this module too, and need none of these
     from .torch_dist import open_torch_dist
 
     names = backend.children()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt.errors import FormatError
 from ckpt.formats.external.elements import cast_bits, read_box
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .buffers import BufferSegment, pieces_of
 from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_of, is_expert, order_key

@@ -21,7 +21,7 @@ from ckpt.formats.external.strided import reach, strided
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.table import rows_of
-from ckpt.geometry import Box, find_fault
+from ckpt.layout.geometry import Box, find_fault
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt.errors import FormatError, UsageError
-from ckpt.geometry import Box, box_to_flat, flat_to_boxes
+from ckpt.layout.geometry import Box, box_to_flat, flat_to_boxes
 
 from .base import MegatronCatalog
 from .bucket_sizes import count

@@ -12,7 +12,7 @@ from ckpt.errors import FormatError
 from ckpt.formats.external.base import ExternalFile
 from ckpt.formats.external.elements import read_box
 from ckpt.formats.external.virtual_backends import WithFile
-from ckpt.geometry import Box, box_to_flat
+from ckpt.layout.geometry import Box, box_to_flat
 
 from .base import MegatronCatalog
 from .pieces import InFile, PieceTable, SourcePiece

@@ -20,7 +20,7 @@ from ckpt.formats.external.base import ExternalFile
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
-from ckpt.geometry import flat_to_boxes, row_major_strides
+from ckpt.layout.geometry import flat_to_boxes, row_major_strides
 
 from .base import MegatronCatalog, logical_shape
 from .besides import besides

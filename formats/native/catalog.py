@@ -17,16 +17,16 @@ from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
-from ckpt.geometry import Box, IntArray
+from ckpt.layout.geometry import Box, IntArray
 from ckpt.reread import read_checked
 
 from .checks import find_excess
-from .codecs import CODECS
+from .coding.codecs import CODECS
 from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
-from .header import Header, StoredChunk, parse_header
-from .header_rows import Known, Sought, Stretches, find_alike
+from .datafiles.header import Header, StoredChunk, parse_header
+from .datafiles.header_rows import Known, Sought, Stretches, find_alike
+from .datafiles.keys import chunk_key, coded_key
 from .index import decode_index
-from .keys import chunk_key, coded_key
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_debris
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
 from .tables import too_little_memory

@@ -1,6 +1,6 @@
 """What must hold between the rows of an index, whoever wrote it. The same checks serve writers and readers.
 
-That boxes of an irregular grid do not overlap is proven by whoever plans a save, with ``ckpt.geometry.find_fault``; here their sizes
+That boxes of an irregular grid do not overlap is proven by whoever plans a save, with ``ckpt.layout.geometry.find_fault``; here their sizes
 have to add up.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 
-from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
-from .keys import name_problem
+from .datafiles.datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
+from .datafiles.keys import name_problem
 from .paths import is_digest, path_problem
 from .tables import DIMENSIONS
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
-from ckpt.geometry import Cuts
+from ckpt.layout.geometry import Cuts
 
 from .checks import find_problem
 from .extents import decode_extents, decode_sources, encode_extents

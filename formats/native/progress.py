@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.progress import SaveProgress
+from ckpt.tracing.progress import SaveProgress
 
 from .paths import PROGRESS, id_of, index_path
 

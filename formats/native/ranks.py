@@ -20,7 +20,7 @@ import xxhash
 from ckpt.catalog import DataFile, Grid, RankRows, TensorEntry
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
-from ckpt.geometry import Cuts
+from ckpt.layout.geometry import Cuts
 from ckpt.reread import read_checked
 
 from .checks import row_excess, tensor_problem

@@ -14,14 +14,14 @@ import xxhash
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.geometry import Box, IntArray, cells, find_fault, merge_cuts
+from ckpt.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
 from ckpt.reread import read_alike
 
-from .codecs import CODECS
+from .coding.codecs import CODECS
 from .commit import CODED
-from .datafile import HEADER_LIMIT, LENGTH_BYTES
-from .header import Header, StoredChunk, parse_header
-from .keys import METADATA, Ranges, chunk_key, coded_key, parse_key
+from .datafiles.datafile import HEADER_LIMIT, LENGTH_BYTES
+from .datafiles.header import Header, StoredChunk, parse_header
+from .datafiles.keys import METADATA, Ranges, chunk_key, coded_key, parse_key
 from .paths import data_prefix
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
-from ckpt.printable import printable
-from ckpt.spans import SpanTable
+from ckpt.text.printable import printable
+from ckpt.tracing.spans import SpanTable
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.spans import BYTES, LEADING, MICROS, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
+from ckpt.tracing.spans import BYTES, LEADING, MICROS, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.reread import read_checked
-from ckpt.spans import UNNEEDED, Row, SpanTable
+from ckpt.tracing.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
 from .span_columns import About, Columns, decode_about, decode_groups, encode_about, encode_groups

@@ -17,7 +17,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
 from ckpt.formats.pickles.stored import StoredStorage, StoredView
-from ckpt.geometry import Box, row_major_strides
+from ckpt.layout.geometry import Box, row_major_strides
 
 from .archive import Archive
 

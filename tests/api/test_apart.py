@@ -18,21 +18,22 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.catalog import Catalog
-from ckpt.control import ControlChannel
-from ckpt.engine import save as save_module
-from ckpt.engine.load import LoadOptions, load_state
-from ckpt.engine.save import SaveOptions, save_state
-from ckpt.engine.verify import verify
+from ckpt.coordination.calls import ControlChannel
+from ckpt.coordination.group import Group
+from ckpt.coordination.store import part_of
+from ckpt.engine.load.load import LoadOptions, load_state
+from ckpt.engine.save import save as save_module
+from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError
-from ckpt.formats.native import commit, datafile
+from ckpt.formats.native import commit
+from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.ranks import decode_ranks, encode_row
 from ckpt.formats.registry import open_catalog
-from ckpt.group import Group
-from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.posix.backend import PosixBackend
+from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.plan import ownership
 from ckpt.plan.match import Selection
-from ckpt.store import part_of
-from ckpt.transfer import copy_checkpoint
 
 RANKS = 5
 OPTIONS = SaveOptions(layout=None, timeout=30, check_replicas=True, threads=1)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import ckpt
-from ckpt.engine import background
-from ckpt.engine.capture import Capture
-from ckpt.engine.save import memory_of
+from ckpt.coordination.group import current_group
+from ckpt.engine.save import background
+from ckpt.engine.save.capture import Capture
+from ckpt.engine.save.save import memory_of
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
-from ckpt.group import current_group
 
 BIG = 300_000
 """Elements of a float tensor that is too large to be set aside at the call."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.sources import Source
-from ckpt.engine.staging import Arena
+from ckpt.engine.save.sources import Source
+from ckpt.engine.save.staging import Arena
 from ckpt.errors import ConsistencyError, NotFoundError
 
 

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.dtypes import DTYPES
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, UsageError
-from ckpt.formats.native import datafile
+from ckpt.formats.native.datafiles import datafile
 from tests.api.checked import Stored, data_files, described, empty_directory, pattern, same
 from tests.formats import oracle
 

@@ -15,7 +15,7 @@ import torch
 import ckpt
 from benchmarks import gpu
 from ckpt.engine.devices import pinned_bytes, waits_first
-from ckpt.engine.staging import Arena
+from ckpt.engine.save.staging import Arena
 from ckpt.errors import CkptError
 
 

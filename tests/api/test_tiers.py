@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.policies import Best, EverySteps, KeepPolicy, Latest, OnPreemption
-from ckpt.transfer import copy_checkpoint
 from tests.distributed.ranks import Lost, Ranks
 
 

@@ -14,11 +14,11 @@ import xxhash
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, plan_data_file
+from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, plan_data_file
 from ckpt.formats.native.writer import new_id, read_record, write_index
-from ckpt.geometry import even_cuts
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import even_cuts
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -111,7 +111,7 @@ def test_of_events(tmp_path: Path) -> None:
 def test_steps_of_training_come_from_the_times_of_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import datetime, timedelta, timezone
 
-    from ckpt.advice import step_seconds
+    from ckpt.observe.intervals import step_seconds
 
     start = datetime(2025, 1, 1, tzinfo=timezone.utc)
     commits = [(100, start), (300, start + timedelta(seconds=500)), (200, start + timedelta(seconds=200)), (301, start)]
@@ -122,7 +122,7 @@ def test_steps_of_training_come_from_the_times_of_commits(tmp_path: Path, monkey
 
 
 def test_never_more_often_than_every_step(tmp_path: Path) -> None:
-    from ckpt.advice import MeasuredSave, advise
+    from ckpt.observe.intervals import MeasuredSave, advise
 
     cheap = [MeasuredSave(seconds=0.01, blocked=0.0001)]
     assert advise(cheap, None, 3600, step=30.0).interval == 30.0
@@ -130,7 +130,7 @@ def test_never_more_often_than_every_step(tmp_path: Path) -> None:
 
 
 def test_that_every_step_pays_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.advice.step_seconds", lambda commits: 300.0)
+    monkeypatch.setattr("ckpt.observe.intervals.step_seconds", lambda commits: 300.0)
     save(tmp_path, 10, spans({"write": (0, 0.01)}))
     text = advise(tmp_path, "--mtbf", "1h").stdout
     assert text.startswith("save every 5 min, every 1 step\nthat is every step; by their cost alone it would be 8.48 s\n")

@@ -253,13 +253,13 @@ def test_without_its_script() -> None:
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.runs.list_steps", _raise(KeyboardInterrupt()))
+    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(KeyboardInterrupt()))
     result = ckpt("ls", "x")
     assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "interrupted")
 
 
 def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.runs.list_steps", _raise(ZeroDivisionError("oops")))
+    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(ZeroDivisionError("oops")))
     result = ckpt("ls", "--json", "x")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
@@ -268,7 +268,7 @@ def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_without_place_or_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.runs.list_steps", _raise(CkptError("it is so")))
+    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(CkptError("it is so")))
     result = ckpt("ls", "x")
     assert (result.exit_code, result.stderr) == (1, "error: it is so\n")
 

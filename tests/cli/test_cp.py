@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ckpt.cli.main import cli
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.conformance_reading import everything
+from ckpt.io_backends.conformance.reading import everything
 from tests.cli.checkpoints import data_files, flip, sample, write_checkpoint
 
 

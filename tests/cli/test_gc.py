@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import wrap_backends
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ckpt import units
 from ckpt.cli.main import cli
 from ckpt.cli.output import Output
 from ckpt.cli.progress import Lines, progress
+from ckpt.text import units
 from tests.cli.checkpoints import sample, write_checkpoint
 
 ROOT = Path(__file__).parents[2]

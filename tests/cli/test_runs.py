@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.runs import UNFINISHED, list_steps, step_number
+from ckpt.maintenance.step_listing import UNFINISHED, list_steps, step_number
 from tests.cli.checkpoints import flip, sample, write_checkpoint
 
 TINY = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}

@@ -13,15 +13,15 @@ import pytest
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine import verify as engine
-from ckpt.engine.structure import check_tiling
-from ckpt.engine.verify import Problem, verify
+from ckpt.engine.verify import verify as engine
+from ckpt.engine.verify.structure import check_tiling
+from ckpt.engine.verify.verify import Problem, verify
 from ckpt.errors import NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.writer import new_id, write_index
-from ckpt.geometry import Box
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.layout.geometry import Box
 from tests.cli.checkpoints import data_files, files_of, flip, sample, stored, write_checkpoint
 
 BYTES = sum(array.nbytes for array in sample().values())

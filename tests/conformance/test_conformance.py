@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 import ckpt
 from ckpt import tree
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError
 from tests.conformance.generate import SOURCES, accepted, refused, typed
 from tests.formats.oracle import read

@@ -27,7 +27,7 @@ from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.views import stack, whole
 from tests.formats.reading import FIXTURES
 

@@ -22,7 +22,7 @@ import ckpt
 from ckpt import convert
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.plan import views
 

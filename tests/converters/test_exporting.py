@@ -16,8 +16,9 @@ from ckpt.converters.export.plan import WritePlanner
 from ckpt.converters.export.transaction import Destination, ExportTransaction
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import open_backend, posix_shared
-from ckpt.io_backends.posix_shared import PosixSharedObject
+from ckpt.io_backends import open_backend
+from ckpt.io_backends.posix import shared_file as posix_shared
+from ckpt.io_backends.posix.shared_file import PosixSharedObject
 
 
 def model() -> torch.nn.Module:

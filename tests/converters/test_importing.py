@@ -17,11 +17,11 @@ from ckpt.catalog import Catalog
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.virtual import importer, references
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import Grain
 from ckpt.plan import views
 from ckpt.plan.views import View

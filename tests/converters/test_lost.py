@@ -15,7 +15,7 @@ import ckpt
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.formats.native import writer
 from ckpt.formats.native.commit import COMMIT_PATH

@@ -20,7 +20,7 @@ from ckpt.cli.main import cli
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.compare.semantic import check_semantic
 from ckpt.converters.pipeline import conversion
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.bucket_sizes import Buckets, likely_buckets

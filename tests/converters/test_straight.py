@@ -20,10 +20,10 @@ from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
-from ckpt.engine.fetch import Fetch
+from ckpt.engine.load.fetch import Fetch
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan import views
 
 A = np.arange(4 * 4 * 3, dtype=np.float32).reshape(4, 4, 3)

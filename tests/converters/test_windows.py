@@ -15,9 +15,9 @@ import ckpt
 from ckpt.converters.pipeline.view_reader import ViewBox, read_views
 from ckpt.converters.pipeline.windows import FileItem, slabs, windows
 from ckpt.converters.select.selection import seams_of
-from ckpt.engine.reader import Reader
+from ckpt.engine.load.reader import Reader
 from ckpt.formats.registry import open_catalog
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan import views
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4)

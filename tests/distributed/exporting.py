@@ -16,9 +16,9 @@ import ckpt
 from ckpt import ExportReport, convert, export
 from ckpt.converters.export import export as export_module
 from ckpt.converters.export import plan
-from ckpt.io_backends import posix_shared
-from ckpt.io_backends.fsspec_writer import GatheringWriter
-from ckpt.io_backends.posix_shared import PosixSharedObject
+from ckpt.io_backends.fsspec.writer import GatheringWriter
+from ckpt.io_backends.posix import shared_file as posix_shared
+from ckpt.io_backends.posix.shared_file import PosixSharedObject
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build

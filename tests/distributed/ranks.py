@@ -47,8 +47,8 @@ PRELOAD = (
     "torchdata.stateful_dataloader",
     "pyarrow.ipc",
     "ckpt.api",
-    "ckpt.engine.save",
-    "ckpt.engine.load",
+    "ckpt.engine.save.save",
+    "ckpt.engine.load.load",
     "ckpt.formats.registry",
 )
 """Imported once, in the server that ranks are forked from."""

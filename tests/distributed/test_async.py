@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import Flat, GlobalShape, Layout
-from ckpt.engine.capture import Capture
-from ckpt.engine.save import memory_of
+from ckpt.coordination.group import current_group
+from ckpt.engine.save.capture import Capture
+from ckpt.engine.save.save import memory_of
 from ckpt.errors import CkptError
-from ckpt.group import current_group
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from tests.distributed.gathered import differences, full_state, spoil

@@ -16,14 +16,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt import control
-from ckpt.control import FEW, TEAM, ControlChannel, longest_pause
+from ckpt.coordination import calls as control
+from ckpt.coordination.calls import FEW, TEAM, ControlChannel, longest_pause
+from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.key_values import MOST, KeyValues
+from ckpt.coordination.offers import asked_of, whom_to_ask
+from ckpt.coordination.step_agreement import Due, Notices
+from ckpt.coordination.store import PUT_OFF, Connection, Store, part_of
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
-from ckpt.group import Group, current_group
-from ckpt.key_values import MOST, KeyValues
-from ckpt.notices import Due, Notices
-from ckpt.offers import asked_of, whom_to_ask
-from ckpt.store import PUT_OFF, Connection, Store, part_of
 from tests.distributed.ranks import Ranks
 
 Play = Callable[[Group], Any]
@@ -321,7 +321,7 @@ def steps_with_notices(size: int) -> list[tuple[list[int], float]]:
 
 @pytest.mark.alone
 def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.notices.LOOKS", 3 / 1.2)
+    monkeypatch.setattr("ckpt.coordination.step_agreement.LOOKS", 3 / 1.2)
     found = steps_with_notices(3)
     saved, _ = found[0]
     assert len(saved) == 1 and saved[0] >= 10

@@ -45,14 +45,14 @@ def load_columns(url: str, **options: Any) -> ckpt.LoadReport:
 
 def as_from(grain: Grain) -> None:
     """From now on files are read as storage of this grain is."""
-    from ckpt.io_backends.posix import PosixBackend
+    from ckpt.io_backends.posix.backend import PosixBackend
 
     PosixBackend.grain = property(lambda self: grain)  # type: ignore[assignment,method-assign]
 
 
 def load_on_many_threads(url: str) -> int:
     """As from storage that asks for more calls at once than there are threads; all slots are filled before any piece is packed."""
-    from ckpt.engine.fetch import Fetch
+    from ckpt.engine.load.fetch import Fetch
 
     apart()
     in_small_pieces()
@@ -75,7 +75,7 @@ def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
 
 def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
     """How many bytes each read of data had, where storage has so many best at once."""
-    from ckpt.engine.fetch import Fetch
+    from ckpt.engine.load.fetch import Fetch
 
     if where == "apart":
         apart()
@@ -110,7 +110,7 @@ def test_ranks_that_cut_otherwise_do_not_share(ranks: Ranks, tmp_path: Path) -> 
 
 
 def load_on_two_machines(url: str, threads: int) -> int:
-    from ckpt.engine import load
+    from ckpt.engine.load import load
 
     in_small_pieces()
     load.machine = lambda: f"{dist.get_rank() // 2}"
@@ -126,11 +126,11 @@ def test_some_ranks_are_near_and_some_are_not(ranks: Ranks, tmp_path: Path, thre
 
 
 def load_with_few_connections(url: str) -> int:
-    import ckpt.exchange
+    import ckpt.transport.exchange
 
     apart()
     in_small_pieces()
-    ckpt.exchange.CONNECTIONS = 1
+    ckpt.transport.exchange.CONNECTIONS = 1
     return load_columns(url).bytes_received
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.events import Event
+from ckpt.events.event import Event
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, OnPreemption

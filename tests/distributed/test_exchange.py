@@ -35,13 +35,13 @@ def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def apart() -> None:
     """From now on no two ranks are on one machine."""
-    from ckpt.engine import load
+    from ckpt.engine.load import load
 
     load.machine = lambda: f"{os.getpid()}"
 
 
 def in_small_pieces() -> None:
-    from ckpt.engine import sharing
+    from ckpt.engine.load import sharing
 
     sharing.PIECE = 1 << 10
     sharing.SMALL = 100
@@ -155,8 +155,8 @@ def test_damage_that_one_rank_reads_fails_all(ranks: Ranks, tmp_path: Path) -> N
 
 
 def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
-    from ckpt.engine.parcels import Carrier
-    from ckpt.engine.taking import Taker
+    from ckpt.engine.load.parcels import Carrier
+    from ckpt.engine.load.taking import Taker
 
     in_small_pieces()
     count = [0]
@@ -195,7 +195,7 @@ def test_a_rank_that_ends_in_the_middle(ranks: Ranks, tmp_path: Path, how: str, 
 
 def load_and_fail(url: str) -> tuple[str, str, float]:
     """Rank 2 fails before it has opened a connection; the others wait for it."""
-    from ckpt.engine.parcels import Carrier
+    from ckpt.engine.load.parcels import Carrier
 
     def fail(*args: Any) -> Any:
         raise ckpt.errors.StorageError("the disk is on fire")

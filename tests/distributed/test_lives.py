@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt import group
 from ckpt.adapters import tensors as adapted
 from ckpt.adapters.dtensor import placement_types
-from ckpt.control import ControlChannel
+from ckpt.coordination import group
+from ckpt.coordination.calls import ControlChannel
 from ckpt.errors import LayoutError, NamesError, RankFailedError, UsageError
-from ckpt.io_backends.posix_writer import PosixWriter
+from ckpt.io_backends.posix.writer import PosixWriter
 from tests.distributed.ranks import Ranks
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_argument_on_one_rank_ends_the_call_and_no_other(ranks: Ranks, t
 
 
 def _slow_decision(root: str) -> str:
-    from ckpt.engine import leader as saving
+    from ckpt.engine.save import leader as saving
 
     if dist.get_rank() == 0:
         write = saving.write_index
@@ -74,7 +74,7 @@ def test_a_leader_that_decides_slowly_lives(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def _slow_flush(root: str) -> str:
-    from ckpt.engine import writer as writing
+    from ckpt.engine.save import writer as writing
 
     if dist.get_rank() == 1:
         commit = PosixWriter.commit

@@ -26,9 +26,9 @@ from torch import nn
 
 import ckpt
 from ckpt import Flat, GlobalShape, Layout, Replicate, Shard, Stage, pipeline
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConsistencyError, CorruptError, DeadlineError, RankFailedError
-from ckpt.peers import Peers
+from ckpt.transport.peers import Peers
 from tests.api.checked import described, pattern, same
 from tests.distributed.ranks import Lost, Ranks
 from tests.formats import oracle

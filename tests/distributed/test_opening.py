@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.opening import _Node
+from ckpt.engine.load.opening import _Node
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -23,8 +23,8 @@ def save(url: str) -> None:
 
 def count_reads(*, fan: int) -> Counter[str]:
     """From now on this process takes paths for object storage, and counts what it asks for by kind of file."""
-    from ckpt.engine import opening
-    from ckpt.io_backends.posix import PosixBackend
+    from ckpt.engine.load import opening
+    from ckpt.io_backends.posix.backend import PosixBackend
 
     opening.is_file_system = lambda url: False
     opening.FAN, opening.PATIENCE = fan, 5.0
@@ -45,8 +45,9 @@ def count_reads(*, fan: int) -> Counter[str]:
 def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
-    from ckpt import peers, relay
-    from ckpt.engine import opening
+    from ckpt.engine.load import opening
+    from ckpt.transport import framing as relay
+    from ckpt.transport import peers
 
     if case in ("flipped", "flipped head") and rank == 1:
         wrong = opening._Node.hand_on
@@ -86,7 +87,7 @@ def test_requests_do_not_grow_with_ranks(ranks: Ranks, tmp_path: Path, count: in
 
 def save_apart(url: str) -> None:
     """As a job of many ranks does: what each rank has of its own lies in rows of ranks."""
-    from ckpt.engine import save as engine
+    from ckpt.engine.save import save as engine
 
     engine.APART = 0
     rank = dist.get_rank()

@@ -139,7 +139,7 @@ def load_large(url: str, dim: int, verify: str, where: str) -> tuple[int, int, i
     if where == "apart":
         apart()
     if where == "slow":
-        from ckpt.engine.taking import Taker
+        from ckpt.engine.load.taking import Taker
 
         slot = Taker.slot
 

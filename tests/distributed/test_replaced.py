@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt import tiers_restore
-from ckpt.engine import opening as loading
+from ckpt.engine.load import opening as loading
 from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.io_backends.registry import open_backend
-from ckpt.runs import list_steps, remove_step
+from ckpt.maintenance.step_listing import list_steps, remove_step
+from ckpt.training import restore_order as tiers_restore
 from tests.distributed.ranks import Ranks
 
 
@@ -26,7 +26,7 @@ def _replaced_between(root: str, times: int) -> Any:
     def late(url: str) -> Any:
         opened[0] += 1
         if dist.get_rank() == 1 and opened[0] <= times:
-            from ckpt.group import Group
+            from ckpt.coordination.group import Group
 
             whole = ckpt.api.current_group
             ckpt.api.current_group = lambda *a: Group(0, (0,))  # a job of its own
@@ -113,7 +113,7 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
 
         return load_nearest(tiers, group, timeout, hooked, step)
 
-    monkeypatch.setattr("ckpt.checkpointer.load_nearest", meanwhile)
+    monkeypatch.setattr("ckpt.training.checkpointer.load_nearest", meanwhile)
     state = {"n": 0}
     with ckpt.Checkpointer(root) as c:
         assert c.restore(state) == 51

@@ -13,9 +13,9 @@ from torch.distributed import TCPStore
 
 import ckpt
 from ckpt import Layout, Replicate, Shard
-from ckpt import group as groups
-from ckpt.group import Group
-from ckpt.store import part_of
+from ckpt.coordination import group as groups
+from ckpt.coordination.group import Group
+from ckpt.coordination.store import part_of
 from tests.distributed.far_store import FarStore
 from tests.distributed.ranks import Ranks
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
+from ckpt.coordination.store import Store, part_of
+from ckpt.coordination.store_sockets import LOST
 from ckpt.errors import DeadlineError
-from ckpt.store import Store, part_of
-from ckpt.store_sockets import LOST
 from tests.distributed.ranks import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc whether a process has stopped")]

@@ -40,7 +40,7 @@ class SlowWrites(FaultyProcess):
 
 
 def save_slowly(folder: str) -> None:
-    from ckpt.engine import progress
+    from ckpt.engine.save import progress
 
     progress._UNBEGUN = 1.0
     rank = dist.get_rank()

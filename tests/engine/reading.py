@@ -13,10 +13,10 @@ import torch
 
 from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
 from ckpt.catalog import Catalog
-from ckpt.engine import exact, fetch, reader, sweep
-from ckpt.engine.reader import Job, Reader, Verify
-from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
+from ckpt.engine.load import exact, fetch, reader, sweep
+from ckpt.engine.load.reader import Job, Reader, Verify
+from ckpt.layout.geometry import Box
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from tests.formats.native_sample import Sample
 

@@ -17,10 +17,10 @@ from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.dtypes import dtype
-from ckpt.engine.reader import Job, Reader
-from ckpt.engine.sweep import Sweep
+from ckpt.engine.load.reader import Job, Reader
+from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
-from ckpt.formats.native import header_layout
+from ckpt.formats.native.datafiles import header_layout
 from ckpt.plan.ownership import Global, assign
 from tests.api.checked import empty_directory
 

@@ -10,15 +10,15 @@ from hypothesis import given
 
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
-from ckpt.engine.grids import Grids
-from ckpt.engine.plan import chunks_of, specs_of
-from ckpt.formats.native import datafile
-from ckpt.formats.native.datafile import coded_groups
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.engine.save.grids import Grids
+from ckpt.engine.save.plan import chunks_of, specs_of
+from ckpt.formats.native.datafiles import datafile
+from ckpt.formats.native.datafiles.datafile import coded_groups
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import Global, Owned, assign
-from ckpt.splits import Shard
 from tests.plan.layout_strategies import meshes, tensor_lists
 
 

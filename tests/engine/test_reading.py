@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.registry import open_catalog
-from ckpt.geometry import Box
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 from tests.api.checked import empty_directory
 from tests.box_strategies import boxes_in
 from tests.engine.reading import SIZES, WAYS, Target, limits, load, targets_of

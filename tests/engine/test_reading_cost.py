@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.garbage import uncollected
-from ckpt.engine.reader import Job, Reader
+from ckpt.concurrency.gc_paused import uncollected
+from ckpt.engine.load.reader import Job, Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.spans import Spans
+from ckpt.tracing.spans import Spans
 from tests.api.checked import empty_directory
 from tests.engine.reading import load, targets_of
 from tests.formats.native_sample import coded_samples, sample, save

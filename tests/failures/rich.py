@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.save import SaveOptions, save_state
-from ckpt.engine.verify import verify
-from ckpt.group import Group
-from ckpt.store import part_of
+from ckpt.coordination.group import Group
+from ckpt.coordination.store import part_of
+from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.verify.verify import verify
 
 SHARED = {
     "rows": torch.arange(60, dtype=torch.int32).reshape(12, 5),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.capture import Capture
+from ckpt.engine.save.capture import Capture
 from ckpt.errors import CkptError, NoSpaceError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_ends_the_save_of_the_others_in_time(ranks: Ranks, dire
 
 PROGRAM = """
 import sys, time, threading, torch, ckpt
-from ckpt.engine.writer import RankWriter
+from ckpt.engine.save.writer import RankWriter
 run = RankWriter.run
 def slow(self):
     time.sleep(0.5)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import ckpt
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError
 from tests.failures.damage import Copy, header
 from tests.failures.states import blank, number_of, state, stored

@@ -13,13 +13,13 @@ import pytest
 from torch.distributed import HashStore
 
 import ckpt
-from ckpt.engine.save import SaveOptions, save_state
+from ckpt.coordination.group import Group
+from ckpt.coordination.store import part_of
+from ckpt.engine.save.save import SaveOptions, save_state
 from ckpt.errors import DeadlineError, NoSpaceError, RankFailedError, StorageError
-from ckpt.group import Group
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.store import part_of
 from tests.failures.states import layout, state, stored
 
 BEFORE, NEW, LATER = 1, 2, 3

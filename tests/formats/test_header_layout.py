@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from ckpt.catalog import DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError
-from ckpt.formats.native import header as header_module
-from ckpt.formats.native import header_layout
-from ckpt.formats.native.datafile import ChunkSpec, plan_data_file
-from ckpt.formats.native.header import parse_header
-from ckpt.formats.native.header_rows import Known, find_alike
-from ckpt.geometry import Box
+from ckpt.formats.native.datafiles import header as header_module
+from ckpt.formats.native.datafiles import header_layout
+from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_file
+from ckpt.formats.native.datafiles.header import parse_header
+from ckpt.formats.native.datafiles.header_rows import Known, find_alike
+from ckpt.layout.geometry import Box
 
 ID = "0123456789abcdef"
 SHAPE = (40_000, 4)

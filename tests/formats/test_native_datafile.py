@@ -18,7 +18,7 @@ from safetensors import safe_open
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, CoverageError, FormatError, StateError
-from ckpt.formats.native.datafile import (
+from ckpt.formats.native.datafiles.datafile import (
     CODED_CHUNKS,
     CODED_FILE,
     HEADER_LIMIT,
@@ -28,10 +28,10 @@ from ckpt.formats.native.datafile import (
     plan_data_file,
     plan_data_files,
 )
-from ckpt.formats.native.header import parse_header
-from ckpt.geometry import Box
+from ckpt.formats.native.datafiles.header import parse_header
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 from tests.formats.native_sample import ID, coded_samples, sample, samples, two_ranks, write_data
 from tests.formats.oracle import CODECS as ORACLE_CODECS
 
@@ -292,7 +292,7 @@ def test_a_chunk_twice_though_one_is_coded():
 
 
 def test_a_header_that_would_be_too_long(monkeypatch):
-    monkeypatch.setattr("ckpt.formats.native.datafile.HEADER_LIMIT", 10_000)
+    monkeypatch.setattr("ckpt.formats.native.datafiles.datafile.HEADER_LIMIT", 10_000)
     with pytest.raises(StateError, match="of 10000"):
         plan_coded_file(many(100), [None] * 100, [c.nbytes for c in many(100)], id=ID, rank=0, number=0)
 

@@ -14,10 +14,10 @@ import numpy as np
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.commit import CODED
-from ckpt.formats.native.datafile import ChunkSpec
+from ckpt.formats.native.datafiles.datafile import ChunkSpec
 from ckpt.formats.native.writer import write_index
-from ckpt.geometry import Box
 from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 from tests.formats.native_sample import coded_plans, write_file
 
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
 from ckpt.integrations.dcp import Reader, Writer
 from ckpt.plan import ownership

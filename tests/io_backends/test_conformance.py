@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.io_backends import Backend, FaultyBackend, MemoryBackend, PosixBackend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.io_backends.conformance_writing import WritingRows
+from ckpt.io_backends.conformance.writing import WritingRows
 
 
 class TestPosix(BackendConformance):

@@ -25,7 +25,7 @@ from ckpt.io_backends import (
     open_backend,
     wrap_backends,
 )
-from ckpt.io_backends.conformance_reading import everything, put, together
+from ckpt.io_backends.conformance.reading import everything, put, together
 from ckpt.io_backends.faulty import FaultyWriter
 
 DATA = bytes(range(256)) * 8

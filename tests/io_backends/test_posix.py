@@ -19,8 +19,8 @@ import pytest
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Entry, PosixBackend
-from ckpt.io_backends.conformance_reading import put
-from ckpt.io_backends.posix_files import SLICE
+from ckpt.io_backends.conformance.reading import put
+from ckpt.io_backends.posix.files import SLICE
 
 BYTES = bytes(range(256))
 WRITES: dict[str, Callable[[PosixBackend], object]] = {

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from ckpt.errors import ConflictError, NoSpaceError, StorageError, UsageError
-from ckpt.io_backends import Backend, PosixBackend, posix_publish
-from ckpt.io_backends.conformance_reading import put
-from ckpt.io_backends.conformance_writing import PublishingRows
+from ckpt.io_backends import Backend, PosixBackend
+from ckpt.io_backends.conformance.reading import put
+from ckpt.io_backends.conformance.writing import PublishingRows
+from ckpt.io_backends.posix import publish as posix_publish
 
 
 @pytest.fixture

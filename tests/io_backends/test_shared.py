@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConflictError, StorageError, UsageError
-from ckpt.io_backends import PosixBackend, posix_shared
+from ckpt.io_backends import PosixBackend
 from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.posix import shared_file as posix_shared
 from ckpt.io_backends.shared import left_behind, remove_left
 
 DATA = os.urandom(10_000)

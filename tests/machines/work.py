@@ -92,10 +92,10 @@ def _state(version: int | None, rank: int, world: int) -> dict[str, Any]:
 
 def stop_at(phase: str, folder: Path, rank: int) -> None:
     """Have this process wait when it comes to ``phase`` for the first time, until the job is told to go on."""
-    import ckpt.engine.leader as leader
-    import ckpt.engine.load as load
-    import ckpt.engine.save as save
-    import ckpt.exchange as exchange
+    import ckpt.engine.load.load as load
+    import ckpt.engine.save.leader as leader
+    import ckpt.engine.save.save as save
+    import ckpt.transport.exchange as exchange
 
     def wait() -> None:
         there = folder / f"{rank}.there"

@@ -19,7 +19,7 @@ from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.view import StoredTensor
 from tests.formats.megatron_files import load
 from tests.formats.reading import FIXTURES, same

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
 from ckpt.observe.areas import squarify
 from ckpt.observe.report import Setting, build_report
 from ckpt.observe.sizes import kinds_of
-from ckpt.spans import Row
+from ckpt.tracing.spans import Row
 from tests.cli.checkpoints import flip
 from tests.observe.pages import Element, page_of, parse
 from tests.observe.saves import EIGHT, MIB, layers, many, row, save

@@ -16,7 +16,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
-from ckpt.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
+from ckpt.tracing.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
 
 ID = "0mws5q30zmyejgar"
 SLOW = SlowRank(rank=5, host="b", phase="write", done=1, total=4, quiet=0.0, still=1.0)
@@ -140,14 +140,14 @@ def test_a_note_beside_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["0.3", "off", "auto"])
 def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.engine import progress
+    from ckpt.engine.save import progress
     from ckpt.formats.native import paths
 
     monkeypatch.setenv("CKPT_PROGRESS", setting)
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.05)
     monkeypatch.setattr(progress, "_ARRIVES", 0.0)
     seen: list[int] = []
-    commit = ckpt.engine.leader.write_index  # type: ignore[attr-defined]
+    commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
 
     def slow(self: Any, writer: Any) -> Any:
         time.sleep(0.8)
@@ -158,9 +158,9 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
         return commit(*args, **kwargs)
 
-    work = ckpt.engine.save.Save.write  # type: ignore[attr-defined]
-    monkeypatch.setattr("ckpt.engine.save.Save.write", slow)
-    monkeypatch.setattr("ckpt.engine.leader.write_index", committing)
+    work = ckpt.engine.save.save.Save.write  # type: ignore[attr-defined]
+    monkeypatch.setattr("ckpt.engine.save.save.Save.write", slow)
+    monkeypatch.setattr("ckpt.engine.save.leader.write_index", committing)
     ckpt.save(str(tmp_path / "a"), {"x": torch.zeros(4)})
     assert seen == [1 if setting == "0.3" else 0, 0]
 

@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES, DType
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
-from ckpt.splits import Flat, Interleaved, Shard, Split
 
 MAX_RANKS = 12
 NAMES = ("pp", "dp", "tp")

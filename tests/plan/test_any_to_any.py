@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
-from ckpt.geometry import Box, strided_blocks
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
+from ckpt.layout.geometry import Box, strided_blocks
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Interleaved, Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.coalesce import coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.ownership import Global, Owned, assign
-from ckpt.splits import Flat, Interleaved, Shard
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 
 ID = "0123456789abcdef"
@@ -311,8 +311,8 @@ def test_a_state_of_one_tensor_of_no_or_one_element_is_saved(shape: tuple[int, .
     import torch
 
     import ckpt
-    from ckpt.placements import GlobalShape
-    from ckpt.rules import Layout
+    from ckpt.layout.layout import Layout
+    from ckpt.layout.placements import GlobalShape
 
     layout = Layout({"dp": 1}, [("*", Flat("dp"), GlobalShape(shape))]) if kind == "flat" else None
     tensor = torch.full((math.prod(shape),) if kind == "flat" else shape, 3.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
-from ckpt.geometry import Box, strided_blocks
+from ckpt.layout.geometry import Box, strided_blocks
 from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from tests.box_strategies import boxes_in, grids, shapes

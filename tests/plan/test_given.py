@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan import ownership
 from ckpt.plan.given import Given, assigned
 

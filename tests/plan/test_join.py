@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
-from ckpt.geometry import Box, flat_to_boxes
+from ckpt.layout.geometry import Box, flat_to_boxes
 from ckpt.plan.join import Copy, join
 from tests.box_strategies import as_arrays, boxes_in, grids, shapes
 

@@ -16,15 +16,15 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
-from ckpt.flat_ranges import range_boxes
-from ckpt.geometry import flat_to_boxes
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.flat_ranges import range_boxes
+from ckpt.layout.geometry import flat_to_boxes
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
 from ckpt.plan.merge import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
-from ckpt.splits import Flat, Shard, Split
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists
 from tests.plan.test_ownership import bytes_written, gpt2
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import Global, Owned, assign
-from ckpt.splits import Flat, Interleaved, Shard, Split
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]

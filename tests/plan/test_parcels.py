@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
-from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.geometry import Box
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.parcels import MOST, reader_of, shared_chunks
-from ckpt.splits import Flat, Shard, Split
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (
     (),

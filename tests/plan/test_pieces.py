@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.pieces import pieces
 from tests.box_strategies import boxes_in, shapes
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
-from ckpt.geometry import Box
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
-from ckpt.numbered import Numbered, experts, pipeline
-from ckpt.placements import GlobalShape, OnMesh, Padded, Stage, Uneven
-from ckpt.rules import Layout, Placed
-from ckpt.splits import Flat, Interleaved, Replicate, Shard
+from ckpt.layout.geometry import Box
+from ckpt.layout.layout import Layout, Placed
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.numbering import Numbered, experts, pipeline
+from ckpt.layout.placements import GlobalShape, OnMesh, Padded, Stage, Uneven
+from ckpt.layout.splits import Flat, Interleaved, Replicate, Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from tests.plan.layout_strategies import chunked, numbered, through_pieces
 
 # ---------------------------------------------------------------------------------------------------- a Megatron-style model

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-import ckpt.layout as layout_module
+import ckpt.layout.tensor_layout as layout_module
 from benchmarks import scale_jobs, scale_save
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
+from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import flat, merge, ownership
 from ckpt.plan.join import join
 from ckpt.plan.merge import fragments
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables
-from ckpt.splits import Flat, Interleaved, Shard, Split
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 RANKS = 64

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout import TensorLayout
-from ckpt.mesh import Mesh
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.splits import Flat, Shard
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global, assign
 from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text
-from ckpt.splits import Flat, Shard
 from tests.plan.layout_strategies import meshes, tensor_lists
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]

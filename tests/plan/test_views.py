@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan import views
 from ckpt.plan.views import View
 

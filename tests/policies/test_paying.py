@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.costs import CostMeter
 from ckpt.errors import UsageError
 from ckpt.policies import EveryBudget, EveryOptimal, Moment, SaveCost, SavePolicy
 from ckpt.policies.cost import daly, young
-from ckpt.stall import Stall
+from ckpt.tracing.stall import Stall
+from ckpt.training.cost_meter import CostMeter
 
 
 class SimulatedSave:

@@ -25,13 +25,13 @@ import torch
 import ckpt
 from ckpt import convert, export
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.debris import find_debris, remove_debris
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import FormatError, NotCommittedError, NotFoundError
 from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.step_listing import infos, list_steps, remove_step
 from ckpt.policies import Latest, retention
-from ckpt.runs import infos, list_steps, remove_step
-from ckpt.transfer import copy_checkpoint
 from tests.failures.states import state, stored
 
 CHANGES = frozenset({"create", "share", "publish", "delete", "write", "commit", "flush", "abort", "forget"})

@@ -22,20 +22,20 @@ import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.debris import find_debris, remove_debris
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
 from ckpt.formats.native.writer import committed_id, set_tags
 from ckpt.io_backends import MemoryBackend, open_backend
-from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.posix import PosixBackend
+from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.maintenance.copy import Transfer, copy_checkpoint
+from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest
-from ckpt.runs import list_steps
-from ckpt.transfer import Transfer, copy_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 from tests.failures.states import state, stored
 
@@ -322,7 +322,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_gc_asks_the_storage_what_time_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
     """Also where files cannot be made without a name, and it leaves none behind."""
     if named:
-        monkeypatch.setattr("ckpt.io_backends.posix_files._NAMELESS", 0)
+        monkeypatch.setattr("ckpt.io_backends.posix.files._NAMELESS", 0)
     write_checkpoint(str(tmp_path / "step-1"), {"x": np.ones(9)}, commit=False)
     before = everything(open_backend(str(tmp_path)))
     for seconds in (FAR, -FAR):
@@ -350,7 +350,7 @@ def test_gc_tells_of_a_directory_that_cannot_be_written(tmp_path: Path, monkeypa
     def refused(directory: str) -> float:
         raise PermissionError(13, "Permission denied", directory)
 
-    monkeypatch.setattr("ckpt.io_backends.posix.clock", refused)
+    monkeypatch.setattr("ckpt.io_backends.posix.backend.clock", refused)
     assert "touched" in run("gc", tmp_path).stdout
 
 

@@ -21,14 +21,14 @@ import ckpt
 from ckpt import export
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.engine.verify import verify
+from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.integrations.dcp import Writer
 from ckpt.io_backends import open_backend
+from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.maintenance.step_listing import list_steps, remove_at, remove_step
 from ckpt.policies import EverySteps, Latest
-from ckpt.runs import list_steps, remove_at, remove_step
-from ckpt.transfer import copy_checkpoint
 from tests.failures.states import state, stored
 
 

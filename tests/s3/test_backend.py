@@ -17,13 +17,14 @@ import pytest
 from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import set_tags
-from ckpt.io_backends import Entry, open_backend, s3_client
-from ckpt.io_backends.conformance_reading import everything, put
+from ckpt.io_backends import Entry, open_backend
+from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import stamp_of
-from ckpt.io_backends.s3 import S3Backend
-from ckpt.io_backends.s3_parts import part_size
-from ckpt.known_steps import KnownSteps
-from ckpt.runs import list_steps
+from ckpt.io_backends.s3 import client as s3_client
+from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3.parts import part_size
+from ckpt.maintenance.known_steps import KnownSteps
+from ckpt.maintenance.step_listing import list_steps
 from tests.cli.checkpoints import write_checkpoint
 from tests.s3.meddling import Seen, answer, watch
 from tests.s3.stores import KEYS, ObjectStore, use

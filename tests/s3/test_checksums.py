@@ -13,11 +13,11 @@ from botocore.awsrequest import AWSResponse
 
 from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.conformance_reading import everything, put
-from ckpt.io_backends.s3 import S3Backend
-from ckpt.io_backends.s3_checksums import Checks, Part, check_whole
-from ckpt.io_backends.s3_client import client_of
-from ckpt.io_backends.s3_errors import ChangedError
+from ckpt.io_backends.conformance.reading import everything, put
+from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3.checksums import Checks, Part, check_whole
+from ckpt.io_backends.s3.client import client_of
+from ckpt.io_backends.s3.errors import ChangedError
 from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import ObjectStore, use
 

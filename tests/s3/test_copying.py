@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.debris import find_debris, remove_debris
 from ckpt.io_backends import Backend, open_backend
-from ckpt.io_backends.conformance_reading import everything
+from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.transfer import copy_checkpoint
+from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.maintenance.orphans import find_debris, remove_debris
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.failures.flips import Flip
 from tests.formats import oracle
@@ -82,7 +82,7 @@ DYING = """
 import os, signal, sys
 from ckpt.cli.start import main
 from ckpt.io_backends import s3_client
-from ckpt.io_backends.s3 import S3Backend
+from ckpt.io_backends.s3.backend import S3Backend
 
 make, operation = s3_client._make, sys.argv.pop(1)
 

@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 import ckpt
 from ckpt.errors import AccessError, CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.integrations.dcp import Reader, Writer
-from ckpt.io_backends import open_backend, s3_client, storage_options
-from ckpt.io_backends.conformance_reading import everything
-from ckpt.io_backends.fsspec import FsspecBackend
-from ckpt.io_backends.s3 import S3Backend
-from ckpt.transfer import copy_checkpoint
+from ckpt.io_backends import open_backend, storage_options
+from ckpt.io_backends.conformance.reading import everything
+from ckpt.io_backends.fsspec.backend import FsspecBackend
+from ckpt.io_backends.s3 import client as s3_client
+from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.maintenance.copy import copy_checkpoint
 from tests.faults.proxy import FaultProxy
 from tests.s3.elsewhere import elsewhere
 from tests.s3.meddling import watch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckpt import tree
-from ckpt.adapters.binding import inline_only
+from ckpt.adapters.binding.targets import inline_only
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.windows import FileItem
@@ -25,7 +25,7 @@ from ckpt.errors import UsageError
 from ckpt.formats.megatron.buffers import BufferParam
 from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .rank_parts import ModelRank, RankParam, Ranks
 from .states import Group, Optimizer

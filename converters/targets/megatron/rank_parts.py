@@ -17,7 +17,7 @@ from ckpt.formats.megatron.local_names import local_names_of
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
 from ckpt.formats.megatron.stages import layers_of_chunks
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 from ckpt.plan.views import View, concat, padded, part, stack, transpose
 
 _OUTSIDE = -1

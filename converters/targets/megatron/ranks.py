@@ -21,11 +21,11 @@ from ckpt.converters.targets.nested_state import nested_state
 from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import TRACKER
-from ckpt.formats.megatron.legacy import FILE, OPTIMIZER_FILE
+from ckpt.formats.megatron.legacy.rank_files import FILE, OPTIMIZER_FILE
 from ckpt.formats.megatron.local_names import extra_states
 from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
 from ckpt.formats.megatron.training import MODEL, STATE
-from ckpt.geometry import Box
+from ckpt.layout.geometry import Box
 
 from .arguments import arguments_of, configuration_of
 from .optimizer import buffers_file, groups_of, is_identified

@@ -1,0 +1,1 @@
+"""Ties what a checkpoint has to the live objects of a state."""

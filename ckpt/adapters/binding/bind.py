@@ -1,0 +1,297 @@
+"""Ties a checkpoint to the live objects of a state: which stored tensor goes into which memory, and what is set when all bytes are there.
+
+Binding changes nothing. ``Binding.create`` gives memory to meta tensors, ``Binding.apply`` sets values; between the two the
+tensors are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt import tree
+from ckpt.adapters.fsdp1 import reshard
+from ckpt.adapters.modules import copies_of, tensors_of
+from ckpt.adapters.optimizers import ParamNames, names_in
+from ckpt.adapters.per_rank import Compound, PerRank
+from ckpt.adapters.place import Placer, own_name
+from ckpt.adapters.placements import Placements
+from ckpt.adapters.refill import is_stateful, refill
+from ckpt.adapters.stateful import StatefulObject
+from ckpt.adapters.survey import survey
+from ckpt.catalog import Catalog
+from ckpt.errors import ShapeError, StateError
+from ckpt.layout.layout import Layout
+from ckpt.plan.match import Selection
+from ckpt.tree import Node, join
+
+from .bind_optimizers import OptimizerBinder
+from .targets import Binder, Binding, Setter, has_tensors, inline_only
+
+
+def bind(
+    state: object,
+    catalog: Catalog,
+    *,
+    rank: int,
+    ranks: tuple[int, ...],
+    layout: Layout | None,
+    selection: Selection,
+    cast: bool,
+    placements: Placements | None = None,
+) -> Binding:
+    """Walk a state and match it with a checkpoint. Changes nothing. ``placements`` is what an earlier walk found, if there was one.
+
+    Raises:
+        UsageError, StateError, LayoutError: as for a save.
+    """
+    seen = survey(state)
+    with torch.no_grad():
+        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        walk = _Walk(catalog, placer, selection, names_in(seen.modules), cast=cast)
+        walk.value(state, catalog.state, "", _no_setter)
+        walk.settle()
+        placer.remember()
+    del walk.optimizers  # a circle: all that the walk knows would wait for the collector
+    return walk.found
+
+
+def _no_setter(value: object) -> None:
+    raise AssertionError("the root of a state is a container and is changed in place")
+
+
+class _Walk(Binder):
+    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: ParamNames, *, cast: bool) -> None:
+        super().__init__(catalog, placer, selection, cast=cast)
+        self.optimizers = OptimizerBinder(self, names)
+        self._own: dict[str, torch.Tensor] = {}
+        self._left = 0  # mappings of the checkpoint that dicts of plain values did not take
+
+    # ---- containers
+
+    def value(self, target: object, node: Node, path: str, put: Setter) -> None:
+        """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
+        if isinstance(target, torch.Tensor):  # a ShardedTensor too
+            self.tensor(path, target)
+        elif isinstance(target, PerRank):
+            self.per_rank(target, path)
+        elif isinstance(target, Compound):
+            self.compound(target, node, path)
+        elif isinstance(target, torch.nn.Module):
+            self.module(target, node, path)
+        elif isinstance(target, Optimizer):
+            self.optimizers.bind(target, node, path)
+        elif is_stateful(target):
+            self.stateful(target, node, path)
+        elif isinstance(target, dict) and ((live := not path or _has_live(target)) or self.nodes.children(node) is not None):
+            self.mapping(target, node, path, live=live)
+        elif isinstance(target, (list, tuple)) and _has_live(target):
+            self.sequence(target, node, path, put)
+        elif self.selection.wants(path):
+            self.plain(node, path, lambda value: put(refill(target, value)))
+
+    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: bool) -> None:
+        """Bind each key of a dict. One that holds plain values only, and is not ``live``, also takes the keys that just the checkpoint has.
+
+        A state may have millions of plain values. Where nothing is selected or renamed, those of one dict that stand for themselves are
+        taken together, and if all that is stored there is taken, the path of the dict stands for theirs.
+        """
+        start, tensor, left = f"{path}." if path else "", self.tensor, self._left
+        children = self.nodes.children(node) or {}
+        everything = not self.selection.only and not self.selection.rename
+        alike: list[Any] = []
+        for key, value in list(target.items()):
+            if everything and type(value) in tree.SCALARS and type(children.get(key, tree.MISSING)) in tree.SCALARS and key == key:
+                alike.append(key)
+                continue
+            at = start + key if type(key) is str and key.isascii() else join(path, key)
+            if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
+                tensor(at, value)
+            else:
+                self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
+        runs = [alike] if live else [alike, *self.added(target, children, path, everything=everything)]
+        if not live and not children and self.selection.wants(path):
+            self.found.values.append(path)
+        if any(runs):
+            complete = everything and not live and self._left == left
+            self.found.values += [path] if complete else [join(path, key) for run in runs for key in run]
+            self.found.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
+
+    def added(self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool) -> Iterator[list[Any]]:
+        """Take the keys that just the checkpoint has, in its order. Gives those whose values stand for themselves, as they are taken."""
+        run: list[Any] = []
+        for key, child in children.items():
+            if key in target:
+                continue
+            if everything and type(child) in tree.SCALARS:
+                if not run:
+                    self.found.apply.append(partial(_take, target, run, children))
+                run.append(key)
+                continue
+            if run:
+                yield run
+                run = []
+            at = join(path, key)
+            if self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
+                self.plain(child, at, _item_setter(target, key))
+            else:
+                self._left += 1
+        if run:
+            yield run
+
+    def sequence(self, target: Sequence[object], node: Node, path: str, put: Setter) -> None:
+        loaded = list(target)
+        stored = tree.items_of(node)
+        if stored is not None and len(stored) != len(loaded):
+            self.found.misfits.append(f"{path}: {len(stored)} elements in the checkpoint, {len(loaded)} in the state")
+            return
+        before = len(self.found.values)
+        for i, item in enumerate(target):
+            at = join(path, i)
+            self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
+        if stored is not None and not tree.refers(node):  # then the stored list is a leaf as a whole: taken if all in it is
+            taken = set(self.found.values[before:])
+            if all(_is_below(taken, join(path, i), where) for i, item in enumerate(stored) for where, _ in tree.leaves(item)):
+                self.found.values.append(path)
+        if isinstance(target, list):
+            self.found.apply.append(lambda: target.__setitem__(slice(None), loaded))
+        else:
+            self.found.apply.append(lambda: put(tuple(loaded)))
+
+    # ---- objects
+
+    def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
+        parts = tensors_of(module)
+        copies = [at for name in copies_of(module, parts) if self.selection.wants(at := join(path, name))]
+        if copies:
+            raise StateError(
+                f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
+                where=f"tensor {copies[0]}",
+                hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
+            )
+        before = len(self.found.misfits)
+        if parts.flat:
+            self.found.create.append(lambda: reshard(module))
+        for name, part in parts.flat.items():
+            self.tensor(join(path, name), part)
+        for name, tensor in parts.tensors.items():
+            self.tensor(join(path, name), tensor)
+        for number in range(before, len(self.found.misfits)):
+            self.resizes(number, path, parts.owners)
+        for name in parts.extra:
+            said = join(path, name)
+            if self.selection.wants(said):
+                self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
+
+    def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
+        """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
+        text = self.found.misfits[number]
+        owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
+        if owner is None or ": shape " not in text:
+            return
+        for method in ("_load_from_state_dict", "load_state_dict"):
+            if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
+                self.found.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
+                return
+
+    def stateful(self, target: Any, node: Node, path: str) -> None:
+        below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
+        if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
+            return
+        if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
+            self.found.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
+        template, before = target.state_dict(), len(self.found.apply)
+        self.decoded(node, path, target.load_state_dict, template=template)
+        if len(self.found.apply) > before and not _tensor_names(node) and not has_tensors(template):
+            self.found.objects.append(StatefulObject(path=path, target=target, take=self.found.apply.pop(), old=template))
+
+    def per_rank(self, target: PerRank, path: str) -> None:
+        if not self.selection.wants(path):
+            return
+        self.found.values.append(path)
+        nodes = _AtPath(self.catalog.ranks, path)
+        some = self.placer.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
+        try:
+            chosen = target.choose(nodes, self.catalog.world_size, self.placer.rank, self.placer.ranks) if some else None
+        except ShapeError as err:
+            self.found.misfits.append(f"{path}: {err.message}")
+            return
+        if chosen is None:
+            self.found.missing.append(path)
+            return
+        values: list[Any] = [None] * len(chosen.ranks)
+        for i, rank in enumerate(chosen.ranks):
+            self._rebuilt(nodes[rank], path, _item_setter(values, i))
+        self.found.apply.append(lambda: chosen.take(values))
+
+    def compound(self, target: Compound, node: Node, path: str) -> None:
+        slots, before = target.slots(), len(self.found.apply)
+        self.mapping(slots, node, path, live=not path or _has_live(slots))
+        if len(self.found.apply) > before:
+            self.found.apply.append(lambda: target.loaded(slots))
+
+    def _rebuilt(self, node: Node, path: str, put: Setter) -> None:
+        fresh = {name: self._own_tensor(name) for name in _tensor_names(node)}
+        self.found.apply.append(lambda: put(tree.decode(node, lambda k, p: fresh[p] if k == "$tensor" else inline_only(k, p))))
+
+    def _own_tensor(self, stored: str) -> torch.Tensor:
+        if stored in self._own:
+            return self._own[stored]  # tied when it was saved
+        entry = self.referred(stored)
+        new = self._own[stored] = self.room_for(entry)
+        local = self.placer.add_own(f"{stored}>", new)
+        self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
+        return new
+
+
+class _AtPath(Mapping[int, Node]):
+    """The nodes that ranks have at one path, by rank; of each rank that is asked for, and of all if all are."""
+
+    def __init__(self, ranks: Mapping[int, Mapping[str, Node]], path: str) -> None:
+        self._ranks = ranks
+        self._path = path
+
+    def __getitem__(self, rank: int) -> Node:
+        return self._ranks[rank][self._path]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(rank for rank, nodes in self._ranks.items() if self._path in nodes))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _item_setter(container: Any, key: Any) -> Setter:
+    def put(value: object) -> None:
+        container[key] = value
+
+    return put
+
+
+def _take(target: dict[Any, Any], keys: Sequence[Any], children: Mapping[Any, Node]) -> None:
+    for key in keys:
+        target[key] = children[key]
+
+
+def _is_below(taken: Set[str], at: str, where: str) -> bool:
+    """Whether the path ``where`` below ``at``, or something that contains it and is not above ``at``, was taken."""
+    return any(p in taken for p in (at, *(f"{at}.{where[:i]}" for i, c in enumerate(f"{where}.") if c == "." and i)))
+
+
+def _has_live(value: object) -> bool:
+    """Whether a container holds anything that is loaded in place."""
+    if type(value) in tree.SCALARS:
+        return False
+    if isinstance(value, dict):
+        return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
+    if isinstance(value, (list, tuple)):
+        return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
+    return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
+
+
+def _tensor_names(node: Node) -> list[str]:
+    return [leaf["$tensor"] for _, leaf in tree.leaves(node) if isinstance(leaf, dict) and "$tensor" in leaf]

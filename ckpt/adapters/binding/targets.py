@@ -1,0 +1,263 @@
+"""What a load will do on this rank, and the leaves of a state: each tensor or value is tied to what the checkpoint has for it.
+
+Binding changes nothing: what it finds is in ``Binding``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt import tree
+from ckpt.adapters.dtensor import is_dtensor
+from ckpt.adapters.memory import raw_view
+from ckpt.adapters.optimizers import decode_inline
+from ckpt.adapters.place import Placer
+from ckpt.adapters.refill import like
+from ckpt.adapters.sharded import Sharded, is_sharded_tensor
+from ckpt.adapters.stateful import StatefulObject
+from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
+from ckpt.catalog import Catalog, TensorEntry, job_tensors
+from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
+from ckpt.plan.match import Selection, misfit
+from ckpt.plan.nodes import Nodes
+from ckpt.tree import MISSING, Node, join
+
+Setter = Callable[[Any], None]
+
+
+@dataclass(eq=False)
+class Binding:
+    """What a load will do on this rank, and everything that does not fit.
+
+    ``targets``: name in the state → (memory, stored tensor). ``used``: stored names that go somewhere. ``values``: paths of JSON
+    values that are taken.
+    """
+
+    targets: dict[str, tuple[LocalTensor, TensorEntry]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    values: list[str] = field(default_factory=list)
+    objects: list[StatefulObject] = field(default_factory=list)
+    """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
+    options: list[StatefulObject] = field(default_factory=list)
+    """Of optimizers' groups: set before ``objects`` are asked, since a scheduler may set the learning rate when it takes its state."""
+    create: list[Callable[[], None]] = field(default_factory=list)
+    apply: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Binder:
+    """Binds single tensors and values; what walks the containers of a state, or an optimizer, calls it."""
+
+    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, *, cast: bool) -> None:
+        self.catalog = catalog
+        self.placer = placer
+        self.selection = selection
+        self.cast = cast
+        self.found = Binding()
+        self._used = self.found.used.add
+        self.entries = selection.view(job_tensors(catalog))
+        self.nodes = Nodes(catalog.state, selection)
+        self._absent: list[tuple[str, LocalTensor]] = []
+        self._filled: dict[int, tuple[str, TensorEntry]] = {}  # id of a memory → the first name that it is filled under
+        self._meta: list[tuple[LocalTensor, torch.Tensor]] = []
+
+    def settle(self) -> None:
+        """A tied name that the checkpoint lacks is not missing if the memory is filled under another name. What is missing gets no
+        memory."""
+        if not self._absent and not self._meta:
+            return
+        filled = {id(local) for local, _ in self.found.targets.values()}
+        self.found.missing += [name for name, local in self._absent if id(local) not in filled]
+        self.found.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
+
+    def plain(self, node: Node, path: str, put: Setter) -> None:
+        if node is MISSING:
+            self.found.missing.append(path)
+            return
+        self.found.values.append(path)
+        if tree.refers(node):
+            stored = "a PerRank" if tree.tag_of(node) == "$per_rank" else "tensors"
+            self.found.misfits.append(f"{path}: {stored} in the checkpoint, a plain value in the state")
+            return
+        self.found.apply.append(lambda: put(tree.decode(node, inline_only)))
+
+    def tensor(self, said: str, tensor: torch.Tensor | Sharded) -> None:
+        """A tensor of the state: filled in place; on the meta device it gets memory first."""
+        if self.selection.only and not self.selection.wants(said):
+            return
+        local = self.placer.add(said, tensor)
+        self.target(said, local)
+        if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
+            self._meta.append((local, tensor))
+
+    def target(self, said: str, local: LocalTensor) -> None:
+        """Match a placed tensor with its stored one."""
+        name = self.placer.names[said]
+        entry = self.entries.get(name)
+        if entry is None:
+            self._absent.append((name, local))
+            return
+        self._used(entry.name)
+        info = local.info
+        if entry.dtype is not info.dtype or entry.shape != info.shape or entry.logical is not None:  # if not, nothing can be wrong
+            problem = misfit(info, entry, cast=self.cast)
+            if problem is not None:
+                self.found.misfits.append(f"{name}: {problem}")
+                return
+            if entry.dtype != info.dtype:
+                self.found.cast.append(name)
+        for _, memory in local.parts:
+            if not memory.is_contiguous():
+                _check_writable(name, memory)
+        first, other = self._filled.setdefault(id(local), (name, entry))
+        if other is entry:
+            self.found.targets[name] = (local, entry)
+        elif (entry.alias or entry.name) != (other.alias or other.name):
+            self.compare(name, local, entry, first, other)
+
+    def compare(self, name: str, local: LocalTensor, entry: TensorEntry, first: str, other: TensorEntry) -> None:
+        """Two names of one memory that are stored apart must be equal: by their digests, or the second is read beside the first."""
+        same = self.same_bytes(local, entry, other)
+        if same is not None:
+            if not same:
+                self.found.misfits.append(f"{name}: the state ties it to {first}, the checkpoint has other values for it")
+            return
+        beside = LocalTensor(local.info, [Held(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
+        self.found.targets[name] = (beside, entry)
+
+        def check() -> None:
+            if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
+                raise ShapeError(
+                    "the state ties this tensor to another one, but the checkpoint has different values for the two",
+                    where=f"tensor {name} and {first}",
+                    hint="untie them in the model, or leave one out with only=",
+                )
+
+        self.found.apply.insert(0, check)
+
+    def same_bytes(self, local: LocalTensor, one: TensorEntry, other: TensorEntry) -> bool | None:
+        """Whether two stored tensors are equal where this rank needs them, by the digests of their chunks; None if these cannot tell."""
+        if one.grid.cuts is None or (one.grid.cuts, one.dtype) != (other.grid.cuts, other.dtype):
+            return None
+        chunks = sorted({int(n) for held in local.parts for n in one.grid.overlapping(held.box)})
+        pairs = zip(self.catalog.extents(one, chunks), self.catalog.extents(other, chunks), strict=True)
+        digests = [(a.digest, b.digest) for a, b in pairs]
+        return None if any(None in pair for pair in digests) else all(a == b for a, b in digests)
+
+    def materialise(self, local: LocalTensor, tensor: torch.Tensor) -> None:
+        """Give memory to a meta tensor, in place: every reference to it sees the new memory."""
+        if tensor.device.type != "meta":
+            return  # tied: done under another name
+        real = real_like(tensor, tensor.dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
+        real.__dict__.update(tensor.__dict__)  # swapped too
+        try:
+            torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+        except RuntimeError as err:
+            hint = "module.to_empty(device=...) before the load"
+            raise StateError(f"a meta tensor cannot be given memory: {err}", where=f"tensor {local.said}", hint=hint) from err
+        self.placer.refresh(local, tensor)
+
+    def decoded(self, node: Node, path: str, put: Setter, template: object = None, device: str | torch.device = "cpu") -> None:
+        """Rebuild a stored value, tensors included, and hand it over. ``template`` shows how its tensors are laid out now, ``device`` where
+        those go that it lacks."""
+        if node is MISSING:
+            self.found.missing.append(path)
+            return
+        foreign = {str(tree.tag_of(leaf)) for _, leaf in tree.leaves(node)} & _OWN_WALKS
+        if foreign:
+            self.found.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
+            return
+        fresh: dict[str, torch.Tensor] = {}
+        likes = dict(_tensors_in(template, path))
+        for where, leaf in tree.leaves(node):
+            if isinstance(leaf, dict) and "$tensor" in leaf:
+                self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh, device)
+        self.found.values.append(path)
+
+        def special(kind: str, payload: Any) -> object:
+            return fresh[payload] if kind == "$tensor" else inline_only(kind, payload)
+
+        self.found.apply.append(lambda: put(like(template, tree.decode(node, special))))
+
+    def fresh(self, stored: str, now: torch.Tensor | None, fresh: dict[str, torch.Tensor], device: str | torch.device) -> None:
+        """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""
+        name = self.selection.renamed(stored)
+        entry = self.referred(stored)
+        if now is not None and (is_dtensor(now) or self.placer.layout is not None):
+            new = torch.empty_like(now)
+        else:
+            new = self.room_for(entry, device if now is None else real_device(now))
+        fresh[stored] = new
+        if name not in self.placer.tensors:
+            self.target(name, self.placer.add(name, new))
+
+    def referred(self, stored: str) -> TensorEntry:
+        """The stored tensor that a value of the checkpoint refers to."""
+        entry = self.catalog.tensors.get(stored)
+        if entry is None:
+            raise CorruptError(
+                f"a value of the checkpoint refers to the tensor {stored!r}, which the index does not have",
+                where=self.catalog.url,
+                hint="run `ckpt verify` to see what else is damaged, and load another step",
+            )
+        return entry
+
+    def room_for(self, entry: TensorEntry, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Memory for a whole stored tensor, once it is known that all its bytes are there: an index may claim any size."""
+        self.catalog.extents(entry, range(len(entry.grid)))
+        return torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+
+
+_OF_KIND = {"$tensors": "a module", "$param_groups": "an optimizer", "$per_rank": "a PerRank"}
+_OWN_WALKS = frozenset(_OF_KIND)
+"""Kinds of node that only the same kind of object in the state can take."""
+
+
+def _check_writable(name: str, memory: torch.Tensor) -> None:
+    if any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
+        text = "its elements share memory (it was expanded), so it cannot be loaded into"
+        raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
+
+
+def real_device(tensor: torch.Tensor) -> str | torch.device:
+    """Where a tensor's memory is, or is to be if it has none yet."""
+    if tensor.device.type != "meta":
+        return tensor.device
+    return tensor.device_mesh.device_type if is_dtensor(tensor) else "cpu"
+
+
+def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(tensor.detach(), dtype=dtype, device=real_device(tensor))
+
+
+def has_tensors(value: object) -> bool:
+    """Whether a state, as ``state_dict()`` gives it, has tensors in it."""
+    return bool(_tensors_in(value, ""))
+
+
+def _tensors_in(value: object, path: str) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if isinstance(value, dict):
+        return [x for k, v in value.items() for x in _tensors_in(v, join(path, k))]
+    if isinstance(value, (list, tuple)):
+        return [x for i, v in enumerate(value) for x in _tensors_in(v, join(path, i))]
+    return []
+
+
+def inline_only(kind: str, payload: Any) -> object:
+    if kind == "$inline":
+        return decode_inline(payload)
+    raise FormatError(
+        f"the checkpoint has a {kind} node ({payload!r:.80}) where plain values were expected",
+        hint="the state was written by newer or other software, or is damaged: run `ckpt verify`",
+    )

@@ -1,0 +1,1 @@
+"""Threads, and pauses of the garbage collector."""

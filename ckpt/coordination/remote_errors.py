@@ -1,0 +1,45 @@
+"""What ranks tell each other of errors, and what a rank raises that is told of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt import errors
+from ckpt.errors import CkptError, CorruptError, GroupError, RankFailedError
+from ckpt.plan.tables import ranks_text
+
+
+def failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
+    """One error for what failed on other ranks; equal texts are told once."""
+    by_text: dict[str, list[int]] = {}
+    for rank, err in failed.items():
+        by_text.setdefault(f"{err['type']}: {err['message']}" + (f" ({err['where']})" if err["where"] else ""), []).append(rank)
+    told = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
+    hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
+    error = RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
+    error.ranks = tuple(sorted(failed))
+    return error
+
+
+def failed_on(rank: int, told: dict[str, Any]) -> CkptError:
+    """What to raise for an error of another rank that this one waits for. Damage stays what it is, whoever finds it."""
+    if told["type"] == CorruptError.__name__:
+        return CorruptError(f"{told['message']} (found by rank {rank})", where=told["where"], hint=told["hint"])
+    error = RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
+    error.ranks = (rank,)
+    return error
+
+
+def error_to_json(err: BaseException) -> dict[str, Any]:
+    message = err.message if isinstance(err, CkptError) else str(err)
+    where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
+    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
+
+
+def error_of(kind: str, phase: str, verdict: dict[str, Any]) -> CkptError:
+    """What the leader decided for all, as the same class on every rank if it is one of ours; or what happened on one rank."""
+    data = verdict["error"]
+    found = getattr(errors, data["type"], None)
+    if verdict["decided"] and isinstance(found, type) and issubclass(found, CkptError):
+        return found(data["message"], where=data["where"], hint=data["hint"])
+    return failure(kind, phase, {verdict["rank"]: data})

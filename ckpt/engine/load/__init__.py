@@ -1,0 +1,1 @@
+"""From a checkpoint into a state: open, plan, read, exchange, check."""

@@ -1,0 +1,192 @@
+"""Chunks that a target wants just as they are stored: no copy to plan. By far the most chunks of a load into the saved layout.
+
+Small ones are read many at a time and moved to their places from the cache; large ones are read in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from ckpt.adapters.memory import writable_bytes
+from ckpt.adapters.tensors import LocalTensor
+from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
+from ckpt.layout.geometry import Box
+
+from .fetch import Chunk, Fetch, damaged
+
+SMALL = 64 << 10
+"""Bytes of a chunk that is read together with its neighbours."""
+BATCH = 1 << 20
+"""Bytes that are read together: few enough to be still in the cache when they are hashed and copied."""
+SLICE = 256
+"""Chunks that are looked up between two signs of life."""
+
+
+class Job(NamedTuple):
+    """Load ``entry`` into ``target``."""
+
+    target: LocalTensor
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exact:
+    """Chunks that fill all of the only part of a job each, as columns: the jobs, where the chunks are stored, and where they go."""
+
+    jobs: Sequence[Job]
+    extents: Sequence[Extent]
+    addresses: Sequence[int]
+
+    def chunk(self, i: int) -> Chunk:
+        return Chunk(self.jobs[i].entry.name, self.jobs[i].target.parts[0].box, self.extents[i])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(e[2] for e in self.extents)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Small chunks whose bytes follow one another in a file: ``length`` bytes from ``start`` on; ``numbers`` say which they are."""
+
+    path: str
+    start: int
+    length: int
+    numbers: Sequence[int]
+
+
+def find_exact(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) -> tuple[Exact, list[Job]]:
+    """Divide jobs into chunks that fill a target in host memory, and what needs more thought. ``beat`` is called now and then.
+
+    Raises:
+        CorruptError: a file is missing or truncated, or a header does not fit the index.
+    """
+    rest: list[Job] = []
+    found: list[Job] = []
+    addresses: list[int] = []
+    sizes: list[int] = []
+    chunks: list[tuple[TensorEntry, int]] = []
+    for job in jobs:
+        target, entry = job
+        info, grid, parts = target.info, entry.grid, target.parts
+        number, address = None, 0
+        if len(parts) == 1 and info.shape == entry.shape and (entry.dtype is info.dtype or entry.dtype == info.dtype):
+            memory = parts[0].memory
+            if memory.is_cpu and memory.is_contiguous() and not memory.is_neg() and not memory.is_conj():
+                box, address = parts[0].box, memory.data_ptr()
+                number = _number(grid, box) if not grid.single else 0 if box.shape == entry.shape else None
+        if number is None or not address:
+            rest.append(job)
+        else:
+            found.append(job)
+            addresses.append(address)
+            sizes.append(memory.nbytes)
+            chunks.append((entry, number))
+    extents: list[Extent] = []
+    for at in range(0, len(chunks), SLICE):  # each may have to read headers
+        extents += catalog.extents_of(chunks[at : at + SLICE])
+        beat()
+    return _fitting(Exact(jobs=found, extents=extents, addresses=addresses), sizes, rest)
+
+
+def _fitting(exact: Exact, sizes: Sequence[int], rest: list[Job]) -> tuple[Exact, list[Job]]:
+    """Leave out what is coded, or has not as many bytes as its memory, ``sizes``: nothing is ever written beyond that."""
+    fits = [e[2] == size and e[4] is None for e, size in zip(exact.extents, sizes, strict=True)]
+    if all(fits):
+        return exact, rest
+    rest += [job for job, fit in zip(exact.jobs, fits, strict=True) if not fit]
+    jobs, extents, addresses = compress(exact.jobs, fits), compress(exact.extents, fits), compress(exact.addresses, fits)
+    return Exact(jobs=list(jobs), extents=list(extents), addresses=list(addresses)), rest
+
+
+def _number(grid: Grid, box: Box) -> int | None:
+    """The chunk that is this box, or None."""
+    if grid.cuts is None:
+        return None
+    number = 0
+    for cuts, low, size in zip(grid.cuts, box.offset, box.shape, strict=True):
+        i = bisect_left(cuts, low)
+        if i + 1 >= len(cuts) or cuts[i] != low or cuts[i + 1] != low + size:
+            return None
+        number = number * (len(cuts) - 1) + i
+    return number
+
+
+def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
+    """What to run, in any order and on any threads."""
+    grain = fetch.catalog.backend.grain
+    longest, most = max(SMALL, grain.gap), max(BATCH, grain.piece)
+    small: list[int] = []
+    large: list[int] = []
+    for i, extent in enumerate(exact.extents):
+        (small if extent[2] <= longest else large).append(i)
+    for batch in batches(exact, small, most):
+        yield partial(_move, fetch, exact, batch)
+    for i in large:
+        yield partial(_fill, fetch, exact, i)
+
+
+def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[Batch]:
+    """Chunks in the order of their bytes, neighbours together up to ``most`` bytes. A chunk that several targets want is read once."""
+    by_file: dict[str, list[int]] = {}
+    for i in small:
+        by_file.setdefault(exact.extents[i][0], []).append(i)
+    for path, members in by_file.items():
+        numbers = np.array(members, dtype=np.int64)
+        starts, lengths = np.array([exact.extents[i][1:3] for i in members], dtype=np.int64).T
+        order = np.argsort(starts, kind="stable")
+        numbers, starts, stops = numbers[order], starts[order], (starts + lengths)[order]
+        ends = [0, *(np.flatnonzero(starts[1:] > np.maximum.accumulate(stops)[:-1]) + 1).tolist(), len(members)]
+        for first, last in pairwise(ends):
+            while first < last:
+                reach = first + int(np.searchsorted(starts[first:last], starts[first] + most - SMALL, side="right"))
+                start, stop = int(starts[first]), int(stops[first:reach].max())
+                yield Batch(path, start, stop - start, numbers[first:reach].tolist())
+                first = reach
+
+
+def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
+    """Read all, check all, then put each in its place."""
+    buffer = fetch.scratch(batch.length)
+    extents = [exact.extents[i] for i in batch.numbers]
+    together = Extent(batch.path, batch.start, batch.length, None)
+    fetch.checked(together, partial(_read, fetch, exact, batch, extents, buffer.data[: batch.length]))
+    with fetch.span("copy", batch.length):
+        at = buffer.ctypes.data - batch.start
+        for i, extent in zip(batch.numbers, extents, strict=True):
+            _memmove(exact.addresses[i], at + extent[1], extent[2])
+
+
+def _read(fetch: Fetch, exact: Exact, batch: Batch, extents: Sequence[Extent], data: memoryview) -> None:
+    start = batch.start
+    fetch.fill(batch.path, start, data)
+    verified, last = 0, -1
+    with fetch.span("verify", batch.length):
+        for i, (_, offset, length, digest, _, _) in zip(batch.numbers, extents, strict=True):
+            if digest is None or fetch.verify == "off" or offset == last:
+                continue
+            if (found := _digest(data[offset - start : offset - start + length])) != digest:
+                raise damaged(exact.chunk(i), f"digest {found}, should be {digest}", fetch.catalog.url)
+            verified, last = verified + length, offset
+    fetch.compared(verified)
+
+
+def _fill(fetch: Fetch, exact: Exact, i: int) -> None:
+    memory = writable_bytes(exact.jobs[i].target.parts[0].memory)
+    assert memory is not None
+    fetch.checked(exact.extents[i], partial(fetch.chunk, exact.chunk(i), memory))
+
+
+_digest = xxhash.xxh3_64_hexdigest
+_memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter lock: giving it up takes longer than the copy
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p

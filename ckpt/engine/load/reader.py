@@ -1,0 +1,347 @@
+"""Reads stored chunks into the memory of tensors: planned ranges, in parallel, verified on the way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
+from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.concurrency.workers import run_tasks
+from ckpt.errors import CorruptError
+from ckpt.layout.geometry import Box, find_fault
+from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
+from ckpt.plan.join import Copy, join
+from ckpt.plan.match import common_box
+from ckpt.plan.pieces import pieces
+
+from .copying import Stored, copy_box
+from .exact import Exact, Job, find_exact, tasks_of
+from .fetch import PAGE, PROBE, Check, Chunk, Fetch, Spans, Verify
+from .parcels import Carrier
+from .sweep import MAX_CODED, FilePlan, Sweep, by_file, cohorts_of
+
+__all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
+
+MAX_READ = 4 << 20
+"""Small neighbouring ranges are read together up to this many bytes: so few that they are still in the cache when they are hashed and
+copied."""
+MAX_GAP = 32 << 10
+"""Bytes between two ranges that are read rather than skipped: one more call of the storage takes as long."""
+MAX_PART = 64 << 20
+"""Longer ranges of one chunk are read by several threads, if no digest asks for one after another."""
+MAX_SCRATCH = 448 << 20
+"""Bytes that all threads together have for coded chunks, while each has room for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One copy of one job: from a chunk to a box of the target."""
+
+    job: Job
+    copy: Copy
+    extent: Extent
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.job.entry.name, self.copy.chunk_box, self.extent)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk's elements."""
+        return self.copy.chunk_box.numel * self.job.entry.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadPlan:
+    """What to read and where to put it. ``exact`` are chunks that fill their targets; the others go by ``steps``, ``parts`` and ``reads``.
+
+    ``padding`` is filled with zeros first; ``filled`` is all memory that is written.
+    """
+
+    exact: Exact
+    steps: Sequence[_Step]
+    parts: Sequence[Part]
+    reads: Sequence[Read]
+    padding: Sequence[torch.Tensor]
+    filled: Sequence[torch.Tensor]
+    sweep: Sweep | None = None
+    """What goes file by file; ``files`` were looked up already, if they are few."""
+    files: Sequence[FilePlan] = ()
+
+    @property
+    def coded(self) -> int:
+        """The most scratch memory that one coded chunk takes, in bytes."""
+        most = max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
+        unseen = self.sweep is not None and not self.files and self.sweep.catalog.coded
+        return max(most, 2 * MAX_CODED) if unseen else most
+
+
+@dataclass(eq=False)
+class Reader:
+    """Loads tensors from one catalog. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after :meth:`run`."""
+
+    catalog: Catalog
+    verify: Verify
+    threads: int
+    beat: Callable[[], None]
+    spans: Spans | None = None
+    bytes_needed: int = 0
+    _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
+        grain = self.catalog.backend.grain
+        self.threads = max(self.threads, grain.calls)
+        self.max_gap, self.max_read = max(MAX_GAP, grain.gap), max(MAX_READ, grain.piece)
+        self.probes = not grain.calls
+
+    @property
+    def bytes_read(self) -> int:
+        return self.fetch.read
+
+    @property
+    def bytes_unverified(self) -> int:
+        return self.fetch.read - self.fetch.verified
+
+    def run(self, plan: ReadPlan, carrier: Carrier | None = None) -> None:
+        """Fill every target; with a ``carrier`` also those of what other ranks read, while this one reads for them.
+
+        Raises:
+            CorruptError: bytes are not what the digests say.
+            StorageError: the storage failed.
+            DeadlineError, RankFailedError: another rank died, hangs or failed.
+        """
+        for memory in plan.padding:
+            (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
+        tasks = [] if carrier is None else carrier.tasks(self.catalog)
+        tasks += tasks_of(plan.exact, self.fetch)
+        tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
+        if plan.sweep is not None:
+            tasks += [task for file in plan.files for task in plan.sweep.tasks(file)]
+            tasks += [] if plan.files else [partial(self.read_file, plan.sweep, file) for file in plan.sweep.files]
+        if carrier is None:
+            run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
+        else:
+            carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)))
+        changed(plan.filled)
+
+    def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:
+        """How many threads pay, after the first few of ``tasks``, which are taken out and run here. ``coded``: scratch memory that each
+        may need.
+
+        What comes from the page cache is a copy in memory: a few cores do that as fast as many, and the other ranks of the machine need
+        cores too. Storage that makes a thread wait can serve many at once.
+        """
+        if coded:
+            return min(self.threads, max(1, MAX_SCRATCH // coded))
+        cores = os.cpu_count() or 1
+        if not self.probes or self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
+            return self.threads
+        while tasks and self.fetch.read < PROBE:
+            tasks.pop(0)()
+        return self.threads if self.fetch.waits > 1 else max(1, cores // 2)
+
+    # ---- the plan
+
+    def plan(self, jobs: Iterable[Job], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
+        """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way.
+
+        Raises:
+            CorruptError: a file is missing or truncated, or a header does not fit the index.
+        """
+        jobs, left_out = list(jobs), left_out or {}
+        exact, rest = find_exact([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
+        rest += [job for job in jobs if id(job.target) in left_out]
+        self.bytes_needed += exact.nbytes
+        padding: list[torch.Tensor] = []
+        wanted = [(job, self.wanted(job, padding)) for job in rest]
+        catalog = by_file(self.catalog) if self.verify == "full" else None
+        sweep, files, steps = None, list[FilePlan](), list[_Step]()
+        if catalog is None:
+            for job, boxes in wanted:
+                steps += self.steps(job, boxes, left_out.get(id(job.target), ()))
+                self.beat()
+            self.bytes_needed += sum(step.copy.box.numel * step.job.entry.dtype.itemsize for step in steps)
+        elif wanted:
+            sweep = Sweep(catalog, cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
+            steps = [step for file in files for step in _steps_of(file)]
+            self.bytes_needed += sum(file.needed for file in files)
+        parts, reads = self.reads(steps)
+        filled = [held.memory for target, _ in jobs for held in target.parts]
+        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
+
+    def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[Read]]:
+        """What to read for these copies."""
+        parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
+        return parts, coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
+
+    def read_file(self, sweep: Sweep, number: int) -> None:
+        """Look one file up, and read what is wanted of it."""
+        file = sweep.look_up(number)
+        for task in sweep.tasks(file):
+            task()
+        parts, reads = self.reads(steps := _steps_of(file))
+        for read in reads:
+            self.read(read, parts, steps)
+        with self._lock:
+            self.bytes_needed += file.needed
+
+    def wanted(self, job: Job, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
+        """The box that each part of a target gets of a tensor; memory with padding beyond the stored tensor is added to ``padding``."""
+        info, entry = job.target.info, job.entry
+        self.check_tiling(entry)
+        stored = common_box(info, entry)
+        found: list[tuple[int, Box]] = []
+        for number, held in enumerate(job.target.parts):
+            box: Box | None = held.box
+            if not stored.contains(held.box):
+                padding.append(held.memory)
+                box = held.box.intersect(stored)
+            if box is not None:
+                found.append((number, box))
+        return tuple(found)
+
+    def steps(self, job: Job, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
+        """What to copy for one tensor, but for chunks that are left out."""
+        copies = [copy for _, box in boxes for copy in join(job.entry.grid, box) if copy.chunk not in left_out]
+        return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
+
+    def check_tiling(self, entry: TensorEntry) -> None:
+        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was.
+
+        Raises:
+            CorruptError: some elements are in no chunk, or in several.
+        """
+        key = (id(entry.grid), entry.shape)
+        if entry.grid.boxes is None or key in self._tiled:
+            return
+        fault = find_fault(entry.shape, *entry.grid.boxes)
+        if fault is not None:
+            raise CorruptError(
+                f"the index gives {fault.times} chunks for {fault.box} of tensor {entry.name}, not one",
+                where=self.catalog.url,
+                hint="run `ckpt verify` to see what else is damaged, and load another step",
+            )
+        self._tiled.add(key)
+
+    def parts(self, number: int, step: _Step) -> list[Part]:
+        itemsize, copy = step.job.entry.dtype.itemsize, step.copy
+        if self.fetch.whole(step.extent):
+            return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
+        blocks = [copy]
+        if step.nbytes > MAX_PART:
+            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, MAX_PART // itemsize)]
+        return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=self.max_gap)]
+
+    # ---- one read
+
+    def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
+        mine = [parts[i] for i in read.parts]
+        if read.length <= self.max_read and len(mine) > 1:
+            whole = Extent(read.path, read.offset, read.length, None)
+            self.fetch.checked(whole, partial(self._together, read, mine, steps))
+        else:
+            for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
+                members = list(group)
+                self.fetch.checked(steps[members[0].copy].extent, partial(self._alone, members, steps))
+
+    def _together(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""
+        shift = read.offset % PAGE
+        buffer = self.fetch.scratch(shift + read.length)
+        self.fetch.fill(read.path, read.offset, buffer.data[shift : shift + read.length])
+        for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):
+            members = list(group)
+            step, offset, length = steps[members[0].copy], members[0].offset, members[0].length
+            at = shift + offset - read.offset
+            data = buffer[at : at + length]
+            self.fetch.check(step.chunk, data.data)
+            if step.extent.codec is None:
+                self._place(data, offset - step.extent.offset, members, steps)
+            else:
+                self._decoded(data.data, members, steps)
+
+    def _alone(self, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Parts that are the same bytes, piece by piece: straight into the target where they are contiguous there."""
+        step = steps[mine[0].copy]
+        if step.extent.codec is not None:
+            blob = self.fetch.scratch(step.extent.length, "blob")[: step.extent.length]
+            self.fetch.chunk(step.chunk, blob.data)
+            self._decoded(blob.data, mine, steps)
+        elif (target := self._straight(mine, step)) is not None:
+            self._pour(mine[0], step, target)
+        else:
+            self._strew(mine, step, steps)
+
+    def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
+        check = Check(self.fetch, step.chunk)
+        for at in range(0, part.length, self.fetch.stretch):
+            self.fetch.fill(part.path, part.offset + at, target[at : at + self.fetch.stretch], check)
+        check.end()
+
+    def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
+        size, copy = step.job.entry.dtype.itemsize, step.copy
+        buffer, check = self.fetch.scratch(self.fetch.piece), Check(self.fetch, step.chunk)
+        whole = mine[0].length == step.extent.length
+        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
+            data = buffer[: piece.length * size]
+            self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
+            inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
+            self._place(data, piece.start * size, inside, steps)
+        check.end()
+
+    def _straight(self, mine: Sequence[Part], step: _Step) -> memoryview | None:
+        """The target's own memory, where the elements of the only part can be put into it as they are."""
+        entry, target = step.job.entry, step.job.target
+        if len(mine) > 1 or entry.dtype != target.info.dtype:
+            return None
+        needed = mine[0].box.numel * entry.dtype.itemsize
+        if (step.nbytes if step.extent.codec is not None else mine[0].length) != needed:
+            return None
+        return writable_bytes(target.view(mine[0].box))
+
+    def _decoded(self, blob: memoryview, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        step = steps[mine[0].copy]
+        target = self._straight(mine, step)
+        if target is not None:
+            self.fetch.decode(step.chunk, blob, target, step.job.entry.dtype.itemsize)
+            return
+        out = self.fetch.scratch(step.nbytes, "decoded")[: step.nbytes]
+        self.fetch.decode(step.chunk, blob, out.data, step.job.entry.dtype.itemsize)
+        self._place(out, 0, mine, steps)
+
+    def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+        """Copy the boxes of parts out of bytes that begin ``start`` bytes into their chunk."""
+        with self.fetch.span("copy", len(data)):
+            for part in mine:
+                step = steps[part.copy]
+                copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
+
+
+def _steps_of(file: FilePlan) -> list[_Step]:
+    """The copies of its chunks that go by themselves."""
+    return [_Step(job, part.copy, extent) for job, parts, extent in file.others for part in parts]
+
+
+def _same_chunk(part: Part, steps: Sequence[_Step]) -> Hashable:
+    """Equal for parts that are the same bytes of the same chunk. A virtual checkpoint may have chunks of other boxes, or whose elements lie
+    in another order, over the same bytes."""
+    step = steps[part.copy]
+    return part.offset, part.length, step.extent.codec, step.copy.chunk_box
+
+
+def changed(memories: Iterable[torch.Tensor]) -> None:
+    """Autograd did not see the bytes change."""
+    torch.autograd.graph.increment_version([memory for memory in memories if not memory.is_inference()])

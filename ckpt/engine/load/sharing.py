@@ -1,0 +1,320 @@
+"""Ranks that want parts of the same chunks: one of them reads and checks each chunk, and gives the others what they want of it
+(ByteCheckpoint, arXiv 2407.20143, section 4.3, shares replicas in this way).
+
+Each rank computes from the layouts alone who reads what. The leader compares what the ranks of a *circle*, those that a layout names, say
+that they load; only where it is the same they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from ckpt.catalog import TensorEntry
+from ckpt.layout.geometry import Box
+from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.match import common_box
+from ckpt.plan.parcels import Shared, reader_of, shared_chunks, wants
+from ckpt.plan.pieces import Piece, pieces
+
+from .exact import Job
+from .fetch import PIECE
+
+SMALL = 256 << 10
+"""Bytes of a chunk that shares a parcel with others."""
+ALIGN = 16
+"""Chunks begin at multiples of it in a parcel: of every item size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """A chunk in a parcel, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
+    there is to load; ``piece``: bytes of the chunk that go through the ring at once."""
+
+    jobs: Sequence[Job]
+    stored: Box
+    chunk: int
+    box: Box
+    start: int
+    piece: int
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.jobs[0].entry
+
+    @property
+    def itemsize(self) -> int:
+        return self.entry.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.itemsize
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """What ``rank`` wants of the chunk."""
+        info = self.jobs[0].target.info
+        return _boxes(info.layout, info.shape, self.stored, self.box, rank)
+
+    def by_piece(self, rank: int) -> tuple[tuple[Box, ...], ...]:
+        """The same for each piece of a parcel of this chunk alone."""
+        info = self.jobs[0].target.info
+        return _boxes_by_piece(info.layout, info.shape, self.stored, self.box, rank, self.piece // self.itemsize)
+
+
+class Cut(NamedTuple):
+    """What of a parcel goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
+    ``place``: its number, from 0."""
+
+    start: int
+    nbytes: int
+    spans: Sequence[tuple[Item, Box]]
+    place: int
+
+    def wanted(self, rank: int) -> list[tuple[Item, Box]]:
+        """What ``rank`` wants of it."""
+        if len(self.spans) > 1:
+            return [(item, box) for item, _ in self.spans for box in item.boxes(rank)]
+        item = self.spans[0][0]
+        return [(item, box) for box in item.by_piece(rank)[self.place]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """One chunk, or small ones, that ``reader`` reads for all of ``ranks``."""
+
+    items: Sequence[Item]
+    ranks: tuple[int, ...]
+    reader: int
+
+    def cuts(self) -> list[Cut]:
+        """In order; every rank cuts alike."""
+        last = self.items[-1]
+        if len(self.items) > 1:
+            return [Cut(0, last.start + last.nbytes, [(item, item.box) for item in self.items], 0)]
+        size = last.itemsize
+        return [Cut(p.start * size, p.length * size, [(last, p.box)], i) for i, p in enumerate(_pieces(last.box, last.piece // size))]
+
+
+class _Kind(NamedTuple):
+    """Jobs of equal kind want the same of the same chunks."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    stored: Box
+
+
+@dataclass(eq=False)
+class Sharing:
+    """What one rank shares with others in one load. Parcels between two ranks are numbered by their places in the lists, on both."""
+
+    rank: int
+    piece: int
+    """Bytes that go through a slot of a ring at once."""
+    circles: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
+    """For each circle how many ranks it has, and what this rank loads of its tensors."""
+    reads: list[Parcel] = field(default_factory=list)
+    gives: dict[int, list[Parcel]] = field(default_factory=dict)
+    takes: dict[int, list[Parcel]] = field(default_factory=dict)
+    left_out: dict[int, Collection[int]] = field(default_factory=dict)
+    """By ``id`` of a target the chunks that come in parcels."""
+    complete: set[int] = field(default_factory=set)
+    """Targets that get all that they want in parcels."""
+    needed: int = 0
+    """Bytes that this rank wants of parcels."""
+
+    @classmethod
+    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int) -> Sharing:
+        """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
+        refuse; ``piece``: bytes that one call of the storage has best."""
+        found = cls(rank, max(PIECE, piece // ALIGN * ALIGN))
+        for job in jobs:
+            target, entry = job
+            info = target.info
+            ranks = _members(info.layout)
+            if entry.rank is not None or rank not in ranks or len(ranks) == 1:
+                continue
+            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < SMALL):
+                continue
+            if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
+                continue  # one of several tensors that are stacked: others cannot tell who has which
+            kind = _Kind(entry.alias or entry.name, info.shape, info.layout, common_box(info, entry))
+            circle = found.circles.setdefault(_circle(info.layout), (len(ranks), {}))
+            circle[1].setdefault(kind, []).append(job)
+        return found
+
+    def said(self) -> dict[str, tuple[int, str]]:
+        """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
+        return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.circles.items()}
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Stored tensors that may be shared."""
+        return (jobs[0].entry for _, kinds in self.circles.values() for jobs in kinds.values())
+
+    def divide(self, refused: Collection[str], near: Set[int] | None, worth: Callable[[Shared, int], bool]) -> None:
+        """Find the parcels. ``refused``: circles that do not share; ``near``: the ranks of this machine, if only those share; ``worth``:
+        whether to share a chunk of elements of this size."""
+        # What is cut alike is looked at once: a model has very many tensors, and few ways to cut them.
+        known: dict[tuple[int, object], tuple[list[Shared], int]] = {}
+        alike: dict[tuple[int, object, int], _Alike] = {}
+        for key in sorted(self.circles.keys() - set(refused)):
+            few: dict[tuple[int, ...], list[_Small]] = {}
+            number = 0
+            for kind, jobs in sorted(self.circles[key][1].items(), key=_order):
+                entry = jobs[0].entry
+                place = (id(entry.grid), kind[1:])
+                sized = (*place, entry.dtype.itemsize)
+                if place not in known:
+                    known[place] = shared_chunks(entry.grid, kind.layout, kind.shape, kind.stored, self.rank, near)
+                if sized not in alike:
+                    alike[sized] = _Alike.of(*known[place], entry.dtype.itemsize, self.rank, worth)
+                cut = alike[sized]
+                if cut.chunks:
+                    self._leave_out(kind, jobs, cut)
+                    self.needed += len(jobs) * cut.needed
+                for shared in cut.large:
+                    item = Item(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
+                    self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
+                for ranks, members in cut.small.items():
+                    few.setdefault(ranks, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
+                number += len(entry.grid)
+            for ranks, smalls in few.items():
+                self._add_small(ranks, smalls)
+
+    def _leave_out(self, kind: _Kind, jobs: Sequence[Job], cut: _Alike) -> None:
+        """The chunks of ``cut`` come in parcels."""
+        for job in jobs:
+            self.left_out[id(job.target)] = cut.chunks
+            if len(cut.chunks) == cut.wanted and kind.stored == Box.whole(kind.shape):
+                self.complete.add(id(job.target))
+
+    def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
+        """Parcels that fit into one slot of a ring."""
+        items: list[Item] = []
+        first, at = members[0], 0
+        for member in members:
+            jobs, stored, shared, nbytes, _ = member
+            if at + nbytes > self.piece:
+                self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
+                items, first, at = [], member, 0
+            items.append(Item(jobs, stored, shared.chunk, shared.box, at, self.piece))
+            at += -(-nbytes // ALIGN) * ALIGN
+        self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
+
+    def _add(self, items: Sequence[Item], ranks: tuple[int, ...], reader: int) -> None:
+        parcel = Parcel(items, ranks, reader)
+        if reader == self.rank:
+            self.reads.append(parcel)
+            for rank in ranks:
+                if rank != reader:
+                    self.gives.setdefault(rank, []).append(parcel)
+        else:
+            self.takes.setdefault(reader, []).append(parcel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alike:
+    """The shared chunks of tensors that are cut alike and have elements of one size."""
+
+    chunks: frozenset[int]
+    large: Sequence[Shared]
+    small: Mapping[tuple[int, ...], Sequence[tuple[Shared, int]]]
+    """By the ranks that share them, with their bytes."""
+    wanted: int
+    """How many chunks the rank wants parts of, shared or not."""
+    needed: int
+    """Bytes that it wants of the shared ones."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Shared], wanted: int, itemsize: int, rank: int, worth: Callable[[Shared, int], bool]) -> _Alike:
+        taken = [c for c in chunks if worth(c, itemsize)]
+        sizes = [c.box.numel * itemsize for c in taken]
+        small: dict[tuple[int, ...], list[tuple[Shared, int]]] = {}
+        for c, size in zip(taken, sizes, strict=True):
+            if size <= SMALL:
+                small.setdefault(c.ranks, []).append((c, size))
+        return cls(
+            chunks=frozenset(c.chunk for c in taken),
+            large=[c for c, size in zip(taken, sizes, strict=True) if size > SMALL],
+            small=small,
+            wanted=wanted,
+            needed=itemsize * sum(c.weights[c.ranks.index(rank)] for c in taken),
+        )
+
+
+_Small = tuple[Sequence[Job], Box, Shared, int, int]
+"""What an :class:`Item` is made of, its bytes, and the number of the tensor's first chunk among those of its circle."""
+
+
+def worth_all(chunk: Shared, itemsize: int) -> bool:
+    """Where reading costs more than sending."""
+    return True
+
+
+def worth_replicas(chunk: Shared, itemsize: int) -> bool:
+    """Where ranks read only what they want, and some want the same."""
+    return sum(chunk.weights) > chunk.box.numel
+
+
+def worth_parts(chunk: Shared, itemsize: int) -> bool:
+    """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
+    count, numel = len(chunk.ranks), chunk.box.numel
+    return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= SMALL
+
+
+def refused(said: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
+    """Leader: the circles in which not every rank loads the same. ``said``: what each rank of the load said."""
+    sizes: dict[str, int] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for row in said:
+        for key, (size, digest) in row.items():
+            sizes[key] = size
+            counts[key, digest] = counts.get((key, digest), 0) + 1
+    return sorted(sizes.keys() - {key for (key, _), count in counts.items() if count == sizes[key]})
+
+
+def _order(found: tuple[_Kind, list[Job]]) -> tuple[int, str, str]:
+    kind, jobs = found
+    return -jobs[0].entry.nbytes, kind.name, _spelled(kind.layout)
+
+
+def _digest(kinds: Mapping[_Kind, Sequence[Job]], piece: int) -> str:
+    rows = sorted((k.name, k.shape, _spelled(k.layout), k.stored.shape) for k in kinds)
+    return xxhash.xxh3_128_hexdigest(repr((piece, rows)).encode())
+
+
+@lru_cache(maxsize=4096)
+def _members(layout: TensorLayout) -> frozenset[int]:
+    return layout.ranks()
+
+
+@lru_cache(maxsize=4096)
+def _circle(layout: TensorLayout) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(sorted(_members(layout))).encode())
+
+
+@lru_cache(maxsize=4096)
+def _spelled(layout: TensorLayout) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(layout.to_json()).encode())
+
+
+@lru_cache(maxsize=1 << 16)
+def _boxes(layout: TensorLayout, shape: tuple[int, ...], stored: Box, chunk: Box, rank: int) -> tuple[Box, ...]:
+    return tuple(box for b in wants(layout, shape, stored, rank) if (box := b.intersect(chunk)) is not None)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(chunk: Box, limit: int) -> tuple[Piece, ...]:
+    return tuple(pieces(chunk, chunk, limit))
+
+
+@lru_cache(maxsize=1 << 14)
+def _boxes_by_piece(
+    layout: TensorLayout, shape: tuple[int, ...], stored: Box, chunk: Box, rank: int, limit: int
+) -> tuple[tuple[Box, ...], ...]:
+    boxes = _boxes(layout, shape, stored, chunk, rank)
+    return tuple(tuple(box for b in boxes if (box := b.intersect(piece.box)) is not None) for piece in _pieces(chunk, limit))

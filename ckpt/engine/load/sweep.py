@@ -1,0 +1,317 @@
+"""Reads chunks that targets want parts of, file by file: what one file takes to plan is forgotten before the next.
+
+A load that gathers what very many ranks wrote copies tens of millions of chunks. But models have few ways to cut a tensor: jobs that want
+the same boxes of tensors cut alike are a *cohort*, which wants the same chunks in the same files, and what a chunk gives is worked out once
+for all of them. Offsets, lengths and digests are columns. Objects for a single chunk exist only while it is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+from operator import sub
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt.adapters.memory import raw_view, reads_otherwise
+from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
+from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
+from ckpt.layout.geometry import Box, IntArray
+from ckpt.plan.join import Copy
+
+from .copying import Stored, copy_box
+from .exact import Job
+from .fetch import Chunk, Fetch, damaged
+
+MAX_CODED = 64 << 20
+"""Bytes of a coded chunk, before coding."""
+AHEAD = 256
+"""Files that are looked up before anything is read, so that a damaged header leaves the state as it was. With more of them, each is looked
+up when it is its turn."""
+
+
+class ByFile(Protocol):
+    """A catalog that finds many chunks of one file at once: see ``NativeCatalog``."""
+
+    @property
+    def files(self) -> Sequence[DataFile]: ...
+
+    @property
+    def coded(self) -> bool:
+        """Whether chunks may be coded."""
+
+    def extents_in(self, file: int, sought: Sought, known: Known) -> Stretches: ...
+
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]: ...
+
+    def drop(self, file: int) -> None: ...
+
+
+class Part(NamedTuple):
+    """What one chunk gives one part of each target of a cohort: where it lies in the chunk and in the part's memory."""
+
+    copy: Copy
+    number: int
+    """Of the part."""
+    source: tuple[slice, ...]
+    into: tuple[slice, ...]
+
+
+@dataclass(eq=False)
+class Cohort:
+    """Jobs that want the same boxes, ``wanted``, of tensors of one dtype and shape that share a grid; with each the number of a part."""
+
+    jobs: list[Job]
+    wanted: Sequence[tuple[int, Box]]
+    left_out: Collection[int]
+    files: IntArray = field(init=False)
+    """Of its chunks, increasing."""
+    chunks: IntArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        grid = self.jobs[0].entry.grid
+        empty = np.zeros(0, dtype=np.int64)
+        chunks = np.unique(np.concatenate([empty, *(grid.overlapping(box) for _, box in self.wanted)]))
+        if self.left_out:
+            chunks = chunks[~np.isin(chunks, np.fromiter(self.left_out, dtype=np.int64))]
+        files = np.broadcast_to(grid.files.astype(np.int64), len(chunks)) if len(grid.files) == 1 else grid.files[chunks].astype(np.int64)
+        order = np.argsort(files, kind="stable")
+        self.files, self.chunks = files[order], chunks[order]
+
+    @cached_property
+    def entries(self) -> list[TensorEntry]:
+        return [job.entry for job in self.jobs]
+
+    def by_file(self) -> Iterator[tuple[int, list[int]]]:
+        """Each file, with its chunks there."""
+        files, starts = np.unique(self.files, return_index=True)
+        chunks, edges = self.chunks.tolist(), [*starts.tolist(), len(self.chunks)]
+        return ((file, chunks[first:last]) for file, (first, last) in zip(files.tolist(), pairwise(edges), strict=True))
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """For each wanted box the number of its part, where it begins and ends, and where the part's memory begins."""
+        parts = self.jobs[0].target.parts
+        return [(number, box.offset, box.end, parts[number].box.offset) for number, box in self.wanted]
+
+    def parts(self, chunk: int) -> list[Part]:
+        """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
+        stored = self.jobs[0].entry.grid.box(chunk)
+        low, high = stored.offset, stored.end
+        found = []
+        for number, first, last, origin in self._bounds:
+            start, stop = tuple(map(max, low, first)), tuple(map(min, high, last))
+            shape = tuple(map(sub, stop, start))
+            if min(shape, default=1) > 0:
+                source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
+                into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
+                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
+        return found
+
+    @property
+    def itemsize(self) -> int:
+        return self.jobs[0].entry.dtype.itemsize
+
+    @cached_property
+    def memories(self) -> list[list[npt.NDArray[Any] | None]]:
+        """For each job its parts as arrays of raw elements; None where elements have to be converted, or are not in plain host memory."""
+        return [[_array(job, part.memory) for part in job.target.parts] for job in self.jobs]
+
+
+def _array(job: Job, memory: Any) -> npt.NDArray[Any] | None:
+    if not memory.is_cpu or job.entry.dtype != job.target.info.dtype or reads_otherwise(memory):
+        return None
+    raw: npt.NDArray[Any] = raw_view(memory.detach()).numpy()
+    return raw
+
+
+def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out: Mapping[int, Collection[int]]) -> list[Cohort]:
+    """Divide jobs, with the boxes that each wants for which of its parts."""
+    found: dict[tuple[object, ...], Cohort] = {}
+    for job, boxes in wanted:
+        target, entry = job
+        skipped = left_out.get(id(target), ())
+        held = tuple(part.box for part in target.parts)
+        key = (id(entry.grid), entry.dtype, entry.shape, tuple(boxes), held, id(skipped) if skipped else 0)
+        if key in found:
+            found[key].jobs.append(job)
+        else:
+            found[key] = Cohort([job], boxes, skipped)
+    return list(found.values())
+
+
+class Shelf(NamedTuple):
+    """One chunk of each tensor of a cohort, in one file; it has at least one part."""
+
+    cohort: Cohort
+    parts: Sequence[Part]
+
+    @property
+    def box(self) -> Box:
+        """The chunk's."""
+        return self.parts[0].copy.chunk_box
+
+
+class Other(NamedTuple):
+    """A chunk that goes by itself: coded, long, or under a key that had to be looked for."""
+
+    job: Job
+    parts: Sequence[Part]
+    extent: Extent
+
+
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """What to read of one file: chunks as columns, group ``i`` being those of shelf ``i``; and ``others``."""
+
+    path: str
+    shelves: Sequence[Shelf]
+    stored: Stretches
+    others: Sequence[Other]
+    needed: int
+    """Bytes of targets."""
+
+    def __len__(self) -> int:
+        """How many chunks, of one tensor each."""
+        return len(self.stored.digests) + len(self.others)
+
+
+@dataclass(eq=False)
+class Sweep:
+    """Looks up and reads what ``cohorts`` want. Rows of up to ``most`` bytes are read together."""
+
+    catalog: ByFile
+    cohorts: Sequence[Cohort]
+    fetch: Fetch
+    most: int
+    _known: Known = field(default_factory=Known)
+    _runs: WeakKeyDictionary[Alike, list[tuple[int, int, int]]] = field(default_factory=WeakKeyDictionary)
+
+    @cached_property
+    def _wanted(self) -> dict[int, list[tuple[Cohort, list[int]]]]:
+        """By file the cohorts that have chunks there, with these."""
+        found: dict[int, list[tuple[Cohort, list[int]]]] = {}
+        for cohort in self.cohorts:
+            for file, chunks in cohort.by_file():
+                found.setdefault(file, []).append((cohort, chunks))
+        return found
+
+    @cached_property
+    def files(self) -> list[int]:
+        return sorted(self._wanted)
+
+    @property
+    def ahead(self) -> bool:
+        return len(self.files) <= AHEAD
+
+    def look_up(self, file: int) -> FilePlan:
+        """Raises:
+        CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index.
+        """
+        small: list[Shelf] = []
+        alone: list[Shelf] = []
+        needed = 0
+        for cohort, chunks in self._wanted[file]:
+            for chunk in chunks:
+                shelf = Shelf(cohort, cohort.parts(chunk))
+                if not shelf.parts:
+                    continue
+                needed += len(cohort.jobs) * cohort.itemsize * sum(part.copy.box.numel for part in shelf.parts)
+                (small if shelf.box.numel * cohort.itemsize <= self.most else alone).append(shelf)
+        stored = self.catalog.extents_in(file, [(shelf.cohort.entries, shelf.box) for shelf in small], self._known)
+        alone += [shelf for shelf, boxes in zip(small, stored.alike.boxes, strict=True) if boxes is None]
+        others: list[Other] = []
+        for shelf in alone:
+            extents = self.catalog.extents_of([(entry, shelf.parts[0].copy.chunk) for entry in shelf.cohort.entries])
+            others += [Other(job, shelf.parts, extent) for job, extent in zip(shelf.cohort.jobs, extents, strict=True)]
+        if not self.ahead:
+            self.catalog.drop(file)
+        self.fetch.beat()
+        return FilePlan(self.catalog.files[file].path, small, stored, others, needed)
+
+    def tasks(self, plan: FilePlan) -> Iterator[Callable[[], None]]:
+        """What to run to read the rows, in any order and on any threads."""
+        return (partial(self._read, plan, *run) for run in self.runs(plan.stored.alike))
+
+    def runs(self, alike: Alike) -> list[tuple[int, int, int]]:
+        """Rows that are read together, since their bytes follow one another: the first, one past the last, and where their bytes end in
+        the data."""
+        found = self._runs.get(alike)
+        if found is None:
+            found = self._runs[alike] = list(self._found_runs(alike.offsets, alike.lengths))
+        return found
+
+    def _found_runs(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[int, int, int]]:
+        """The same. Where bytes follow one another for more than ``most``, they are cut: each run has at most so many, or a single row."""
+        reached = np.maximum.accumulate(offsets + lengths)
+        ends = [0, *(np.flatnonzero(offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
+        starts, stops = offsets.tolist(), reached.tolist()
+        for first, end in pairwise(ends):
+            while first < end:
+                last = (
+                    end if stops[end - 1] - starts[first] <= self.most else bisect_right(stops, starts[first] + self.most, first + 1, end)
+                )
+                yield first, last, stops[last - 1]
+                first = last
+
+    def _read(self, plan: FilePlan, first: int, last: int, stop: int) -> None:
+        """Read neighbours, check all, then put each in its places."""
+        alike = plan.stored.alike
+        start = int(alike.offsets[first])
+        data = self.fetch.scratch(stop - start)[: stop - start]
+        spans = list(zip((alike.offsets[first:last] - start).tolist(), alike.lengths[first:last].tolist(), strict=True))
+        extent = Extent(plan.path, plan.stored.start + start, stop - start, None)
+        self.fetch.checked(extent, partial(self._checked, plan, first, spans, extent, data))
+        with self.fetch.span("copy", stop - start):
+            rows = zip(spans, alike.groups[first:last].tolist(), alike.members[first:last].tolist(), strict=True)
+            for (at, length), group, job in rows:
+                _place(data[at : at + length], plan.shelves[group], job)
+
+    def _checked(self, plan: FilePlan, first: int, spans: Sequence[tuple[int, int]], extent: Extent, data: npt.NDArray[np.uint8]) -> None:
+        self.fetch.fill(extent.path, extent.offset, data.data)
+        verified, last, memory = 0, (-1, 0), data.data
+        digests = plan.stored.digests[first : first + len(spans)].astype(str).tolist()
+        with self.fetch.span("verify", len(data)):
+            for i, span in enumerate(spans):
+                if span == last:
+                    continue
+                at, length = last = span
+                if (found := _digest(memory[at : at + length])) != digests[i]:
+                    raise self._damaged(plan, first + i, found)
+                verified += length
+        self.fetch.compared(verified)
+
+    def _damaged(self, plan: FilePlan, i: int, found: str) -> Exception:
+        alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
+        shelf = plan.shelves[int(alike.groups[i])]
+        extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
+        chunk = Chunk(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
+        return damaged(chunk, f"digest {found}, should be {digest}", self.fetch.catalog.url)
+
+
+def _place(data: npt.NDArray[np.uint8], shelf: Shelf, number: int) -> None:
+    """Copy what the target of job ``number`` wants of a chunk."""
+    cohort, parts = shelf
+    memories = cohort.memories[number]
+    for copy, part, source, into in parts:
+        memory = memories[part]
+        if memory is None:
+            job = cohort.jobs[number]
+            copy_box(Stored(data, 0, copy.chunk_box, job.entry.dtype), copy.box, job.target)
+        else:
+            memory[into] = data.view(memory.dtype).reshape(copy.chunk_box.shape)[source]
+
+
+def by_file(catalog: Catalog) -> ByFile | None:
+    """The catalog, if it finds chunks of one file at once."""
+    return cast(ByFile, catalog) if hasattr(catalog, "extents_in") else None
+
+
+_digest = xxhash.xxh3_64_hexdigest

@@ -1,0 +1,1 @@
+"""From a state to a committed checkpoint: capture, staging, writing, commit."""

@@ -1,0 +1,236 @@
+"""Capture: when the bytes of a save in the background are copied out of the state.
+
+*Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, which do not change
+parameters; an optimizer's step waits for the rest. What a forward pass may change is set aside before the call returns: buffers of
+modules, and small tensors that belong to no module or optimizer.
+
+Invariant: a tensor that torch knows to have changed (its version) or moved before it was captured fails the save. What torch does not
+count (``tensor.data``, numpy views of the same memory, fused optimizer kernels called without their optimizer) needs ``fence()``.
+
+torch counts a change only when the operation is over. So before versions are compared, operations that were going on while a tensor was
+captured must have ended: where a training loop may change tensors by itself, capturing ends with a grace period (``quiescence.py``). It
+is over at once if the program waits for the save, as in ``fence()``. Else, after some time, the memory is hashed where it lies, and the
+save commits only if the captured bytes have the same digests: an operation that goes on has come further meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import torch
+import xxhash
+
+from ckpt.adapters.place import Placer
+from ckpt.concurrency.workers import run_tasks
+from ckpt.errors import ConsistencyError
+from ckpt.tracing.profiling import in_trace
+from ckpt.tracing.spans import Spans
+
+from .merge import Merge
+from .plan import Batch, RankPlan
+from .quiescence import GracePeriod
+from .replicas import Replicas
+from .sources import Source
+from .staging import Stage
+from .writer import MANY
+
+SMALL = 256 << 10
+"""Bytes: a tensor of unknown use that is smaller is set aside."""
+PATIENCE = 0.1
+"""Seconds that operations of the thread that saves have to end, or to come further, before bytes have to tell: a loaded machine may let a
+thread wait for some time."""
+SHORT = 0.002
+"""The same where that thread waits for the save, and others are most likely at rest."""
+
+
+class Capture:
+    """Copies one rank's share of a state into a stage. ``done`` is set when the state may change again, or capturing failed."""
+
+    def __init__(
+        self, plan: RankPlan, placer: Placer, source: Source, stage: Stage, merge: Merge | None, replicas: Replicas | None, spans: Spans
+    ) -> None:
+        self.plan = plan
+        self.placer = placer
+        self.source = source
+        self.stage = stage
+        self.merge = merge
+        self.replicas = replicas
+        self.spans = spans
+        self.captured = 0
+        """Bytes so far."""
+        self._lock = threading.Lock()
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self.doubtful: AbstractSet[str] = frozenset()
+        """Tensors that no optimizer's step changes, but perhaps the training loop itself."""
+        self._digests: dict[int, int] = {}
+        """XXH3-64 of chunks, by number, as they were in the state after all was captured: of some, all, or none of the doubtful ones."""
+        self._caller = threading.get_ident()
+        self._streams = _side_streams(placer)
+        self._follow()
+
+    # ---- in the caller's thread
+
+    def what_may_change(self) -> None:
+        """Capture what a forward pass may change, or set it aside, and note what everything else is like."""
+        with self.spans.span("stage"):
+            self._what_may_change()
+
+    def _what_may_change(self) -> None:
+        eager = self._eager()
+        # What is done to a DTensor shows in its own version, not in that of its local tensor.
+        memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
+        self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
+        self.doubtful = {name for name, *_ in self._versions} - self.placer.stepped
+        self.source.set_aside(eager - self._captured_now(eager))
+        self._follow()
+        self.source.note_addresses()
+
+    def _captured_now(self, names: AbstractSet[str]) -> AbstractSet[str]:
+        """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that.
+
+        Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch with something that
+        can wait, and what is compared with other ranks or sent to them but is not written here. And all that is on a GPU: a clone there
+        is queued behind the training's work, while a copy to the host would keep the caller waiting for that work.
+        """
+        if self._streams or any(s.waits_for is not None for s in self.stage.segments):
+            return frozenset()
+        now: list[Batch] = []
+        later: set[str] = set()
+        for batch in (batch for batches in self.plan.batches for batch in batches):
+            inside = {self.plan.chunks[n].name for n in batch.numbers}
+            if inside <= names:
+                now.append(batch)
+            else:
+                later |= inside
+        with self._aside():
+            self.stage.capture(now, lambda batch, at: self.source.fill_batch(batch, self.stage.memory, at))
+        self.captured += sum(batch.length for batch in now)
+        if self.replicas is not None:
+            later |= self.replicas.elsewhere()
+        return {name for name in names if name not in later and not self.plan.owned[name].merged}
+
+    def _follow(self) -> None:
+        """Let the side streams come after all that the caller has queued."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """This thread's copies from devices go through the side streams, and have arrived at the end of the block."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            for stream in self._streams:
+                stream.synchronize()
+
+    def _eager(self) -> set[str]:
+        placer, stepped, forwarded = self.placer, self.placer.stepped, self.placer.forwarded
+        found = set()
+        for name, local in placer.tensors.items():
+            memories = [part.memory for part in local.parts]
+            small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < SMALL)
+            if small or any(m.is_inference() for m in memories):
+                found.add(name)
+        return found
+
+    # ---- in any thread
+
+    @in_trace("ckpt.capture")
+    def run(self, threads: int, beat: Callable[[], None]) -> None:
+        """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
+        batches = [batch for batches in self.plan.batches for batch in batches]
+        try:
+            if self.merge is not None:
+                with self._aside():
+                    self.merge.take()
+            if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
+                step = -(-len(batches) // threads)
+                parts = [batches[i : i + step] for i in range(0, len(batches), step)]
+                run_tasks([partial(self.stage.capture, part, self._fill) for part in parts], threads, "ckpt-capture")
+            else:
+                self.stage.capture(batches, self._fill)
+            if self.replicas is not None:
+                with self.spans.span("hash"), self._aside():
+                    self.replicas.hash(threads if not self._streams else 1, beat)
+            self._outwait(batches, beat)
+            self._check_unchanged()
+        except BaseException as err:
+            self.error = err
+            self.stage.fail(err)
+            raise
+        finally:
+            self.done.set()
+
+    def result(self) -> None:
+        """Wait until everything is captured and, where it has to be, hashed. Raises what capturing raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _fill(self, batch: Batch, at: int) -> None:
+        many = len(batch.numbers) >= MANY
+        with self.stage.pace.work() if many else nullcontext(), self.spans.span("capture", batch.length):
+            if self._streams:
+                with self._aside():
+                    self.source.fill_batch(batch, self.stage.memory, at)
+            else:
+                self.source.fill_batch(batch, self.stage.memory, at)
+        with self._lock:
+            self.captured += batch.length
+
+    def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
+        """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they
+        would have changed."""
+        if not self.doubtful:
+            return
+        period = GracePeriod()
+        if period.elapsed():
+            return
+        with self.spans.span("settle"):
+            began, pause = time.monotonic(), 0.0005
+            while time.monotonic() - began < (SHORT if period.passed(self._caller) else PATIENCE):
+                time.sleep(pause)
+                if period.elapsed():
+                    return
+                pause = min(2 * pause, 0.01)
+        mixed = frozenset(self.merge.mixed.values()) if self.merge is not None else frozenset()
+        for number in (number for batch in batches for number in batch.numbers):
+            if number not in mixed and self.plan.chunks[number].name in self.doubtful and not period.elapsed():
+                with self.spans.span("hash", self.source.nbytes(number)), self._aside():
+                    self._digests[number] = xxhash.xxh3_64_intdigest(self.source.view(number))
+                beat()
+        time.sleep(pause)
+
+    def compare(self, written: Sequence[int]) -> None:
+        """Raise ConsistencyError if captured bytes, whose digests are ``written`` by chunk number, are not what was in the state later."""
+        changed = [self.plan.chunks[number].name for number, digest in self._digests.items() if written[number] != digest]
+        if changed:
+            raise _changed(list(dict.fromkeys(changed)))
+
+    def _check_unchanged(self) -> None:
+        changed = list(dict.fromkeys(name for name, tensor, version in self._versions if tensor._version != version))
+        if changed:
+            raise _changed(changed)
+
+
+def _changed(names: Sequence[str]) -> ConsistencyError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ConsistencyError(
+        f"tensor {names[0]}{more} was changed before the save had captured it",
+        hint="call handle.fence() before you change the state by hand (an optimizer's step does so by itself), "
+        'or save with capture="eager"',
+    )
+
+
+def _side_streams(placer: Placer) -> list[torch.cuda.Stream]:
+    """For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host."""
+    devices = {p.memory.device for local in placer.tensors.values() for p in local.parts if p.memory.is_cuda}
+    return [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]

@@ -1,0 +1,92 @@
+"""Writes one rank's data files with coded chunks (docs/format.md, codecs). What a chunk takes is known only when it is coded, so a file
+is laid out when all of its chunks are."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from functools import partial
+
+import xxhash
+
+from ckpt.catalog import DataFile
+from ckpt.concurrency.workers import run_tasks
+from ckpt.formats.native.coding.codecs import encode
+from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
+from ckpt.io_backends.protocol import Writer
+
+from .plan import Batch
+from .writer import BLOCK, RankWriter
+
+
+class CodedWriter(RankWriter):
+    """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
+
+    ``digests`` of tensors that other ranks have too, and of ``doubtful`` ones, are those of the bytes before coding: that is what replicas
+    are compared by, and what was captured with the state.
+    """
+
+    codec: str = "zstd"
+    coded: int = 0
+    """How many chunks are stored coded."""
+    stored: list[int]
+    """XXH3-64 of each chunk as the file has it, by its number in the plan."""
+    doubtful: AbstractSet[str] = frozenset()
+    _compared: AbstractSet[str]
+    _saved: int = 0
+
+    @property
+    def done(self) -> int:
+        """See ``RankWriter.done``: what coding has saved counts too."""
+        return self.written + self._saved
+
+    def run(self) -> tuple[DataFile, ...]:
+        self.stored = [0] * len(self.plan.chunks)
+        self._compared = self.doubtful | {name for name, _ in self.plan.replicated}
+        return super().run()
+
+    def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
+        group, batches = self.plan.groups[number], self.plan.batches[number]
+        blobs: dict[int, tuple[str | None, memoryview]] = {}
+        run_tasks([partial(self._encode, batch, blobs) for batch in batches], self.threads, "ckpt-code")
+        numbers = range(group.start, group.stop)
+        plan = plan_coded_file(
+            self.plan.specs[group],
+            [blobs[i][0] for i in numbers],
+            [len(blobs[i][1]) for i in numbers],
+            id=self.id,
+            rank=self.position,
+            number=number,
+        )
+        with self.open(plan) as writer:
+            run_tasks(
+                [partial(self._store, writer, int(plan.offsets[k]), blobs[i][1]) for k, i in enumerate(numbers)], self.threads, "ckpt-write"
+            )
+            header = plan.encode_header(self.stored[group])
+            writer.write(0, [header])
+        self.coded += sum(codec is not None for codec, _ in blobs.values())
+        return writer, plan, header
+
+    def _encode(self, batch: Batch, blobs: dict[int, tuple[str | None, memoryview]]) -> None:
+        number = batch.numbers[0]
+        staged = self.staged(batch)
+        raw = self.source.view(number) if staged is None else staged
+        with self.spans.span("encode", len(raw)):
+            blob = encode(self.codec, raw, self.plan.specs[number].dtype.itemsize) if len(raw) else None
+            # What is staged makes room for what comes, so it cannot be kept as it is.
+            stored = blob if blob is not None else raw if staged is None else memoryview(bytes(raw))
+            self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
+            if blob is not None and self.plan.chunks[number].name in self._compared:
+                self.digests[number] = xxhash.xxh3_64_intdigest(raw)
+        with self._lock:
+            self._saved += len(raw) - len(stored)
+        blobs[number] = (None if blob is None else self.codec, stored)
+        self.alive.beat()
+        if self.stage is not None:
+            self.stage.release(batch)
+
+    def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
+        step = max(BLOCK, writer.block)
+        with self.spans.span("write", len(data)):
+            for at in range(0, len(data), step):
+                writer.write(offset + at, [data[at : at + step]])
+                self.count(len(data[at : at + step]))

@@ -1,0 +1,94 @@
+"""The stored grids of a checkpoint: which data file has each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ckpt.catalog import DataFile, Grid
+from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
+from ckpt.layout.geometry import IntArray, cells
+from ckpt.plan.ownership import Global, Owned
+
+from .plan import NO_ID, chunks_of, specs_of
+
+Numbers = np.ndarray[tuple[int], np.dtype[np.int32]]
+"""For each chunk, in which of its rank's files it is."""
+
+
+class Grids:
+    """Stored grids with files in place of ranks; tensors cut alike, whose chunks are in the same files, share one."""
+
+    def __init__(
+        self, files: Sequence[DataFile], owned: Mapping[str, Owned], tensors: Mapping[str, Global], ranks: Sequence[int], *, coded: bool
+    ) -> None:
+        self.owned = owned
+        self.tensors = tensors
+        self.first: dict[int, int] = {}
+        self.many: dict[int, int] = {}
+        self.positions = {rank: i for i, rank in enumerate(ranks)}
+        for row, f in enumerate(files):
+            rank = ranks[f.rank]
+            self.first.setdefault(rank, row)
+            self.many[rank] = self.many.get(rank, 0) + 1
+        self.by_rank = np.full(max(self.first, default=0) + 1, -1, dtype=np.int32)
+        for rank, row in self.first.items():
+            self.by_rank[rank] = row
+        self.made: dict[object, Grid] = {}
+        split = [rank for rank, n in self.many.items() if n > 1]
+        self.numbers = (self._coded() if coded else self._split(split)) if split else {}
+
+    def of(self, name: str) -> Grid:
+        owned, numbers = self.owned[name], self.numbers.get(name)
+        key = id(owned), None if numbers is None or not numbers.any() else numbers.tobytes()
+        found = self.made.get(key)
+        if found is None:
+            files: Numbers = self.by_rank[owned.owners] if numbers is None else self.by_rank[owned.owners] + numbers
+            files = files[:1] if len(files) and (files == files[0]).all() else files
+            found = self.made[key] = Grid(cuts=owned.cuts, boxes=owned.boxes, files=files)
+        return found
+
+    def _coded(self) -> dict[str, Numbers]:
+        """Which chunks share a file where some may be coded follows from their sizes, in the order in which every rank lists its chunks.
+
+        All ranks are followed at once, tensor by tensor: of each tensor first what every rank writes first, then what each writes next. To
+        plan every rank again, as it planned itself, would take ranks times tensors, and to look for its chunks in each grid ranks² of them.
+        """
+        files = CodedFiles(len(self.by_rank))
+        rounds: dict[int, list[IntArray]] = {}
+        sizes: dict[tuple[int, int], IntArray] = {}
+        found = {}
+        for name in sorted(self.owned):
+            owned, itemsize = self.owned[name], self.tensors[name].dtype.itemsize
+            if id(owned) not in rounds:
+                rounds[id(owned)] = _rounds(owned.owners)
+            key = id(owned), itemsize
+            if key not in sizes:
+                shapes = cells(owned.cuts)[1] if owned.cuts is not None else owned.boxes[1] if owned.boxes is not None else None
+                assert shapes is not None
+                sizes[key] = shapes.prod(axis=1, dtype=np.int64) * itemsize
+            numbers: Numbers = np.zeros(len(owned.owners), dtype=np.int32)
+            for chunks in rounds[id(owned)]:
+                numbers[chunks] = files.put(owned.owners[chunks], sizes[key][chunks])
+            found[name] = numbers
+        return found
+
+    def _split(self, ranks: Sequence[int]) -> dict[str, Numbers]:
+        """For ranks whose headers are too long for one file, which are few: each one's own plan, made again."""
+        found: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.owned.items()}
+        for rank in ranks:
+            chunks = chunks_of(self.owned, rank)
+            for n, plan in enumerate(plan_data_files(specs_of(chunks, self.tensors), id=NO_ID, rank=self.positions[rank])):
+                for c in chunks[plan.first : plan.first + len(plan)]:
+                    found[c.name][c.number] = n
+        return found
+
+
+def _rounds(owners: IntArray) -> list[IntArray]:
+    """Chunks in groups in which each rank has one at most: the first of each, the second of each, …"""
+    order = np.argsort(owners, kind="stable")
+    begins = np.flatnonzero(np.append(True, np.diff(owners[order]) != 0))
+    nth = np.arange(len(owners)) - np.repeat(begins, np.diff(np.append(begins, len(owners))))
+    by_round = np.argsort(nth, kind="stable")
+    return list(np.split(order[by_round], np.flatnonzero(np.diff(nth[by_round])) + 1))

@@ -1,0 +1,237 @@
+"""What one rank writes, and how: it follows from the rank's tables alone, so the next save of the same state has the same plan.
+
+Invariant: a plan is used again only if every tensor of the state has the same name, dtype, shape, padding and layout, and every limit
+that the plan depends on is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckpt.adapters.collect import Collected
+from ckpt.adapters.placements import Placements
+from ckpt.dtypes import dtype
+from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.formats.native.ranks import OwnTensor, encode_tensors
+from ckpt.layout.geometry import Box
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan import ownership
+from ckpt.plan.merge import Fragment, fragments
+from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.tables import Table
+
+BATCH = 1 << 20
+"""Small neighbouring chunks are copied, hashed and written together up to this many bytes: so few that they stay in the cache."""
+NO_ID = "0" * 16
+"""Stands for the id of the save in plans that are kept."""
+_ALIGN = 16
+APART = 256
+"""Most ranks of a job whose values and tensors of their own are in the tables of the index; of more they lie apart."""
+KEPT = 2
+"""Plans of different states that a job keeps: a model and its averaged copy are often saved in turns."""
+
+
+class Chunk(NamedTuple):
+    """A chunk that this rank writes: number ``number`` of tensor ``name``. A rank may have very many: hence a tuple."""
+
+    name: str
+    number: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Chunks ``numbers`` of a rank, neighbours in data file number ``file`` from byte ``start`` on; ``lengths`` of each, in bytes."""
+
+    file: int
+    start: int
+    length: int
+    numbers: Sequence[int]
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPlan:
+    """``shared`` are the parts of the rank's table as it sends them, ``own`` its own (only if it has values of its own), and
+    ``own_tensors`` the same for a row of the index; ``chunks`` in the order in which every rank lists them, ``specs`` what their files
+    say of them; ``files`` with ``NO_ID`` as id, or ``groups`` of chunks that become files once they are coded; ``batches`` of each file
+    or group; ``sends`` and ``receives`` are what moves between ranks before merged chunks are whole; ``replicated`` the tensors, and
+    their chunks, that other ranks have too."""
+
+    key: _Key
+    shared: Sequence[bytes]
+    own: bytes
+    own_tensors: bytes
+    owned: Mapping[str, Owned]
+    chunks: Sequence[Chunk]
+    specs: Sequence[ChunkSpec]
+    files: Sequence[DataFilePlan]
+    groups: Sequence[slice]
+    batches: Sequence[Sequence[Batch]]
+    sends: Sequence[Fragment]
+    receives: Sequence[Fragment]
+    replicated: Sequence[tuple[str, Sequence[int]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, before coding."""
+        return sum(batch.length for batches in self.batches for batch in batches)
+
+
+@dataclass(eq=False)
+class Plans:
+    """What a job remembers between saves of the same state: placements, and the last few plans of this rank."""
+
+    placements: Placements = field(default_factory=Placements)
+    hits: int = 0
+    _kept: list[RankPlan] = field(default_factory=list)
+
+    def plan(self, collected: Collected, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+        """The plan for a collected state: a kept one, or a new one.
+
+        Raises:
+            StateError: a name cannot be stored.
+        """
+        placer = collected.placer
+        if len(self.placements.known) > 4 * len(placer.tensors) + 1000:
+            self.placements.known.clear()  # of states that are not saved any more
+        limits = rank, position, merge, codec, ownership.MAX_CHUNK, ownership.SMALL
+        key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), limits)
+        for i, kept in enumerate(self._kept):
+            if kept.key.same(key):
+                self.hits += 1
+                self._kept.append(self._kept.pop(i))
+                return kept
+        made = make_plan(key, rank=rank, position=position, merge=merge, codec=codec)
+        self._kept = [*self._kept, made][-KEPT:]
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Key:
+    infos: tuple[Global, ...]
+    aliases: dict[str, str]
+    own: frozenset[str]
+    limits: tuple[object, ...]
+
+    def same(self, other: _Key) -> bool:
+        return (
+            len(self.infos) == len(other.infos)
+            and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))
+            and (self.aliases, self.own, self.limits) == (other.aliases, other.own, other.limits)
+        )
+
+
+def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+    shared, own = split_own(key)
+    owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
+    sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
+    held = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
+    replicated = [(name, numbers) for name, o in owned.items() if (numbers := held.get(id(o)))]
+    plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
+    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated)
+    parts = [part.to_bytes() for part in shared.parts()]
+    return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
+
+
+def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int, position: int, codec: str | None) -> RankPlan:
+    """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
+    chunks = chunks_of(owned, rank)
+    specs = specs_of(chunks, {t.name: t for t in infos})
+    groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
+    files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
+    return RankPlan(
+        key=_Key(tuple(infos), {}, frozenset(), ()),
+        shared=(),
+        own=b"",
+        own_tensors=b"",
+        owned=owned,
+        chunks=chunks,
+        files=files,
+        specs=specs,
+        groups=groups,
+        batches=[_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)],
+        sends=[],
+        receives=[],
+        replicated=[],
+    )
+
+
+def own_tensors(row: bytes, rank: int) -> list[Global]:
+    """The tensors of a row of the index that ``rank`` made, as its plan has them."""
+    layout, members = TensorLayout(Mesh.flat((rank,))), json.loads(row)["tensors"]
+    return [Global(name, dtype(t["dtype"]), tuple(t["shape"]), layout) for name, t in members.items()]
+
+
+def _own_tensors(plan: RankPlan, own: Table) -> bytes:
+    """The rank's own tensors for its row in the index: which of its files has each chunk is known before anything is written."""
+    names = {t.name for t in own.tensors}
+    spans = plan.groups or [slice(f.first, f.first + len(f)) for f in plan.files]
+    file = {(c.name, c.number): n for n, span in enumerate(spans) for c in plan.chunks[span] if c.name in names}
+    tensors = []
+    for t in own.tensors:
+        owned = plan.owned[t.name]
+        assert owned.cuts is not None  # they are not sharded
+        files = [file[t.name, i] for i in range(len(owned.owners))]
+        tensors.append(OwnTensor(t.name, t.dtype, t.shape, owned.cuts, files if len({*files}) > 1 else files[:1]))
+    return encode_tensors(tensors, own.aliases)
+
+
+def _replicated(owned: Owned, rank: int) -> list[int]:
+    """The chunks by which a replicated tensor is compared: those that the rank has; a merged tensor is compared whole, as chunk 0."""
+    if owned.merged:
+        return [0] if (owned.cell_holders == rank).any() else []
+    return owned.held_by(rank)
+
+
+def _coded_batches(number: int, group: slice, specs: Sequence[ChunkSpec]) -> list[Batch]:
+    """Chunks that are coded one by one; where they start says only where they are staged, aligned to any item size."""
+    batches, at = [], 0
+    for i in range(group.start, group.stop):
+        batches.append(Batch(number, at, specs[i].nbytes, [i], [specs[i].nbytes]))
+        at += -(-specs[i].nbytes // _ALIGN) * _ALIGN
+    return batches
+
+
+def split_own(key: _Key) -> tuple[Table, Table]:
+    """The table of tensors that other ranks know too, and that of this rank's own."""
+    shared = Table(
+        tensors=tuple(t for t in key.infos if t.name not in key.own), aliases={n: t for n, t in key.aliases.items() if n not in key.own}
+    )
+    own = Table(tensors=tuple(t for t in key.infos if t.name in key.own), aliases={n: t for n, t in key.aliases.items() if n in key.own})
+    return shared, own
+
+
+def chunks_of(owned: Mapping[str, Owned], rank: int) -> list[Chunk]:
+    """The chunks that a rank writes, in the order in which every rank lists them."""
+    written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(owned)}
+    return [Chunk(name, i, box) for name in sorted(owned) for i, box in written[id(owned[name])]]
+
+
+def _distinct(owned: Mapping[str, Owned]) -> Collection[Owned]:
+    """Tensors that are cut and dealt alike share a grid; to look for a rank in it takes as long as it has chunks."""
+    return {id(o): o for o in owned.values()}.values()
+
+
+def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, Global]) -> list[ChunkSpec]:
+    return [ChunkSpec(name=c.name, box=c.box, shape=tensors[c.name].shape, dtype=tensors[c.name].dtype) for c in chunks]
+
+
+def _batches(number: int, plan: DataFilePlan) -> list[Batch]:
+    """Chunks in the order of the file, small neighbours together."""
+    order = plan.offsets.argsort(kind="stable")
+    numbers, starts, lengths = (order + plan.first).tolist(), plan.offsets[order].tolist(), plan.lengths[order].tolist()
+    batches: list[Batch] = []
+    first = size = 0
+    for i, length in enumerate(lengths):
+        if i > first and size + length > BATCH:
+            batches.append(Batch(number, starts[first], size, numbers[first:i], lengths[first:i]))
+            first, size = i, 0
+        size += length
+    if lengths:
+        batches.append(Batch(number, starts[first], size, numbers[first:], lengths[first:]))
+    return batches

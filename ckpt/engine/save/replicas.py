@@ -1,0 +1,81 @@
+"""Digests of replicated tensors, so that the ranks that have them can be compared before a save commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from ckpt.adapters.memory import as_bytes
+from ckpt.concurrency.workers import run_tasks
+from ckpt.layout.geometry import Box
+
+from .plan import RankPlan
+from .sources import Source
+
+GROUP = 64
+"""Tensors that are hashed in one task."""
+
+
+class Replicas:
+    """Hashes the replicated tensors of one rank. Chunks that the rank writes are hashed when they are written."""
+
+    def __init__(self, plan: RankPlan, source: Source, rank: int) -> None:
+        self.plan = plan
+        self.source = source
+        self.rank = rank
+        self._written = {(c.name, c.number): i for i, c in enumerate(plan.chunks)} if plan.replicated else {}
+        self._digests: dict[tuple[str, int], int] = {}
+
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the tensors of which this rank has bytes that only other ranks write."""
+        return frozenset(name for name, held in self.plan.replicated if any((name, i) not in self._written for i in held))
+
+    def hash(self, threads: int, beat: Callable[[], None]) -> None:
+        """Hash what other ranks write. Reads the state's memory, so it must come before the state changes."""
+        todo = self.plan.replicated
+        run_tasks([partial(self._hash, todo[i : i + GROUP], beat) for i in range(0, len(todo), GROUP)], threads, "ckpt-hash")
+
+    def _hash(self, group: Sequence[tuple[str, Sequence[int]]], beat: Callable[[], None]) -> None:
+        for name, held in group:
+            owned = self.plan.owned[name]
+            for i in held:
+                if owned.merged:
+                    self._digests[name, i] = self._flat(name)
+                elif (name, i) not in self._written:
+                    self._digests[name, i] = xxhash.xxh3_64_intdigest(self._bytes(name, owned.box(i)))
+            beat()
+
+    def _bytes(self, name: str, box: Box) -> memoryview:
+        return as_bytes(self.source.tensor(name).gather(box)) if box.numel else memoryview(b"")
+
+    def _flat(self, name: str) -> int:
+        """Digest of all that this rank has of a tensor that is cut into flat ranges: its chunks are of other ranks' bytes, too."""
+        digest = xxhash.xxh3_64()
+        for part in self.source.tensor(name).parts:
+            digest.update(as_bytes(part.memory))
+        return digest.intdigest()
+
+    def found(self, written: Sequence[int]) -> dict[str, Mapping[str, str]]:
+        """Digest of each replicated tensor by name, for each set of ranks that have the same ones. ``written``: digests of this rank's
+        chunks by number.
+
+        A set of ranks goes by the digest of its ranks: the ranks themselves would be as many as the job's, on each of them.
+        """
+        found: dict[str, dict[str, str]] = {}
+        ids: dict[tuple[int, int], str] = {}
+        for name, held in self.plan.replicated:
+            owned = self.plan.owned[name]
+            cell = self._cell(name) if owned.merged else int(owned.cell[held[0]])
+            key = id(owned.cell_holders), cell
+            if key not in ids:
+                ids[key] = xxhash.xxh3_64_hexdigest(owned.cell_holders[cell].tobytes())
+            each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in held)
+            digests = b"".join(d.to_bytes(8, "big") for d in each)
+            found.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)
+        return dict(found)
+
+    def _cell(self, name: str) -> int:
+        return int(np.flatnonzero((self.plan.owned[name].cell_holders == self.rank).any(axis=1))[0])

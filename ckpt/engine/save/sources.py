@@ -1,0 +1,165 @@
+"""The bytes of this rank's chunks, from the state's own memory.
+
+Invariant: nothing here changes the state's memory, and nothing here waits for another rank: what other ranks have of a merged chunk is put
+into it by whoever received it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
+from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.errors import ConsistencyError, CoverageError
+from ckpt.layout.geometry import row_major_strides
+
+from .plan import Batch, RankPlan
+
+_SMALL = 256 << 10
+_move_small = ctypes.PyDLL(None).memmove  # does not let go of the interpreter, which costs more than copying so little
+_move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_small.restype = None
+
+
+class Source:
+    """Reads chunks of one rank out of the tensors of its state. ``received``: what other ranks sent of merged chunks, by chunk number."""
+
+    def __init__(self, plan: RankPlan, tensors: Mapping[str, LocalTensor]) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self.received: dict[int, list[tuple[int, int, memoryview]]] = {}
+        self._addresses: dict[str, tuple[int, ...]] = {}
+
+    def note_addresses(self) -> None:
+        """From now on a tensor whose memory is freed or moved is an error."""
+        self._addresses = {name: _addresses(local) for name, local in self.tensors.items()}
+
+    def tensor(self, name: str) -> LocalTensor:
+        """A tensor whose memory is where it was.
+
+        Raises:
+            ConsistencyError: its memory was freed or moved since ``note_addresses``.
+        """
+        local = self.tensors[name]
+        if self._addresses and self._addresses[name] != _addresses(local):
+            raise ConsistencyError(
+                f"the memory of tensor {name} was freed or moved before the save had captured it",
+                hint='call handle.fence() before that, or save with capture="eager"',
+            )
+        return local
+
+    def set_aside(self, names: AbstractSet[str]) -> None:
+        """Read these tensors from a copy that is made now."""
+        self.tensors = {**self.tensors, **{name: _copied(self.tensors[name]) for name in names}}
+
+    def view(self, number: int) -> memoryview:
+        """The bytes of a chunk: its own memory where that is contiguous on the host, a copy elsewhere."""
+        chunk = self.plan.chunks[number]
+        if not chunk.box.numel:
+            return memoryview(b"")
+        if self.plan.owned[chunk.name].merged:
+            whole = torch.empty(self.nbytes(number), dtype=torch.uint8)
+            self.fill(number, whole)
+            self.patch(number, whole)
+            return as_bytes(whole)
+        local = self.tensor(chunk.name)
+        if len(local.parts) == 1 and local.parts[0].box == chunk.box:
+            return as_bytes(local.parts[0].memory)  # most chunks are all that a rank has of a tensor
+        return as_bytes(local.gather(chunk.box))
+
+    def nbytes(self, number: int) -> int:
+        chunk = self.plan.chunks[number]
+        return chunk.box.numel * self.tensors[chunk.name].info.dtype.itemsize
+
+    def fill_batch(self, batch: Batch, into: torch.Tensor, at: int) -> None:
+        """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on."""
+        base = into.data_ptr()
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            address = self._address(number)
+            if address:
+                (_move_small if length < _SMALL else ctypes.memmove)(base + at, address, length)
+            elif length:
+                self.fill(number, into[at : at + length])
+            at += length
+
+    def _address(self, number: int) -> int:
+        """Where a chunk is that is all that this rank has of its tensor and can be copied as it is; 0 for others."""
+        name, _, box = self.plan.chunks[number]
+        parts = (self.tensor(name) if self._addresses else self.tensors[name]).parts
+        if len(parts) != 1:
+            return 0
+        held, memory = parts[0]
+        if held.shape != box.shape or held.offset != box.offset or not (memory.is_cpu and memory.is_contiguous()):
+            return 0
+        return 0 if reads_otherwise(memory) else memory.data_ptr()
+
+    def fill(self, number: int, into: torch.Tensor) -> None:
+        """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
+        chunk = self.plan.chunks[number]
+        local = self.tensor(chunk.name)
+        if self.plan.owned[chunk.name].merged:
+            self._fill_merged(number, local, into)
+            return
+        memory = local.gather(chunk.box)
+        if memory.is_complex() or memory.is_neg():
+            memory = memory.resolve_conj().resolve_neg()
+        size = local.info.dtype.itemsize
+        target = into.view(RAW[size]).view(chunk.box.shape)
+        target.copy_(raw_view(memory), non_blocking=into.is_pinned())
+
+    def _fill_merged(self, number: int, local: LocalTensor, into: torch.Tensor) -> None:
+        start, stop = self.flat_range(number)
+        size = local.info.dtype.itemsize
+        for first, last, memory in flat_parts(local, start, stop):
+            into[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+
+    def patch(self, number: int, into: torch.Tensor) -> None:
+        """Copy what other ranks sent of a merged chunk to its place in ``into``."""
+        start, _ = self.flat_range(number)
+        size = self.tensors[self.plan.chunks[number].name].info.dtype.itemsize
+        for first, last, data in self.received.get(number, ()):
+            into[(first - start) * size : (last - start) * size].numpy().data[:] = data
+
+    def flat_range(self, number: int) -> tuple[int, int]:
+        """First and last element of a merged chunk in the flattening of its tensor: its box spans whole rows."""
+        chunk = self.plan.chunks[number]
+        shape = self.tensors[chunk.name].info.shape
+        start = sum(o * s for o, s in zip(chunk.box.offset, row_major_strides(shape), strict=True))
+        return start, start + chunk.box.numel
+
+    def fragment(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on the host."""
+        local = self.tensor(name)
+        size = local.info.dtype.itemsize
+        whole = torch.empty((stop - start) * size, dtype=torch.uint8)
+        done = 0
+        for first, last, memory in flat_parts(local, start, stop):
+            whole[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+            done += last - first
+        if done != stop - start:
+            raise CoverageError(f"this rank has {done} of the elements {start} to {stop} that it should send", where=f"tensor {name}")
+        return whole
+
+
+def _copied(local: LocalTensor) -> LocalTensor:
+    return LocalTensor(local.info, [Held(part.box, part.memory.clone()) for part in local.parts], local.said)
+
+
+def _addresses(local: LocalTensor) -> tuple[int, ...]:
+    return tuple([part.memory.data_ptr() for part in local.parts])  # a list: there are very many, of one part each
+
+
+def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:
+    """What a rank has of the elements ``[start, stop)`` of a tensor that is cut into flat ranges: first, last, and raw memory."""
+    strides = row_major_strides(local.info.shape)
+    found = []
+    for part in local.parts:
+        at = sum(o * s for o, s in zip(part.box.offset, strides, strict=True))
+        first, last = max(at, start), min(at + part.box.numel, stop)
+        if first < last:
+            found.append((first, last, raw_view(part.memory).reshape(-1)[first - at : last - at]))
+    return found

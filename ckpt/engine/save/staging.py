@@ -1,0 +1,186 @@
+"""Staging: the bytes of a save, copied out of the state into host memory so that training may go on (DataStates-LLM, arXiv 2406.10707).
+
+Invariants: one copy per byte, but for what is set aside before (``capture.py``); the arena is allocated once and used again by the next
+save; a batch is written only after it was captured, and its memory is used again only after it was written. The image of a data file lies
+in the arena as in the file: addresses and file offsets are congruent modulo the page, which direct I/O needs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import finalize
+
+import torch
+
+from ckpt.engine.devices import no_memory, pin
+from ckpt.errors import UsageError
+
+from .pace import Pace
+from .plan import Batch
+
+PAGE = 4096
+
+
+class Arena:
+    """Page-aligned host memory that grows to what the largest save needed; pinned if tensors of a GPU are copied into it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: finalize[..., Arena] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def reserve(self, nbytes: int, device: torch.device | None = None) -> torch.Tensor:
+        """At least ``nbytes`` of memory, uint8 ``[n]``, pinned if it is for a GPU. What an earlier call gave may be the same memory.
+
+        Raises:
+            CkptError: there is not so much, or it cannot be pinned.
+        """
+        if self.nbytes < nbytes or (device is not None and self._unpin is None):
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the new one is made
+            memory = _pages(nbytes, forked=device is None)
+            if device is not None:
+                self._unpin = finalize(self, pin(memory, device))
+                self._unpin.atexit = False  # CUDA may have ended by then
+            self._memory = memory
+        return self._memory
+
+
+def _pages(nbytes: int, *, forked: bool) -> torch.Tensor:
+    """Fresh memory; ``forked``: forked children have it, too, each its own: where a device writes, pages must not move at a fork."""
+    size = max(-(-nbytes // PAGE), 1) * PAGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as err:
+        raise no_memory(size, str(err)) from err
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults when it is first written
+    if hasattr(mmap, "MADV_DONTFORK") and not forked:
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Batches that lie together in the arena: byte ``start`` of their file is at ``at``."""
+
+    batches: Sequence[Batch]
+    start: int
+    at: int
+    waits_for: int | None
+    """Number of the segment that must be written before this one may be captured; None if the memory is nobody else's."""
+
+
+def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[Segment], int]:
+    """Where each batch lies in the arena, and how many bytes that takes: everything at once if ``budget`` allows it, else two halves in
+    turns.
+
+    Raises:
+        UsageError: the budget is less than two of the largest batches take.
+    """
+    segments: list[Segment] = []
+    at = 0
+    for batches in files:
+        if batches:
+            start = batches[0].start // PAGE * PAGE
+            segments.append(Segment(batches, start, at, None))
+            at += _pages_of(start, batches[-1])
+    if budget is None or at <= budget:
+        return segments, at
+    half = budget // 2 // PAGE * PAGE
+    segments = []
+    for batches in files:
+        first = 0
+        while first < len(batches):
+            start, last = batches[first].start // PAGE * PAGE, first
+            while last < len(batches) and _pages_of(start, batches[last]) <= half:
+                last += 1
+            if last == first:
+                least = 2 * _pages_of(start, batches[first])
+                raise UsageError(f"a staging budget of {budget} bytes is too small: this state needs at least {least}")
+            number = len(segments)
+            segments.append(Segment(batches[first:last], start, number % 2 * half, number - 2 if number > 1 else None))
+            first = last
+    return segments, 2 * half
+
+
+def _pages_of(start: int, last: Batch) -> int:
+    return -(-(last.start + last.length - start) // PAGE) * PAGE
+
+
+class Stage:
+    """The batches of one save on their way through the arena. One thread captures; writers wait for each batch and release it."""
+
+    def __init__(self, segments: Sequence[Segment], memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.pace = Pace()
+        self.segments = segments
+        self._segment_of = {id(batch): number for number, segment in enumerate(segments) for batch in segment.batches}
+        self._captured: set[int] = set()
+        self._left = [len(s.batches) for s in segments]
+        self._condition = threading.Condition()
+        self._error: BaseException | None = None
+
+    def place(self, batch: Batch) -> int:
+        """Where the bytes of a batch are in ``memory``."""
+        segment = self.segments[self._segment_of[id(batch)]]
+        return segment.at + batch.start - segment.start
+
+    def capture(self, batches: Iterable[Batch], fill: Callable[[Batch, int], None]) -> None:
+        """Copy batches into the arena by ``fill(batch, place)``, as soon as there is room for them; those already captured are skipped.
+
+        Raises whatever ``fill`` raises, and tells the writers.
+        """
+        try:
+            for batch in batches:
+                if id(batch) not in self._captured:
+                    self._await_room(batch)
+                    fill(batch, self.place(batch))
+                    self.arrived(batch)
+        except BaseException as err:
+            self.fail(err)
+            raise
+
+    def arrived(self, batch: Batch) -> None:
+        with self._condition:
+            self._captured.add(id(batch))
+            self._condition.notify_all()
+
+    def _await_room(self, batch: Batch) -> None:
+        before = self.segments[self._segment_of[id(batch)]].waits_for
+        if before is not None:
+            with self._condition:
+                self._condition.wait_for(lambda: self._left[before] == 0 or self._error is not None)
+                self._raise()
+
+    def wait(self, batch: Batch) -> None:
+        """Wait until a batch is captured. Raises what capturing raised."""
+        if id(batch) in self._captured:
+            return
+        with self._condition:
+            self._condition.wait_for(lambda: id(batch) in self._captured or self._error is not None)
+            self._raise()
+
+    def release(self, batch: Batch) -> None:
+        """The batch is written: its memory may be used again."""
+        with self._condition:
+            self._left[self._segment_of[id(batch)]] -= 1
+            self._condition.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End all waiting with an error."""
+        with self._condition:
+            self._error = self._error or error
+            self._condition.notify_all()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

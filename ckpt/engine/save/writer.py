@@ -1,0 +1,224 @@
+"""Writes one rank's data files: chunks are hashed and written block by block, by a few threads, from the state's own memory or from the
+stage that holds a copy of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import xxhash
+
+from ckpt.catalog import DataFile
+from ckpt.concurrency.workers import Pending, run_tasks
+from ckpt.errors import CkptError, ConflictError
+from ckpt.formats.native.datafiles.datafile import DataFilePlan
+from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.tracing.spans import Spans
+
+from .merge import Merge
+from .plan import BATCH, Batch, RankPlan
+from .sources import Source
+from .staging import Stage
+
+BLOCK = 1 << 20
+"""Least bytes that are hashed and written at once."""
+MANY = 8
+"""A batch of so many chunks is mostly Python."""
+COMMITS = 4
+"""Files of one rank that are made durable at once."""
+SLOWEST = 10e6
+"""Bytes a second: storage that makes a file durable more slowly than this counts as hanging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive:
+    """Signs of life: ``beat`` gives one, ``during`` gives them while something runs that cannot, for at most some seconds."""
+
+    beat: Callable[[], None]
+    during: Callable[[Callable[[], None], float], None]
+
+
+class RankWriter:
+    """Writes the chunks of one rank of one save. ``stage`` is None if the state keeps still until the save is over."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        plan: RankPlan,
+        source: Source,
+        id: str,
+        position: int,
+        threads: int,
+        alive: Alive,
+        spans: Spans,
+        stage: Stage | None = None,
+        merge: Merge | None = None,
+    ) -> None:
+        self.backend = backend
+        self.plan = plan
+        self.source = source
+        self.stage = stage
+        self.merge = merge
+        self.id = id
+        self.position = position
+        """Place of the rank among those that take part: what the checkpoint knows it by."""
+        self.threads = threads
+        self.alive = alive
+        self.spans = spans
+        self.digests: list[int] = [0] * len(plan.chunks)
+        """XXH3-64 of each chunk, by its number in the plan."""
+        self.written = 0
+        self._made: list[str] = []
+        self._mixed = frozenset(merge.mixed.values()) if merge is not None else frozenset()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def run(self) -> tuple[DataFile, ...]:
+        """Write and make durable. On failure every file that was made is removed.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        commits: list[tuple[Writer, Pending[None]]] = []
+        files = []
+        try:
+            try:
+                for number in range(len(self.plan.batches)):
+                    writer, plan, header = self._file(number)
+                    commits.append((writer, Pending(partial(self._commit, writer, plan), "ckpt-sync")))
+                    if len(commits) >= COMMITS:
+                        commits[-COMMITS][1].wait()
+                    files.append(plan.row(header))
+            finally:
+                for _, commit in commits:
+                    commit.wait()
+            for _, commit in commits:
+                commit.result()
+        except BaseException:
+            for writer, _ in commits:
+                with suppress(CkptError):
+                    writer.abort()
+            self.discard()
+            raise
+        return tuple(files)
+
+    @property
+    def done(self) -> int:
+        """Bytes of the state that are written."""
+        return self.written
+
+    def discard(self) -> None:
+        """Remove what was written; what cannot be removed stays as debris that nothing refers to."""
+        for path in self._made:
+            with suppress(CkptError):
+                self.backend.delete(path)
+
+    def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
+        """Write one file, all but making it durable."""
+        plan = self.plan.files[number].labelled(self.id)
+        with self.open(plan) as writer:
+            run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
+            header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)])
+            writer.write(0, [header])
+        return writer, plan, header
+
+    @contextmanager
+    def open(self, plan: DataFilePlan) -> Iterator[Writer]:
+        """A new file, which is forgotten if the block fails."""
+        writer = self._create(plan.path, plan.size)
+        try:
+            yield writer
+        except BaseException:
+            with suppress(CkptError):
+                writer.abort()
+            raise
+
+    def _commit(self, writer: Writer, plan: DataFilePlan) -> None:
+        try:
+            with self.spans.span("sync", plan.size):
+                self.alive.during(writer.commit, plan.size / SLOWEST)
+        except ConflictError:
+            self._made.remove(plan.path)  # somebody else's
+            raise
+
+    def _create(self, path: str, size: int) -> Writer:
+        self._made.append(path)  # before it is made: an error may come after the effect
+        try:
+            return self.backend.create(path, size)
+        except ConflictError:
+            self._made.remove(path)  # somebody else's
+            raise
+
+    # ---- one batch
+
+    def _batch(self, writer: Writer, batch: Batch) -> None:
+        staged = self.staged(batch)
+        self.alive.beat()
+        with self._paced(batch), self.spans.span("write", batch.length):
+            if len(batch.numbers) > 1:
+                self._small(writer, batch, self._scratch(batch) if staged is None else staged)
+            else:
+                number = batch.numbers[0]
+                self._large(writer, batch.start, number, self.source.view(number) if staged is None else staged)
+        if self.stage is not None:
+            self.stage.release(batch)
+
+    def _paced(self, batch: Batch) -> AbstractContextManager[None]:
+        """In the background, small chunks are worked on in a pace that leaves training its speed."""
+        return nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.pace.work()
+
+    def staged(self, batch: Batch) -> memoryview | None:
+        """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""
+        mixed = [n for n in batch.numbers if n in self._mixed] if self._mixed else []
+        if mixed and self.merge is not None:
+            self.merge.wait()
+        if self.stage is None:
+            return None
+        self.stage.wait(batch)
+        at = self.stage.place(batch)
+        for number in mixed:
+            begin = at + sum(batch.lengths[: batch.numbers.index(number)])
+            self.source.patch(number, self.stage.memory[begin : begin + self.source.nbytes(number)])
+        return self.stage.memory.numpy().data[at : at + batch.length]
+
+    def _scratch(self, batch: Batch) -> memoryview:
+        """The bytes of small chunks, copied next to each other."""
+        scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = torch.empty(BATCH, dtype=torch.uint8)
+        self.source.fill_batch(batch, scratch, 0)
+        for number in batch.numbers:
+            if number in self._mixed:
+                begin = sum(batch.lengths[: batch.numbers.index(number)])
+                self.source.patch(number, scratch[begin : begin + self.source.nbytes(number)])
+        return scratch.numpy().data[: batch.length]
+
+    def _small(self, writer: Writer, batch: Batch, data: memoryview) -> None:
+        at = 0
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            self.digests[number] = xxhash.xxh3_64_intdigest(data[at : at + length])
+            at += length
+        writer.write(batch.start, [data])
+        self.count(batch.length)
+
+    def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
+        digest = xxhash.xxh3_64()
+        step = max(BLOCK, writer.block)
+        at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
+        while at < len(data):
+            block = data[at:end]
+            writer.write_hashed(offset + at, block, digest.update)
+            self.count(len(block))
+            at, end = end, end + step
+        self.digests[number] = digest.intdigest()
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes more are written."""
+        with self._lock:
+            self.written += nbytes
+        self.alive.beat()

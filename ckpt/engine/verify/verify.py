@@ -1,0 +1,310 @@
+"""verify: everything in a checkpoint that is not as its digests say. No torch.
+
+A problem never ends the check. First the structure (index, tiling, files, headers), then every byte of every chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.concurrency.spread import spread
+from ckpt.errors import CkptError, CorruptError
+from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file
+from ckpt.formats.native.coding.codecs import decode
+from ckpt.formats.native.replaced import replacement
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import open_backend
+from ckpt.reread import read_checked
+
+from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
+
+__all__ = ["BUFFER", "Problem", "Progress", "VerifyReport", "verify"]
+
+BUFFER = 16 << 20
+"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together. A coded chunk is
+held whole, stored and decoded: two chunks of at most 64 MiB per thread."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes in all, always from the thread that called ``verify``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found. ``bytes`` counts the bytes that were read, of chunks or of storages with them; ``seconds`` is wall time."""
+
+    files: int
+    chunks: int
+    undigested: int
+    """Chunks that were read but have no digest or checksum to compare with: their format does not keep any, or not of them."""
+    bytes: int
+    seconds: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """``others`` are chunks that lie in the same bytes, whose checksum is one."""
+
+    entry: TensorEntry
+    number: int
+    extent: Extent
+    others: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.extent.offset + self.extent.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements: more than those that are stored if it is coded."""
+        return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
+
+    def problem(self, kind: str, message: str) -> Problem:
+        if self.others:
+            message += f"; in this chunk or one of {self.others:,} others, which lie in the same storage"
+        return Problem(kind=kind, file=self.extent.path, tensor=self.entry.name, box=self.entry.grid.box(self.number), message=message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    bytes: int
+    problems: list[Problem]
+
+
+def verify(url: str, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
+    """Read a checkpoint whole and compare it with its digests.
+
+    Args:
+        threads: how many read and hash at once; by default one for each usable core, at least 2 and at most 16.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
+            but reported.
+        ConflictError: it was replaced or removed meanwhile.
+    """
+    began = time.monotonic()
+    try:
+        catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
+        len(catalog.tensors), [*catalog.ranks.values()]  # what lies apart is read now
+    except CorruptError as err:
+        problems = check_index(open_backend(url), err)
+        return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
+    problems = [*check_tiling(catalog), *check_state(catalog)]
+    broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+    chunks = list(_chunks(catalog, broken, problems))
+    jobs = _by_storage(catalog, chunks)
+    done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
+    if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
+        raise replaced
+    problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
+    return VerifyReport(
+        files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
+        chunks=len(chunks),
+        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in jobs),
+        bytes=done.bytes,
+        seconds=time.monotonic() - began,
+        problems=tuple(problems),
+    )
+
+
+def _default_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores, 2), 16)
+
+
+def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> Iterator[_Chunk]:
+    """Every chunk whose bytes can be found, those in ``broken`` files left out; what cannot be found goes to ``problems``."""
+    for entry in catalog.tensors.values():
+        if entry.alias is not None:
+            continue
+        numbers = [n for n in range(len(entry.grid)) if entry.grid.file(n) not in broken] if broken else range(len(entry.grid))
+        try:
+            extents = catalog.extents(entry, numbers)
+        except FAILURES:
+            yield from _chunks_one_by_one(catalog, entry, numbers, problems)
+        else:
+            yield from map(_Chunk, [entry] * len(extents), numbers, extents)
+
+
+def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
+    """The chunks, but in place of those that lie in a storage with a checksum, that storage."""
+    if not isinstance(catalog, ExternalCatalog):
+        return chunks
+    try:
+        storages = sorted(catalog.storages(), key=lambda s: s[:2])
+    except FAILURES:
+        return chunks  # what cannot be found is among the problems already
+    starts = [(s.path, s.offset) for s in storages]
+    inside: dict[int, list[_Chunk]] = {}
+    left = []
+    for chunk in chunks:
+        at = bisect_right(starts, (chunk.extent.path, chunk.extent.offset)) - 1
+        found = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
+        if found is not None and found.path == chunk.extent.path and chunk.end <= found.offset + found.length:
+            inside.setdefault(at, []).append(chunk)
+        else:
+            left.append(chunk)
+    return left + [_Chunk(held[0].entry, held[0].number, storages[at], len(held) - 1) for at, held in inside.items()]
+
+
+def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[int], problems: list[Problem]) -> Iterator[_Chunk]:
+    for number in numbers:
+        try:
+            yield _Chunk(entry, number, catalog.extents(entry, [number])[0])
+        except FAILURES as err:
+            file, box = file_of(err, catalog.url), entry.grid.box(number)
+            problems.append(Problem(kind="header", file=file, tensor=entry.name, box=box, message=err.message))
+
+
+# ------------------------------------------------------------------------------------------------------------- every byte
+
+
+def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
+    total = sum(c.extent.length for c in chunks)
+    reader = _Reader(backend)
+    bytes_done, problems = 0, list[Problem]()
+    for result in spread((partial(reader.check, job) for job in _jobs(chunks)), threads, "ckpt-verify"):
+        bytes_done += result.bytes
+        problems += result.problems
+        if progress is not None:
+            progress(bytes_done, total)
+    return _Result(bytes_done, problems)
+
+
+def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
+    job: list[_Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: (c.extent.path, c.extent.offset, c.extent.length)):
+        if job:
+            last = job[-1]
+            fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
+            if not fits or chunk.extent.codec is not None or last.extent.codec is not None:
+                yield job
+                job = []
+        job.append(chunk)
+    if job:
+        yield job
+
+
+class _Wrong(CorruptError):
+    """That a job found something."""
+
+    def __init__(self, result: _Result) -> None:
+        super().__init__("; ".join(map(str, result.problems)))
+        self.result = result
+
+
+class _Reader:
+    """Reads jobs and hashes them; one buffer per thread, as long as its longest job so far."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._local = threading.local()
+
+    def check(self, job: list[_Chunk]) -> _Result:
+        """What is wrong with the chunks of a job, looked at again if anything is."""
+        start, end = job[0].extent.offset, job[-1].end
+
+        def read() -> _Result:
+            result = self._look(job)
+            if result.problems:
+                raise _Wrong(result)
+            return result
+
+        try:
+            return read_checked(self._backend, job[0].extent.path, read, offset=start, length=end - start)
+        except _Wrong as err:
+            return err.result
+
+    def _look(self, job: list[_Chunk]) -> _Result:
+        start, end = job[0].extent.offset, job[-1].end
+        if job[0].extent.codec is not None:
+            return self._check_coded(job[0])
+        if end - start > BUFFER:
+            return self._check_long(job[0])
+        buffer = self._buffer(end - start)
+        try:
+            if end > start:
+                self._backend.read_into(job[0].extent.path, start, buffer)
+        except FAILURES as err:
+            return self._split(job, err)
+        wrong = [_wrong(c, buffer[c.extent.offset - start : c.end - start]) for c in job]
+        return _Result(end - start, [p for p in wrong if p is not None])
+
+    def _split(self, job: list[_Chunk], err: CkptError) -> _Result:
+        """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
+        if len(job) == 1:
+            return _Result(0, [job[0].problem("read", err.message)])
+        results = [self._look([chunk]) for chunk in job]
+        return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
+
+    def _check_long(self, chunk: _Chunk) -> _Result:
+        digest, crc = xxhash.xxh3_64(), 0
+        for at in range(chunk.extent.offset, chunk.end, BUFFER):
+            piece = self._buffer(min(BUFFER, chunk.end - at))
+            try:
+                self._backend.read_into(chunk.extent.path, at, piece)
+            except FAILURES as err:
+                return _Result(at - chunk.extent.offset, [chunk.problem("read", err.message)])
+            if chunk.extent.digest is not None:
+                digest.update(piece)
+            elif chunk.extent.crc32 is not None:
+                crc = zlib.crc32(piece, crc)
+        wrong = _differs(chunk, digest.hexdigest(), crc)
+        return _Result(chunk.extent.length, [wrong] if wrong else [])
+
+    def _check_coded(self, chunk: _Chunk) -> _Result:
+        """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
+        blob = self._buffer(chunk.extent.length)
+        try:
+            self._backend.read_into(chunk.extent.path, chunk.extent.offset, blob)
+        except FAILURES as err:
+            return _Result(0, [chunk.problem("read", err.message)])
+        wrong = _wrong(chunk, blob)
+        if wrong is None:
+            assert chunk.extent.codec is not None
+            try:
+                decode(chunk.extent.codec, blob, self._buffer(chunk.nbytes, "decoded"), chunk.entry.dtype.itemsize)
+            except FAILURES as err:
+                wrong = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
+        return _Result(chunk.extent.length, [wrong] if wrong else [])
+
+    def _buffer(self, size: int, use: str = "stored") -> memoryview:
+        held: memoryview | None = getattr(self._local, use, None)
+        if held is None or len(held) < size:
+            held = np.empty(size, dtype=np.uint8).data
+            setattr(self._local, use, held)
+        return held[:size]
+
+
+def _wrong(chunk: _Chunk, data: memoryview) -> Problem | None:
+    """Compare the bytes of a chunk with its digest, or with the checksum of another format."""
+    digest = xxhash.xxh3_64_hexdigest(data) if chunk.extent.digest is not None else ""
+    crc = zlib.crc32(data) if chunk.extent.digest is None and chunk.extent.crc32 is not None else 0
+    return _differs(chunk, digest, crc)
+
+
+def _differs(chunk: _Chunk, digest: str, crc: int) -> Problem | None:
+    wanted, crc_wanted = chunk.extent.digest, chunk.extent.crc32
+    if wanted is not None and digest != wanted:
+        return chunk.problem("digest", f"the bytes changed after they were written: XXH3-64 is {digest}, should be {wanted}")
+    if wanted is None and crc_wanted is not None and crc != crc_wanted:
+        return chunk.problem("digest", f"the bytes changed after they were written: CRC-32 is {crc:08x}, should be {crc_wanted:08x}")
+    return None

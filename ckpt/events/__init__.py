@@ -1,0 +1,1 @@
+"""What a Checkpointer reports while it works: events, their listeners, alerts."""

@@ -1,0 +1,284 @@
+"""Layouts for plain tensors: rules from names to placements, for Megatron-style models whose tensors do not know their own place.
+
+A rule is ``(glob, placement, …)``; the first glob that matches a tensor's name decides, and a name that no rule matches is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt.errors import LayoutError
+
+from .mesh import Mesh
+from .numbering import Numbered
+from .placements import PLACEMENTS, GlobalShape, OnMesh, Padded, Placement, Stage, Uneven
+from .splits import Boxes, Flat, Interleaved, Shard, Split
+from .tensor_layout import TensorLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A local tensor's place: the stored name, the global shape, the layout, and the box that the local tensor is of the global
+    one when stacked."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    logical: tuple[int, ...] | None = None
+    stack: tuple[int, int] | None = None
+    """``(dim, index)``: the local tensor is element ``index`` of new dimension ``dim``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """One number found in a name: whose it is, on which coordinate, and the global value."""
+
+    rule: Numbered
+    coordinate: int
+    value: int | None
+
+
+class Layout:
+    """A mesh and rules; see the module's docstring.
+
+    Args:
+        mesh: names and sizes of the parallel dimensions, the last one's ranks being neighbours: ``{"pp": 2, "dp": 2, "tp": 2}``.
+        rules: ``(glob, placement, …)`` in order of preference.
+        numbered: names with local numbers, from :func:`pipeline` and :func:`experts`.
+        meshes: further meshes over the same ranks, for rules with :class:`OnMesh`.
+
+    Example::
+
+        Layout({"pp": 2, "tp": 2}, rules=[("*.wq.weight", Shard(0, "tp")), ("*.wo.weight", Shard(1, "tp")), ("*", Replicate())],
+               numbered=[pipeline("layers.{n}", layers=8, stages=2)])
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int] | Mesh,
+        rules: Sequence[tuple[Any, ...]],
+        *,
+        numbered: Sequence[Numbered] = (),
+        meshes: Mapping[str, Mapping[str, int] | Mesh] | None = None,
+    ) -> None:
+        if isinstance(rules, Mapping):
+            rules = list(rules.items())
+        _check_rules(rules)
+        self.mesh = Mesh.of(mesh)
+        self.meshes = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
+        self.rules = [(rule[0], tuple(rule[1:])) for rule in rules]
+        self.numbered = tuple(numbered)
+        for glob, placements in self.rules:
+            for p in placements:
+                if not isinstance(p, PLACEMENTS):
+                    raise LayoutError(f"the rule for {glob!r} has {p!r} of {type(p).__module__}", hint="placements are classes of ckpt")
+        for other in self.meshes.values():
+            if set(other.ranks) != set(self.mesh.ranks):
+                raise LayoutError(f"meshes {self.mesh} and {other} are over different ranks")
+        for n in self.numbered:
+            if len(n.ids) != self._mesh(n.mesh).size(n.over):
+                raise LayoutError(
+                    f"{n.pattern!r} has numbers for {len(n.ids)} coordinates, {n.over!r} has {self._mesh(n.mesh).size(n.over)}"
+                )
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Raise LayoutError unless the layout is for exactly these ranks."""
+        if set(self.mesh.ranks) != set(ranks):
+            raise LayoutError(
+                f"the layout's mesh {self.mesh} is for {len(self.mesh.ranks)} ranks ({_few(self.mesh.ranks)}), the call is made by "
+                f"{len(ranks)} ({_few(ranks)})",
+                hint="give the sizes of this job's parallel dimensions; ranks of another numbering go into ckpt.Mesh(names, sizes, ranks)",
+            )
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh}, {len(self.rules)} rules)"
+
+    def _mesh(self, name: str | None) -> Mesh:
+        if name is None:
+            return self.mesh
+        if name not in self.meshes:
+            raise LayoutError(f"the layout has no mesh {name!r}", hint=f"its further meshes are {sorted(self.meshes)}")
+        return self.meshes[name]
+
+    def place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
+        """Where the tensor that ``rank`` calls ``name`` belongs.
+
+        Raises:
+            LayoutError: no rule matches, the shape does not fit the rule, or the layout gives the rank no part of it.
+        """
+        try:
+            return self._place(name, local_shape, rank)
+        except LayoutError as err:
+            raise LayoutError(err.message, where=f"tensor {name}, rank {rank}", hint=err.hint) from err
+
+    def _place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
+        if rank not in self.mesh.ranks:
+            raise LayoutError(f"the rank is not in the layout's mesh {self.mesh}")
+        placements = self._rule(name)
+        given = next((p.name for p in placements if isinstance(p, OnMesh)), None)
+        stored, numbers = self._renumber(name, rank)
+        mesh_name = given or next((n.rule.mesh for n in numbers if n.rule.mesh), None)
+        mesh = self._mesh(mesh_name)
+        at = self._at(placements, numbers, mesh, rank)
+        splits = tuple(p for p in placements if isinstance(p, (Shard, Interleaved, Flat)))
+        layout = TensorLayout(mesh, splits, at)
+        shape = _global_shape(placements, layout, local_shape)
+        logical = _logical(placements, shape)
+        _check_local(layout, shape, local_shape, rank)
+        stacked = [n for n in numbers if n.rule.stack is not None]
+        if len(stacked) > 1:
+            raise LayoutError("two numbers of its name are to be stacked", hint="leave stack=None in one of the two")
+        if stacked:
+            return self._stack(stored, shape, layout, logical, stacked[0])
+        return Placed(name=stored, shape=shape, layout=layout, logical=logical)
+
+    def _rule(self, name: str) -> tuple[Placement, ...]:
+        for glob, placements in self.rules:
+            if fnmatchcase(name, glob):
+                return placements
+        raise LayoutError("no rule of the layout matches", hint='add a rule, or ("*", Replicate()) as the last one')
+
+    def _renumber(self, name: str, rank: int) -> tuple[str, list[_Number]]:
+        numbers = []
+        for rule in self.numbered:
+            found = rule.regex().search(name)
+            if found is None:
+                continue
+            mesh = self._mesh(rule.mesh)
+            where = mesh.coordinate(rank)
+            assert where is not None
+            coordinate = where[mesh.axis(rule.over)]
+            fields = found.groupdict()
+            chunks = rule.ids[coordinate]
+            chunk, local = int(fields.get("chunk") or 0), fields.get("n")
+            if chunk >= len(chunks) or (local is not None and int(local) >= len(chunks[chunk])):
+                raise LayoutError(f"{rule.pattern!r} has no number for it on coordinate {coordinate} of {rule.over!r}")
+            value = None if local is None else chunks[chunk][int(local)]
+            to = rule.to.replace(".{n}", "").replace("{n}", "") if rule.stack is not None else rule.to.replace("{n}", str(value))
+            name = (name[: found.start()] + to + name[found.end() :]).strip(".")
+            numbers.append(_Number(rule, coordinate, value))
+        return name, numbers
+
+    def _at(
+        self, placements: tuple[Placement, ...], numbers: list[_Number], mesh: Mesh, rank: int
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        at: dict[str, tuple[int, ...]] = {}
+        for rule in self.numbered:
+            if rule.stage and rule.over in mesh.names:
+                where = mesh.coordinate(rank)
+                assert where is not None
+                at[rule.over] = (where[mesh.axis(rule.over)],)
+        for n in numbers:
+            if n.value is not None and n.rule.over in mesh.names:
+                at[n.rule.over] = (n.coordinate,)
+        for p in placements:
+            if isinstance(p, Stage):
+                at[p.over] = _stages(p, mesh.size(p.over))
+        return tuple(sorted(at.items()))
+
+    def _stack(self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number) -> Placed:
+        """The layout of the stacked tensor: a new dimension, cut over the number's mesh dimension; ids must be contiguous blocks."""
+        rule, ndim = number.rule, len(shape) + 1
+        assert rule.stack is not None and number.value is not None
+        dim = _dim(rule.stack, ndim, rule)
+        flat = [i for coordinate in rule.ids for chunk in coordinate for i in chunk]
+        if flat != list(range(len(flat))) or any(len(coordinate) != 1 for coordinate in rule.ids):
+            raise LayoutError(
+                f"{rule.pattern!r} cannot be stacked: a coordinate's numbers are not one contiguous block", hint="leave stack=None"
+            )
+        sizes = tuple(len(coordinate[0]) for coordinate in rule.ids)
+        splits = tuple(_shifted(s, dim, ndim) for s in layout.splits)
+        at = tuple((over, allowed) for over, allowed in layout.at if over != rule.over)
+        stacked = TensorLayout(layout.mesh, (Shard(dim, rule.over, sizes), *splits), at)
+        grown = (*shape[:dim], len(flat), *shape[dim:])
+        real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
+        return Placed(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
+
+
+def _stages(placement: Stage, size: int) -> tuple[int, ...]:
+    """The coordinates of a ``Stage`` on a mesh dimension of ``size``, counted from 0; the last may also be the first."""
+    given = (placement.at,) if isinstance(placement.at, int) else placement.at
+    if not all(-size <= i < size for i in given):
+        raise LayoutError(f"{placement} does not fit: {placement.over!r} has {size} coordinates")
+    return tuple(sorted({i % size for i in given}))
+
+
+def _dim(dim: int, ndim: int, said_by: object) -> int:
+    """A dimension of a tensor that has ``ndim``, counted from 0."""
+    if not -ndim <= dim < ndim:
+        raise LayoutError(f"{said_by} does not fit a tensor of {ndim} dimensions")
+    return dim % ndim
+
+
+def _shifted(split: Split, dim: int, ndim: int) -> Split:
+    """The same split of a tensor that has got a new dimension ``dim``."""
+    if isinstance(split, Flat | Boxes):
+        raise LayoutError("a stacked tensor cannot be Flat")
+    old = split.dim % (ndim - 1)
+    new = old + 1 if old >= dim else old
+    return Shard(new, split.over, split.sizes) if isinstance(split, Shard) else Interleaved(new, split.over, split.groups)
+
+
+def _check_rules(rules: Sequence[Any]) -> None:
+    for rule in rules:
+        if not isinstance(rule, (tuple, list)) or not rule or not isinstance(rule[0], str):
+            raise LayoutError(f"not a rule: {rule!r}", hint='a rule is a tuple of a glob and placements: ("*.wq.weight", Shard(0, "tp"))')
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local: tuple[int, ...]) -> tuple[int, ...]:
+    given = next((p.shape for p in placements if isinstance(p, GlobalShape)), None)
+    if given is not None:
+        return given
+    if layout.is_flat:
+        raise LayoutError("the global shape of a Flat tensor cannot be told from its memory", hint="add GlobalShape(shape) to the rule")
+    shape = list(local)
+    # Splits are undone from the last to the first: given sizes are those of what the splits before left.
+    for split in reversed(layout.splits):
+        assert not isinstance(split, Flat | Boxes)
+        dim = _dim(split.dim, len(local), split)
+        if isinstance(split, Shard) and split.sizes is not None:
+            shape[dim] = sum(split.sizes)
+        elif isinstance(split, Interleaved) and isinstance(split.groups, tuple):
+            shape[dim] = sum(split.groups)
+        else:
+            shape[dim] *= layout.mesh.size(split.over)
+        if isinstance(split, Interleaved) and isinstance(split.groups, int) and shape[dim] % split.groups:
+            raise LayoutError(
+                f"dimension {dim} has {shape[dim]} elements, which are not {split.groups} equal groups", hint="give Interleaved their sizes"
+            )
+    for p in placements:
+        if isinstance(p, Uneven):
+            shape[_dim(p.dim, len(local), p)] = p.size
+    return tuple(shape)
+
+
+def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    logical = list(shape)
+    for p in placements:
+        if isinstance(p, Padded):
+            dim = _dim(p.dim, len(shape), p)
+            if p.size > shape[dim]:
+                raise LayoutError(f"dimension {dim} has {shape[dim]} elements, fewer than the {p.size} real ones of {p}")
+            logical[dim] = p.size
+    return tuple(logical) if any(isinstance(p, Padded) for p in placements) else None
+
+
+def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:
+    if layout.coordinate(rank) is None:
+        raise LayoutError(
+            f"the layout has it on {dict(layout.at)} only, where this rank is not",
+            hint="correct the rule's Stage, such as Stage(\"pp\", (0, -1)) for both ends, or take the tensor out of this rank's state",
+        )
+    wanted = layout.local_shape(shape, rank)
+    if wanted != local:
+        raise LayoutError(
+            f"by the layout this rank's part of a tensor of shape {shape} has shape {wanted}, but the tensor has {local}",
+            hint="correct the rule, or add Uneven(dim, size) where the parts differ",
+        )

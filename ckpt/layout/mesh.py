@@ -1,0 +1,102 @@
+"""A mesh: named parallel dimensions over the ranks of a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named parallel dimensions and their sizes; the last dimension's ranks are neighbours.
+
+    ``ranks`` lists the global ranks in row-major order of the mesh; left out, they are 0, 1, 2, …
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: range | tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or min(self.sizes, default=1) < 1:
+            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}")
+        size = math.prod(self.sizes)
+        first = self.ranks[0] if self.ranks else 0
+        if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
+            # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
+            object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
+        else:
+            object.__setattr__(self, "ranks", tuple(self.ranks))
+        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
+        """A mesh from ``{"pp": 2, "tp": 2}``."""
+        return sizes if isinstance(sizes, Mesh) else cls(tuple(sizes), tuple(int(n) for n in sizes.values()))
+
+    @classmethod
+    def flat(cls, ranks: Sequence[int]) -> Mesh:
+        """One dimension, ``ranks``, over these ranks."""
+        return cls(("ranks",), (len(ranks),), tuple(ranks))
+
+    def axis(self, name: str) -> int:
+        """The number of a dimension, from 0.
+
+        Raises:
+            LayoutError: the mesh has none of this name.
+        """
+        if name not in self.names:
+            raise LayoutError(f"the mesh has no dimension {name!r}", hint=f"its dimensions are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def size(self, name: str) -> int:
+        """How many coordinates a dimension has."""
+        return self.sizes[self.axis(name)]
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """The ranks, in the shape of the mesh."""
+        return np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank in the mesh, or None if it is not in it."""
+        number = _number(self.ranks, rank)
+        if number is None:
+            return None
+        where = []
+        for size in reversed(self.sizes):
+            number, at = divmod(number, size)
+            where.append(at)
+        return tuple(reversed(where))
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
+    """The first place of a rank in a list of them. A tuple would be searched from its start for each rank of it."""
+    if isinstance(ranks, range):
+        return rank - ranks.start if rank in ranks else None
+    return _numbers(ranks).get(rank)
+
+
+def coordinates(meshes: Iterable[Mesh], rank: int) -> dict[str, int]:
+    """Where a rank is in each dimension of these meshes that has more than one coordinate; of dimensions of one name the first counts."""
+    found: dict[str, int] = {}
+    for mesh in meshes:
+        for name, size, at in zip(mesh.names, mesh.sizes, mesh.coordinate(rank) or (), strict=False):
+            if size > 1:
+                found.setdefault(name, at)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _numbers(ranks: tuple[int, ...]) -> dict[int, int]:
+    return {rank: number for number, rank in enumerate(ranks)}

@@ -1,0 +1,299 @@
+"""Copies a checkpoint from one storage to another: in parallel, in bounded memory, every byte against its digest, the commit record last.
+
+Invariants: nothing of a committed checkpoint is ever deleted or overwritten. A file is committed at the target only when all of its bytes
+have been read and found to be what the digests say, and the record only when all files are there. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt.concurrency.spread import spread
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file
+from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.paths import CLEARING, SPANS, index_path
+from ckpt.formats.native.replaced import replacement_noticed
+from ckpt.formats.native.writer import commit_copy, previous_files, read_record
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import open_backend
+from ckpt.reread import read_checked
+
+from .copy_files import FileCheck, FileCopy, Job
+from .step_listing import step_number
+
+log = logging.getLogger("ckpt")
+
+THREADS = 8
+"""How many read and write at once, unless the caller says. Each holds at most ``transfer_files.BUFFER`` bytes."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes in all, always from the thread that called ``copy_checkpoint``. The latter grow if what
+an interrupted copy left has to be copied again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyReport:
+    """What a copy did, or with ``dry_run`` would do. ``files`` and ``bytes`` are the whole checkpoint's, the commit record left out."""
+
+    source: str
+    target: str
+    id: str
+    files: int
+    bytes: int
+    copied_files: int
+    """The others were at the target already, with the right bytes; with ``dry_run``, with the right size."""
+    copied_bytes: int
+    committed: bool
+    """Whether this call committed the target; False if it was committed before, and with ``dry_run``."""
+    seconds: float
+
+
+def copy_checkpoint(
+    source: str, target: str, *, threads: int | None = None, progress: Progress | None = None, dry_run: bool = False
+) -> CopyReport:
+    """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it.
+
+    A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
+    others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
+
+    Raises:
+        NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
+        FormatError: it is of another format, whose files nobody says.
+        CorruptError: it is damaged, or the same checkpoint at ``target`` is. Nothing is committed.
+        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or ``target`` is a symbolic link. What is there
+            stays as it is.
+        UsageError: ``target`` is ``source``, or a run.
+        StorageError: the storage failed. What is whole at the target stays there for the next attempt.
+    """
+    began = time.monotonic()
+    run = Transfer(source, target)
+    if dry_run:
+        missing = run.sizes.keys() - run.whole()
+    else:
+        run.target.prepare()
+        with replacement_noticed(run.catalog):
+            missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
+        run.commit()
+    return CopyReport(
+        source=source,
+        target=target,
+        id=run.record.id,
+        files=len(run.sizes),
+        bytes=sum(run.sizes.values()),
+        copied_files=len(missing),
+        copied_bytes=sum(run.sizes[path] for path in missing),
+        committed=not dry_run and not run.committed_before,
+        seconds=time.monotonic() - began,
+    )
+
+
+class _Meter:
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total = 0, total
+        self._progress = progress
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self._progress is not None:
+            self._progress(self.done, self.total)
+
+
+class Transfer:
+    """One copy, which several processes may share: each copies some of the files, and one of them commits when all have. ``sizes`` has
+    every file of the checkpoint but the record. ``replace``: a checkpoint of an earlier save at the target gives way.
+    """
+
+    def __init__(self, source: str, target: str, *, replace: bool = False) -> None:
+        catalog = open_catalog(source)
+        if not isinstance(catalog, NativeCatalog):
+            raise FormatError(
+                f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",
+                where=source,
+                hint="convert it: `ckpt convert --to native`, or copy it with the tools of the storage",
+            )
+        self.source = catalog.backend
+        self.target = open_backend(target)
+        if self.source.url == self.target.url:
+            raise UsageError("source and target are the same place", where=target)
+        self.catalog = catalog
+        self.record = catalog.record
+        self.record_bytes = self._record_bytes()
+        self.replaced: bytes | None = None
+        """The commit record that gives way."""
+        self.committed_before = self._check_target(replace)
+        self.index = self._index()
+        self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
+        self.made: list[str] = []
+        """Files that this call committed."""
+        self.made_room = False
+        """Files were deleted, to be copied again; no other copy can commit before this one does."""
+
+    def _record_bytes(self) -> bytes:
+        """The record as it is stored: this software may not know all of its members."""
+        data = read_record(self.source)
+        if data is None or CommitRecord.from_bytes(data, self.source.url).id != self.record.id:
+            raise ConflictError("the checkpoint was replaced or removed while it was opened", where=self.source.url, hint="copy again")
+        return data
+
+    def _check_target(self, replace: bool) -> bool:  # noqa: FBT001
+        """Whether this very checkpoint is committed at the target."""
+        check_no_link(self.target)
+        data = read_record(self.target)
+        if data is None:
+            steps = [n for n in self.target.children() if n.endswith("/") and step_number(n) is not None]
+            if steps:
+                hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
+                raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
+            return False
+        found = CommitRecord.from_bytes(data, f"{self.target.url}/{COMMIT_PATH}")
+        if replace and found.id < self.record.id:
+            self.replaced = data
+            return False
+        if (found.id, dict(found.index)) != (self.record.id, dict(self.record.index)):
+            raise ConflictError(
+                f"another checkpoint is there: save {found.id} of {found.created}",
+                where=self.target.url,
+                hint="copy to another URL, or remove that checkpoint first",
+            )
+        return True
+
+    def _index(self) -> dict[str, bytes]:
+        """The small files, whole; those whose digests the record has are compared with them."""
+        found = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in self.record.index}
+        spans = index_path(self.record.id, SPANS)
+        with suppress(NotFoundError):  # not every save keeps them
+            found[spans] = self.source.read(spans)
+        return found
+
+    # ---- what is there
+
+    def there(self) -> dict[str, int]:
+        """Sizes of the files of this checkpoint that are at the target, whole or not."""
+        return {e.path: e.size for e in self.target.list() if e.path in self.sizes}
+
+    def whole(self) -> set[str]:
+        """Paths of those that have the right size."""
+        return {path for path, size in self.there().items() if size == self.sizes[path]}
+
+    # ---- copying
+
+    def copy(self, paths: Collection[str], threads: int, progress: Progress | None) -> set[str]:
+        """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
+        sizes = {path: self.sizes[path] for path in paths}
+        meter = _Meter(sum(sizes.values()), progress)
+        there = {path: size for path, size in self._begin().items() if path in sizes}
+        whole = {path for path, size in there.items() if size == self.sizes[path]}
+        damaged = self._damaged(whole, threads, meter)
+        meter.total += sum(self.sizes[path] for path in damaged)
+        self._make_room((there.keys() - whole) | damaged)
+        missing = (sizes.keys() - whole) | damaged
+        self._copy_index(missing, meter)
+        self._copy_data(missing, threads, meter)
+        return missing
+
+    def _begin(self) -> dict[str, int]:
+        """What is ``there``, as the one that copies now."""
+        listed = {e.path: e.size for e in self.target.list()}
+        if index_path(self.record.id, CLEARING) in listed:
+            resume(self.target, self.record.id)
+        return {path: size for path, size in listed.items() if path in self.sizes}
+
+    def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
+        """Those of the files at the target that have the right size but not the right bytes."""
+        checks = [FileCheck(self.target, f) for f in self.catalog.files if f.path in paths]
+        for count in spread((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
+            meter.add(count)
+        damaged = {check.file.path for check in checks if check.damaged}
+        for path in self.index.keys() & paths:
+            meter.add(self.sizes[path])
+            damaged |= set() if self._same(path) else {path}
+        return damaged
+
+    def _same(self, path: str) -> bool:
+        """Whether an index file at the target has the right bytes."""
+
+        def read() -> bool:
+            if self.target.read(path) != self.index[path]:
+                raise CorruptError("it has other bytes", where=f"{self.target.url}/{path}")
+            return True
+
+        try:
+            return read_checked(self.target, path, read)
+        except CorruptError:
+            return False
+
+    def _make_room(self, bad: set[str]) -> None:
+        """Delete what an interrupted copy left half. If that copy goes on after all, it sees this, or this sees that it is committed."""
+        if bad and self.committed_before:
+            raise CorruptError(
+                f"the same checkpoint is there already, but {len(bad)} of its files are damaged; the first is {min(bad)}",
+                where=self.target.url,
+                hint="remove it there and copy again, or copy to another URL",
+            )
+        if bad:
+            self.made_room = True
+            claim(self.target, self.record.id)
+        for path in sorted(bad):
+            self.target.delete(path)
+
+    def _copy_index(self, missing: set[str], meter: _Meter) -> None:
+        for path, data in self.index.items():
+            if path in missing:
+                with self.target.create(path, len(data)) as writer:
+                    writer.write(0, [data])
+                    writer.commit()
+                self.made.append(path)
+                meter.add(len(data))
+
+    def _copy_data(self, missing: set[str], threads: int, meter: _Meter) -> None:
+        copies: list[FileCopy] = []
+
+        def jobs() -> Iterator[Job]:
+            for file in self.catalog.files:
+                if file.path in missing:
+                    copies.append(FileCopy(self.source, self.target, file, self.made))
+                    yield from copies[-1].jobs()
+
+        try:
+            for count in spread(jobs(), threads, "ckpt-cp"):
+                meter.add(count)
+        finally:
+            for copy in copies:
+                copy.abort()  # does nothing to those that are committed
+
+    # ---- the end
+
+    def commit(self) -> None:
+        """Publish the record, if all files are there, and remove the files of the checkpoint that it replaces."""
+        if self.committed_before:
+            check_there(self.target, self.record.id, self.sizes)
+            return
+        if self.made_room:
+            resume(self.target, self.record.id)
+        try:
+            commit_copy(self.target, self.record_bytes, self.sizes, self.replaced)
+        except ConflictError:
+            self._withdraw()
+            raise
+        if self.replaced is not None:
+            self._remove_replaced(self.replaced)
+
+    def _remove_replaced(self, record: bytes) -> None:
+        try:
+            for path in previous_files(self.target, record):
+                self.target.delete(path)
+        except CkptError as err:  # what was copied is committed
+            log.warning("files of the checkpoint that was replaced stay behind in %s as debris: %s", self.target.url, err)
+
+    def _withdraw(self) -> None:
+        """Another checkpoint was committed meanwhile: take away what it does not use."""
+        present = read_record(self.target)
+        if present is not None and CommitRecord.from_bytes(present, self.target.url).id != self.record.id:
+            for path in self.made:
+                self.target.delete(path)

@@ -1,0 +1,250 @@
+"""What killed and failed saves, copies and conversions left below a run, and whether it may go. No torch.
+
+A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
+of a save, a copy or a conversion that goes on. One case needs less time: beside a committed checkpoint, a save that began before it can
+never commit any more, unless that commit is taken back at once (``clearing``): then it is the checkpoint again. Touched is what the storage
+says of the files, and so is the present time; where it keeps no times, the begin of the save counts, which its id tells by the clock of the
+machine that saved.
+
+Invariant: nothing goes that is beyond a symbolic link. The root may be one, if it is that of a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from ckpt.concurrency.spread import spread
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.clearing import clear
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
+from ckpt.formats.native.paths import id_of
+from ckpt.io_backends.protocol import Backend, Entry, Unfinished
+
+from .orphaned_conversions import Conversions, Left, is_still
+
+GRACE = 86_400.0
+"""Seconds; the default."""
+
+SETTLED = 600.0
+"""Seconds after which a commit is not taken back any more. One that lost its files to somebody is, as soon as the save has looked."""
+
+_TEMPORARY = re.compile(r"(?:.*/)?\.(?:publish|prepare)-[0-9a-f]{16}\.tmp")
+_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Debris:
+    """Something left behind: the files of a ``save`` or a ``conversion`` below ``directory`` (relative to the root), a ``temporary`` file,
+    or an ``upload``."""
+
+    what: Literal["save", "temporary", "upload", "conversion"]
+    directory: str
+    id: str | None = None
+    """Of the save or conversion that the files belong to."""
+    entries: tuple[Entry, ...] = ()
+    upload: Unfinished | None = None
+    left: Left | None = None
+    """Of a conversion."""
+    goes: bool
+    reason: str
+
+    @property
+    def path(self) -> str:
+        """The directory of a save, the file or the object; empty for the root itself."""
+        if self.left is not None and self.left.place.name is not None:
+            return self.left.place.path(self.left.place.name)
+        return self.upload.path if self.upload else self.entries[0].path if self.what == "temporary" else self.directory
+
+    @property
+    def bytes(self) -> int:
+        return sum(e.size for e in self.entries)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Directory:
+    """What one listing shows of a place that may hold a checkpoint."""
+
+    record: Entry | None = None
+    saves: dict[str, list[Entry]] = field(default_factory=dict)
+
+
+def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
+    """All debris below the root of ``backend``, a run or one checkpoint, also what is too young to go.
+
+    Args:
+        grace: seconds that nobody touched what goes. 0: nobody saves or copies there now.
+        now: seconds since 1970, as the storage says: ``Backend.now``.
+
+    Raises:
+        StorageError: the storage cannot be listed.
+    """
+    directories: dict[str, _Directory] = {}
+    found: list[Debris] = []
+    conversions = Conversions()
+    age = partial(_judge, backend, grace=grace, now=now)
+    settled = partial(_judge, backend, grace=min(grace, SETTLED), now=now)
+    for entry in backend.list():
+        directory, inner = _split(entry.path)
+        save = id_of(inner)
+        if _TEMPORARY.fullmatch(entry.path):
+            goes, reason = age([entry], None)
+            found.append(Debris(what="temporary", directory=directory, entries=(entry,), goes=goes, reason=reason))
+        elif inner == COMMIT_PATH:
+            directories.setdefault(directory, _Directory()).record = entry
+        elif save is not None:
+            directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
+        else:
+            conversions.look(entry)
+    uploads = [_upload(upload, grace, now) for upload in backend.unfinished()]
+    busy = {d.path for d in uploads if not d.goes}
+
+    def taken(directory: str, id: str) -> list[Entry]:
+        return directories[directory].saves.pop(id, []) if directory in directories else []
+
+    found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
+    for name, held in directories.items():
+        found += _saves(backend, name, held, age, settled)
+    return _on_this_side(backend, found + uploads)
+
+
+def _on_this_side(backend: Backend, found: list[Debris]) -> list[Debris]:
+    """What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run."""
+    target = backend.link()
+    if target is None or all(d.directory or d.what in ("temporary", "upload") for d in found):
+        return found
+    reason = f"the root is a symbolic link to {target}, beyond which nothing is removed: name {target} itself"
+    return [replace(d, goes=False, reason=reason) if not d.directory else d for d in found]
+
+
+def _conversion(left: Left) -> Debris:
+    return Debris(
+        what="conversion", directory=left.place.directory, id=left.id, entries=left.entries, left=left, goes=left.goes, reason=left.reason
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The directory right below the root, if the path of a checkpoint's file follows it, and that path."""
+    first, _, rest = path.partition("/")
+    return ("", path) if path == COMMIT_PATH or id_of(path) is not None else (first, rest)
+
+
+def _saves(
+    backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]], settled: partial[tuple[bool, str]]
+) -> Iterator[Debris]:
+    if held.record is not None and len(held.saves) < 2:
+        return  # one checkpoint and nothing else: no need to read its record
+    try:
+        committed = _committed(backend, directory) if held.record is not None else None
+    except (CorruptError, FormatError) as err:
+        for id, entries in held.saves.items():
+            reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
+            yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=False, reason=reason)
+        return
+    for id, entries in held.saves.items():
+        if id == committed:
+            continue
+        if held.record is not None and committed is not None and id < committed:
+            goes, reason = settled([held.record], committed)
+            reason = (
+                "it began before the save that is committed there, and cannot commit any more"
+                if goes
+                else f"it may be what the save that is committed there replaces, and that may be taken back: {reason}"
+            )
+        else:
+            goes, reason = age(entries, id)
+        yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=goes, reason=reason)
+
+
+def _committed(backend: Backend, directory: str) -> str | None:
+    data = read_record(backend, f"{directory}/".lstrip("/"))
+    path = f"{directory}/{COMMIT_PATH}".lstrip("/")
+    return None if data is None else CommitRecord.from_bytes(data, f"{backend.url}/{path}").id
+
+
+def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
+    """Whether files were left alone for the grace, and how to say it. The first young file decides."""
+    if grace == 0:
+        return True, "with a grace of 0 nobody saves there now"
+    touched: float | None = None
+    for entry in entries:
+        try:
+            modified = backend.modified(entry.path)
+        except NotFoundError:
+            return False, "its files are being removed, by somebody else"
+        if modified is not None and now - modified < grace:
+            return False, f"it was touched {_ago(now - modified)} ago and may go on"
+        touched = max((t for t in (touched, modified) if t is not None), default=None)
+    if touched is None:
+        touched = began(id) if id is not None else None
+        if touched is not None and now - touched < grace:
+            return False, f"it began {_ago(now - touched)} ago and may go on"
+    if touched is None:
+        return False, "nobody can say how old it is: only a grace of 0 removes it"
+    return True, f"nobody touched it for {_ago(now - touched)}"
+
+
+def _upload(upload: Unfinished, grace: float, now: float) -> Debris:
+    goes = grace == 0 or now - upload.started >= grace
+    reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if goes else " and may go on")
+    return Debris(
+        what="upload", directory=_split(upload.path)[0], id=id_of(_split(upload.path)[1]), upload=upload, goes=goes, reason=reason
+    )
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
+    """Remove what ``goes``. What was committed since ``find_debris`` looked stays, and so does what is being committed (``clearing``).
+
+    Raises:
+        StorageError: the storage failed. What is left is still debris.
+    """
+    going = [d for d in debris if d.goes]
+    for upload in (d.upload for d in going if d.upload is not None):
+        backend.forget(upload)
+    _delete(backend, (e for d in going if d.what == "temporary" for e in d.entries))
+    for d in (d for d in going if d.what == "save"):
+        assert d.id is not None
+        within = f"{d.directory}/" if d.directory else ""
+        clear(backend, d.id, within, [e.path for e in d.entries], partial(_committed, backend, d.directory), _THREADS)
+    for left in (d.left for d in going if d.left is not None):
+        _remove_conversion(backend, left)
+
+
+def _remove_conversion(backend: Backend, left: Left) -> None:
+    committed = partial(_committed, backend)
+    for number, stage in enumerate(left.stages):
+        # It may go on, or have ended, since the stage before; of one that has ended the record went in the first stage.
+        if not is_still(backend, left, committed) and not (left.ended and number):
+            return
+        if left.id is not None and any(id_of(_split(e.path)[1]) == left.id for e in stage):
+            within = left.place.path("")
+            clear(backend, left.id, within, [e.path for e in stage], partial(committed, left.place.directory), _THREADS)
+        else:
+            entries = stage if left.ended or number + 1 == len(left.stages) else _while_there(backend, left.place.record, stage)
+            _delete(backend, entries)
+
+
+def _while_there(backend: Backend, record: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """These, as long as the record of the conversion is there: it goes when the conversion has ended after all."""
+    for entry in entries:
+        try:
+            backend.size(record)
+        except NotFoundError:
+            return
+        yield entry
+
+
+def _delete(backend: Backend, entries: Iterable[Entry]) -> None:
+    for _ in spread((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
+        pass

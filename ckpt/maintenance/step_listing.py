@@ -1,0 +1,314 @@
+"""Which steps a run holds: a listing of checkpoints by their commit records. No torch, and no index is opened.
+
+A checkpoint counts as committed only if its commit record is there and can be believed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.conversion import CONVERTING
+from ckpt.formats.native.catalog import read_index, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
+from ckpt.formats.native.extents import decode_sources
+from ckpt.formats.native.paths import SOURCES, has_debris
+from ckpt.formats.native.writer import remove_checkpoint
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.policies import StepInfo
+
+log = logging.getLogger("ckpt")
+
+UNFINISHED = "no commit record: the save did not finish, or is still going on"
+UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
+
+_NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
+_LISTING_THREADS = 8
+_LOOKED_INTO, _NAMED = 32, 4
+_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One checkpoint of a run, or what is left of a save that did not finish."""
+
+    number: int | None
+    """From the directory's name; None if that does not end in a step number."""
+    url: str
+    committed: bool
+    damaged: bool = False
+    """There is a commit record, but it is damaged or of a version that this software does not know. Not debris: never collect it."""
+    created: str | None = None
+    """UTC, ISO 8601; like ``tensor_bytes`` and ``world_size`` it is None unless committed."""
+    tensor_bytes: int | None = None
+    world_size: int | None = None
+    reason: str | None = None
+    """Why it is not committed; None if it is."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    id: str | None = None
+    """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
+    sources: tuple[str, ...] = ()
+    """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths."""
+    link: str | None = None
+    """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
+    also: tuple[str, ...] = ()
+    """Names of links beside it that lead to it. They are not listed by themselves."""
+
+
+def step_number(name: str) -> int | None:
+    """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
+    found = _NUMBER.fullmatch(name.strip("/"))
+    return int(found[1]) if found else None
+
+
+def list_steps(root_url: str) -> list[Step]:
+    """The checkpoint at ``root_url`` itself, else those in the directories right below it; the highest step last, unnumbered ones first.
+
+    Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list. A symbolic link
+    is listed as a directory, with what it leads to in ``link``; but of a checkpoint of the run with several names only one is, that of the
+    directory itself, or of links to elsewhere the one with the highest step. The others are in its ``also``.
+
+    Raises:
+        StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
+    """
+    backend = open_backend(root_url)
+    itself, names = look(backend, root_url)
+    return [itself] if itself is not None else in_order(read_steps(backend, root_url, names).values())
+
+
+def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
+    """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
+    here = backend.children("")
+    itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
+    return itself, [name.rstrip("/") for name in here if name.endswith("/")]
+
+
+def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[str, Step]:
+    """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(len(names), max(_LISTING_THREADS, backend.grain.calls))) as pool:
+        steps = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
+        return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
+
+
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """The highest step last, and each checkpoint under one name: those of equal id have equal bytes, so a link with the id of another one
+    is a second name of it."""
+    ordered = sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+    links: dict[str, list[Step]] = {}
+    for s in ordered:
+        if s.link is not None and s.id is not None:
+            links.setdefault(s.id, []).append(s)
+    if not links:
+        return ordered
+    named: dict[str, Step] = {}
+    for s in ordered:
+        if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
+            named[s.id] = s
+    listed = []
+    for s in ordered:
+        first = named.get(s.id, s) if s.id is not None else s
+        if first is s:
+            others = [o for o in links.get(s.id or "", ()) if o is not s]
+            listed.append(replace(s, also=tuple(directory_name(o) for o in others)) if others else s)
+        elif s.link is None:
+            listed.append(s)
+    return listed
+
+
+def directory_name(step: Step) -> str:
+    """Its name below the root."""
+    return step.url.rstrip("/").rpartition("/")[2]
+
+
+def _is_of_checkpoint(names: Sequence[str]) -> bool:
+    """Whether one of these names is of a checkpoint, or of what is left of a save: else there is nothing to read beside them."""
+    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in names)
+
+
+def runs_below(url: str) -> list[str]:
+    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
+    many directories only the first are looked at.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    names = [name.rstrip("/") for name in open_backend(url).children("") if name.endswith("/")]
+    below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
+    return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
+
+
+def none_here(url: str) -> NotFoundError:
+    """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
+    runs = runs_below(url)
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    hint = f"below it are runs: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
+    return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
+
+
+def remove_steps(root_url: str, steps: Iterable[Step], referrers: Mapping[int, Collection[int]], busy: str | None = None) -> list[Step]:
+    """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
+
+    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
+    ``busy``, and so does what they use.
+
+    Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    stayed: set[int | None] = set()
+    removed = []
+    for step in steps:
+        used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
+        if used:
+            log.warning("%s stays, since a checkpoint that uses it does", step.url)
+        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step):
+            stayed.add(step.number)
+        else:
+            removed.append(step)
+    return removed
+
+
+def remove_step(root_url: str, step: Step) -> bool:
+    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
+
+    Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays. Whether it
+    was removed.
+
+    Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    if step.url == root_url:
+        removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
+    else:
+        removed = _remove_named(open_backend(root_url), directory_name(step), step)
+    if not removed:
+        log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
+    return removed
+
+
+def remove_at(url: str) -> None:
+    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
+
+    Raises:
+        StorageError: the storage refuses.
+    """
+    here = open_backend(url)
+    parent, _, name = here.url.rstrip("/").rpartition("/")
+    if here.link() is None and not (parent and here.url.startswith("/")):
+        remove_checkpoint(here)  # no link can come there, and what was said of this URL need not hold for the one above
+    else:
+        _remove_named(open_backend(parent or "/"), name, None)
+
+
+def _remove_named(root: Backend, name: str, step: Step | None) -> bool:
+    """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
+    target = root.link(name)
+    if target is not None:
+        root.delete(name)
+        log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
+        return True
+    if not remove_checkpoint(root, f"{name}/", id=step.id if step else None, tags=step.tags if step else ()):
+        return False
+    root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
+    return True
+
+
+def infos(steps: Sequence[Step]) -> list[StepInfo]:
+    """What keeping policies know of the checkpoints of a run; those without a step number are left out.
+
+    What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag.
+    """
+    users = _users(steps)
+    return [
+        StepInfo(
+            step=s.number,
+            created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
+            metrics=dict(s.metrics),
+            tags=frozenset((*s.tags, *(f"used by {directory_name(v)}" for v in users.get(s.url, ()) if v.number is None))),
+            referred_by=tuple(v.number for v in users.get(s.url, ()) if v.number is not None),
+            committed=s.committed,
+        )
+        for s in steps
+        if s.number is not None
+    ]
+
+
+def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """The URL of a step → the virtual checkpoints among ``steps`` that point into its files, under whatever name.
+
+    Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps + sources.
+    """
+    virtual = [v for v in steps if v.sources]
+    if not virtual or len(steps) < 2:
+        return {}
+    owners: dict[str, list[Step]] = {}
+    real: dict[str, str] = {}
+    for s in steps:
+        root, _, name = s.url.rstrip("/").rpartition("/")
+        if s.link is not None or s.also:
+            places = {real_url(url) for url in (s.url, *(join_url(root, other) for other in s.also))}
+        else:
+            if root not in real:
+                real[root] = real_url(root) if root else ""
+            places = {f"{real[root].rstrip('/')}/{name}"}
+        for place in places:
+            owners.setdefault(place, []).append(s)
+    users: dict[str, list[Step]] = {}
+    for v in virtual:
+        sources = {real_url(url) for url in v.sources}
+        pointed = {s.url: None for source in sources for place in _upwards(source) for s in owners.get(place, ()) if s is not v}
+        for url in pointed:
+            users.setdefault(url, []).append(v)
+    return users
+
+
+def _upwards(url: str) -> Iterator[str]:
+    """A place and all above it."""
+    while url:
+        yield url
+        url = url.rpartition("/")[0]
+
+
+def _step(backend: Backend, prefix: str, url: str) -> Step | None:
+    """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
+    number = step_number(url.rstrip("/").rpartition("/")[2])
+    link = backend.link(prefix.rstrip("/"))
+    try:
+        data = read_record(backend, prefix)
+        record = None if data is None else CommitRecord.from_bytes(data, url)
+        sources = () if record is None else _sources(record, url)
+    except (CorruptError, FormatError) as err:
+        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
+    if record is None:
+        if not has_debris(backend, prefix):
+            return None
+        reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
+        return Step(number=number, url=url, committed=False, reason=reason, link=link)
+    return Step(
+        number=number,
+        url=url,
+        committed=True,
+        created=record.created,
+        tensor_bytes=record.tensor_bytes,
+        world_size=record.world_size,
+        metrics=record.metrics,
+        tags=record.tags,
+        id=record.id,
+        sources=sources,
+        link=link,
+    )
+
+
+def _sources(record: CommitRecord, url: str) -> tuple[str, ...]:
+    if VIRTUAL not in record.features:
+        return ()
+    data = read_index(open_backend(url), record, SOURCES)
+    return tuple({source.root: None for source in decode_sources(data, url)})

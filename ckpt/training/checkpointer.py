@@ -1,0 +1,422 @@
+"""The training loop's face: when to save, what to keep, and where to go on.
+
+Invariant: what is newest is found by listing commit records; no file that says "latest" is ever written or trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ckpt import settings
+from ckpt.api import load
+from ckpt.coordination.group import current_group
+from ckpt.coordination.step_agreement import Due, Notices, own_store
+from ckpt.engine.load.load import recorded
+from ckpt.engine.save.background import SaveHandle, settle, start_save
+from ckpt.engine.save.save import SaveOptions
+from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.events.alerts import Alerts
+from ckpt.events.event import Listener
+from ckpt.events.reporter import Reporter
+from ckpt.io_backends.registry import join_url
+from ckpt.layout.layout import Layout
+from ckpt.maintenance.step_listing import Step
+from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Moment, SavePolicy
+from ckpt.policies.arguments import check_arguments
+from ckpt.tracing.spans import Row
+
+from .cost_meter import CostMeter
+from .preemption import SIGNALS, Preemption
+from .restore_order import load_nearest
+from .tiers import Tiers
+from .uploader import Publisher
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("ckpt")
+
+C = TypeVar("C", bound="Checkpointer")
+
+
+class Checkpointer:
+    """Saves a training job's state by policy, in the background, and goes on from the newest checkpoint.
+
+    ``root`` holds a directory for each step. All ranks of a job make it alike and call its methods in the same order; a context manager,
+    so that the last save is waited for. One job at a time saves to a root.
+
+    Args:
+        root: path or URL of the run.
+        save: when :meth:`step` saves (docs/policies.md). With :class:`OnPreemption` among them, SIGTERM and SIGUSR1 on any rank are
+            noticed, and the handlers that were there before run too.
+        keep: what stays; the newest checkpoint and tagged ones always do.
+        signals: what counts as such a notice.
+        local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
+            (docs/local-tier.md).
+        local_keep: what stays there; the newest checkpoint and the one that is being published always do.
+        publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
+            ``timeout``.
+        on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
+            :class:`ckpt.events.event.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
+        alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
+        run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
+            and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
+        capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        save: SavePolicy = EverySteps(1000),  # noqa: B008  a value
+        keep: KeepPolicy = All(),  # noqa: B008  a value
+        capture: Literal["lazy", "eager"] = "lazy",
+        staging_bytes: int | None = None,
+        layout: Layout | None = None,
+        check_replicas: bool = True,
+        merge: bool = True,
+        codec: Literal["zstd", "planes-zstd"] | None = None,
+        timeout: float | None = None,
+        threads: int | None = None,
+        process_group: ProcessGroup | None = None,
+        signals: Sequence[int] = SIGNALS,
+        local: str | None = None,
+        local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
+        publish_timeout: float | None = None,
+        on_event: Listener | Sequence[Listener] | None = None,
+        alerts: bool | Alerts = True,
+        run_log: bool = True,
+    ) -> None:
+        check_arguments(save=save, keep=keep, local_keep=local_keep)
+        self.root = root
+        self.policy = save
+        self.keep = keep
+        self.capture = capture
+        self.timeout = settings.timeout(timeout)
+        self._process_group = process_group
+        self._options: dict[str, Any] = {
+            "layout": layout,
+            "timeout": self.timeout,
+            "check_replicas": check_replicas,
+            "threads": settings.threads(threads),
+            "merge": merge,
+            "codec": codec,
+            "spans": settings.spans(),
+            "staging": staging_bytes,
+        }
+        self.group = current_group(process_group)
+        self.restored_from: str | None = None
+        """The copy that :meth:`restore` has loaded."""
+        self._tiers = Tiers(root, keep, local, local_keep)
+        self._publisher: Publisher | None = None
+        if local is not None:
+            self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options["threads"])
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None, run_log=run_log)
+        self._tiers.removed = self._reporter.removed
+        if self._publisher is not None:
+            self._publisher.published, self._publisher.failed = self._reporter.published, self._reporter.not_published
+        self._costs = CostMeter()
+        self._patience = self.timeout if publish_timeout is None else publish_timeout
+        self._gave_up = False
+        """Nothing was saved since publishing was given up."""
+        self.handle: SaveHandle | None = None
+        """The last save that was begun, until somebody was told how it ended."""
+        self._began = time.monotonic()
+        self._started_step: int | None = None
+        self._last_step: int | None = None
+        self._last_at: float | None = None
+        self._before: tuple[int | None, float | None] = None, None
+        self._answered = False
+        self._local, self._led = save.local, save.led
+        self._preemption = Preemption(signals)
+        self._notices: Notices | None = None
+        if save.heeds_notices:
+            self._preemption.watch()
+        if self._led is not None and self.group.size > 1:
+            self._notices = Notices(self.group, own_store(self.group), self.timeout)
+            self._notices.start()
+
+    # ---- going on
+
+    def restore(self, state: Mapping[str, Any], *, step: int | None = None, **options: Any) -> int | None:
+        """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
+
+        With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
+        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. ``options`` are
+        those of :func:`ckpt.load`.
+
+        Raises:
+            NotFoundError: ``step`` is not there.
+            CorruptError: the checkpoint of ``step`` is damaged, or all are.
+            MismatchError: the checkpoint does not fit the state: an older one is not tried.
+            StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
+            UsageError: ranks do not see each other's files in the local tier.
+        """
+        self._tiers.check(self.group, self.timeout)
+        given = {"layout": self._options["layout"], "timeout": self.timeout, "threads": self._options["threads"], **options}
+        began, nbytes = time.perf_counter(), 0
+        spans: dict[int, Row] = {}
+
+        def load_one(url: str) -> None:
+            nonlocal nbytes
+            nbytes = load(url, state, process_group=self._process_group, **given).bytes_needed
+
+        wanted = recorded.set(spans)
+        try:
+            found = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
+        except CkptError as err:
+            self._reporter.restored(step, None, time.perf_counter() - began, None, err)
+            raise
+        finally:
+            recorded.reset(wanted)
+        if found is not None:
+            self._started_step = self._last_step = found[0]
+            self.restored_from = found[1]
+            self._reporter.restored(*found, time.perf_counter() - began, nbytes, spans=spans)
+        if self._publisher is not None:
+            self._publisher.add()
+        return found[0] if found is not None else None
+
+    # ---- saving
+
+    def step(
+        self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
+    ) -> bool:
+        """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
+
+        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
+        ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
+
+        Raises:
+            CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
+                :func:`ckpt.save_async` raises.
+            UsageError: ``n`` is no int of at least 0.
+        """
+        _check_step(n)
+        self._costs.enter(self._now(), step=True)
+        try:
+            return self._step(n, state, metrics)
+        finally:
+            self._costs.leave(self._now(), step=True)
+
+    def _step(self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], metrics: Mapping[str, float] | None) -> bool:
+        if self._started_step is None:
+            self._started_step = n - 1
+        due = self._due(n)
+        if due is None:
+            if self.handle is not None and self.handle.done():
+                _raise(self._ended())
+            return False
+        log.info("step %d is saved: %s", n, due.reason)
+        failed = self._begin(n, state() if callable(state) else state, metrics)
+        if due.final:
+            ended, unpublished = self._ended(), self._published()
+            _raise(ended)
+            if unpublished is not None:  # what counts is committed
+                log.warning("%s", unpublished)
+            self._answered = True
+        _raise(failed)
+        return True
+
+    @property
+    def preempted(self) -> bool:
+        """The job will be stopped, and its last save is durable: leave the loop and end the program."""
+        return self._answered
+
+    def _due(self, n: int) -> Due | None:
+        noticed = self._noticed() and not self._answered
+        moment = Moment(
+            step=n,
+            started_step=self._started_step if self._started_step is not None else n - 1,
+            last_saved_step=self._last_step,
+            seconds=self._now(),
+            last_saved_at=self._last_at,
+            preempted=noticed,
+            measuring=self._costs.measuring,
+            saves=self._costs.saves,
+        )
+        reason = self._local.due(moment) if self._local is not None else None
+        if self._led is None:
+            return Due(reason=reason) if reason is not None else None
+        if self._notices is None:
+            reason = reason or self._led.due(moment)
+            return Due(reason=reason, final=noticed) if reason is not None else None
+        if self.group.rank == self.group.leader and not self._notices.pending:
+            led = self._led.due(moment)
+            if led is not None:
+                self._notices.propose(n, Due(reason=led, final=noticed))
+        # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
+        return self._notices.due(n) or (Due(reason=reason) if reason is not None else None)
+
+    def _noticed(self) -> bool:
+        mine = self._preemption.noticed.is_set()
+        if self._notices is None:
+            return mine
+        if mine:
+            self._notices.ask()
+        return mine or self._notices.asked.is_set()
+
+    def save(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
+
+        Raises:
+            CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
+                :func:`ckpt.save_async` raises.
+        """
+        with self._called():
+            failed = self._begin(n, state, metrics)
+        _raise(failed)
+        assert self.handle is not None
+        return self.handle
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """Around a call of the training loop that is no step: the time that it takes is not that of a step."""
+        self._costs.enter(self._now(), step=False)
+        try:
+            yield
+        finally:
+            self._costs.leave(self._now(), step=False)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> BaseException | None:
+        """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
+        saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
+        self._tiers.check(self.group, self.timeout)
+        failed = self._ended()
+        _check_step(n)
+        earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
+        options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, **self._options)
+        self._before = self._last_step, self._last_at
+        self._last_step, self._last_at = n, self._now()
+        durable: Future[Any] | None = None
+        try:
+            settle(self.group)
+            self.handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
+            durable = self.handle.durable
+            self._costs.begun(self.handle, self._now())
+            self._reporter.begun(n, self.handle)
+        except BaseException as err:
+            self._still_due()
+            self._reporter.not_begun(n, self._tiers.place(n), err)
+            raise
+        finally:
+            if self._publisher is not None:  # whatever happened: ranks take their turns together
+                self._publisher.add(durable)
+                self._gave_up = False
+        return failed
+
+    def url(self, n: int) -> str:
+        """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
+        _check_step(n)
+        return join_url(self.root, f"step-{n:08d}")
+
+    def wait(self) -> None:
+        """Wait until the last save is committed; with a local tier, until it is published, too. Every rank calls it.
+
+        Raises:
+            CkptError: it failed.
+            StorageError: it could not be published within ``publish_timeout``.
+        """
+        with self._called():
+            ended, unpublished = self._ended(), self._published()
+        _raise(ended or unpublished)
+
+    def _published(self) -> StorageError | None:
+        """Wait until everything is published; gives why it could not be. Having waited once in vain, it tries but once more."""
+        if self._publisher is None:
+            return None
+        error = self._publisher.finish(0.0 if self._gave_up else self._patience)
+        self._gave_up = error is not None
+        return error
+
+    @property
+    def unpublished(self) -> tuple[int, ...]:
+        """Steps that are committed in the local tier and not at the root, as far as the last attempt to publish knows. Costs nothing."""
+        return self._publisher.unpublished if self._publisher is not None else ()
+
+    def _ended(self) -> BaseException | None:
+        """Wait for the last save; gives what it failed with, once."""
+        if self.handle is None:
+            return None
+        handle, self.handle = self.handle, None
+        handle.wait()
+        error = handle.durable.exception()
+        if error is not None:
+            self._still_due()
+        return error
+
+    def _still_due(self) -> None:
+        """The last save failed. Several ranks do not come here at the same step, so each must still count that step as dealt with."""
+        step, self._last_at = self._before
+        if self.group.size == 1:
+            self._last_step = step
+
+    # ---- what is there
+
+    def steps(self) -> list[Step]:
+        """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
+        return self._tiers.steps()
+
+    @property
+    def latest(self) -> int | None:
+        """The highest committed step."""
+        return self._tiers.latest()
+
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
+        """The committed step with the lowest or highest ``metric``; None if none has it."""
+        found = [(s.metrics[metric], s.number) for s in self.steps() if metric in s.metrics and s.metrics[metric] == s.metrics[metric]]
+        if not found:
+            return None
+        return (min(found) if mode == "min" else max(found))[1]
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Wait for the last save as :meth:`wait` does, and stop watching signals."""
+        try:
+            self.wait()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._preemption.restore()
+        if self._notices is not None:
+            self._notices.stop()
+        self._reporter.close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if self.handle is not None and not self.handle.wait(self.timeout):
+                log.error("the save of %s is still going on", self.handle.url)
+            else:
+                self._ended()  # what it failed with is logged; what training raised matters more
+            if self._publisher is not None and not self._publisher.idle(self._patience):
+                log.error("steps are not published yet: %s", self.unpublished)
+        finally:
+            self._stop()
+
+
+def _check_step(n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

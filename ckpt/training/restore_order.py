@@ -1,0 +1,62 @@
+"""Which copy of which step a job goes on from: the newest that is whole, the nearest copy first. All ranks take the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.coordination.group import Group
+from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
+
+from .tiers import Tiers, raised
+
+log = logging.getLogger("ckpt")
+
+_NOT_THERE = (StorageError, AccessError, NotFoundError, NotCommittedError)
+"""What, beside damage, sends ranks to another copy of the same step, if there is one."""
+_GONE = (NotFoundError, NotCommittedError, ConflictError)
+"""What a step gives that was removed or replaced after it was listed."""
+
+
+def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str], object], step: int | None) -> tuple[int, str] | None:
+    """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; step and URL of that, or None
+    if there is none. Collective, and so is ``load``.
+
+    Raises:
+        CkptError: as :meth:`ckpt.Checkpointer.restore`.
+    """
+    failed: CkptError | None = None
+    tried: set[tuple[str, str]] = set()
+    while True:
+        # Listed anew each time: what could not be read may have been removed because something newer is there.
+        call = group.call("restore", tiers.root, timeout)
+        copies: list[list[Any]] = call.agree("list", dict, lambda rows: tiers.copies(step, tried))
+        if not copies:
+            break
+        number, url, id = copies[0]
+        tried.add((url, id))
+        again = len(copies) > 1
+        try:
+            load(url)
+        except CkptError as err:
+            kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
+            if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
+                raise
+            log.warning("%s is passed over: %s", url, err)
+            tiers.damaged.add(id)
+            failed = err
+            continue
+        if tiers.local is not None:
+            log.info("going on from step %d: %s", number, url)
+        return number, url
+    if failed is not None:
+        raise failed
+    return None
+
+
+def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:
+    """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
+    mine = raised(err, *kinds)
+    call = group.call("restore", url, timeout)
+    return bool(call.agree("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

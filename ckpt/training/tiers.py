@@ -1,0 +1,330 @@
+"""Where the checkpoints of a run are: at its root, and before that on a local disk, if there is such a tier. No torch.
+
+Invariants: a checkpoint has the same id in both tiers, and of two checkpoints of one step that with the higher id was saved later: a save
+takes an id above those that were seen at the root, whatever the clock of this machine says. Nothing notes what is published: the commit
+records at the root say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from ckpt.coordination.group import Group, Row
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.maintenance.known_steps import KnownSteps, newest_first
+from ckpt.maintenance.step_listing import Step, infos, remove_steps
+from ckpt.plan.tables import ranks_text
+from ckpt.policies import All, KeepPolicy, Latest, retention
+
+log = logging.getLogger("ckpt")
+
+LOOK = 5.0
+"""Seconds after which a file that one rank has written shows to the others, if ever: network file systems remember what was not there."""
+
+
+def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
+    """Whether ``err`` is one of these, here or on another rank."""
+    if isinstance(err, kinds):
+        return True
+    return isinstance(err, RankFailedError) and any(f"raised {kind.__name__}:" in err.message for kind in kinds)
+
+
+class Tiers:
+    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays.
+
+    Raises:
+        UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
+    """
+
+    def __init__(self, root: str, keep: KeepPolicy = All(), local: str | None = None, local_keep: KeepPolicy = Latest(1)) -> None:  # noqa: B008
+        self.root, self.keep = root, keep
+        self.local, self.local_keep = local, local_keep
+        self.busy: str | None = None
+        """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
+        self.removed: Callable[[int, str, str | None], object] = lambda step, url, id: None
+        """Told of each checkpoint that was removed."""
+        self.lock = threading.Lock()
+        self.damaged: set[str] = set()
+        """Ids of local checkpoints that cannot be published, since they are damaged."""
+        self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
+        self._published: set[str] = set()
+        self._passed: set[str] = set()
+        """Ids of local checkpoints of which was said that the root has a later one of their step."""
+        self._last_seen: str | None = None
+        """The highest id that was seen at the root."""
+        self._answers = True
+        """Whether the root answered when it was asked last."""
+        self._shared = local is None
+        if local is not None and not is_file_system(local):
+            raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
+        if local is not None and real_url(local) == real_url(root):
+            raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
+
+    def place(self, n: int) -> str:
+        """Where step ``n`` is committed first."""
+        return join_url(self.root if self.local is None else self.local, f"step-{n:08d}")
+
+    # ---- what is there
+
+    def earlier(self, n: int) -> str | None:
+        """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most: a
+        root that does not answer is not asked again before it has answered somebody else."""
+        if self._answers:
+            found: Future[str | None] = Future()
+            threading.Thread(target=self._look, args=(n, found), name="ckpt-look", daemon=True).start()
+            try:
+                self._see(found.result(LOOK))
+            except (StorageError, FutureTimeoutError) as err:
+                self._answers = False
+                log.warning(
+                    "whether step %d is at %s cannot be seen, so this save counts as later than what was seen there before: %s",
+                    *(n, self.root, str(err) or f"no answer within {LOOK:g} s"),
+                )
+        return self._last_seen
+
+    def _look(self, n: int, found: Future[str | None]) -> None:
+        try:
+            found.set_result(committed_id(open_backend(join_url(self.root, f"step-{n:08d}"))))
+        except (CorruptError, FormatError):
+            found.set_result(None)  # what publishes it says so
+        except BaseException as err:  # noqa: BLE001  whoever waits raises it
+            found.set_exception(err)
+
+    def _see(self, *ids: str | None) -> None:
+        self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
+
+    def _at_root(self) -> list[Step]:
+        found = _numbered(_checked(self._known_root.list(), self.root))
+        self._answers = True
+        self._see(*(s.id for s in found))
+        return found
+
+    def _say_passed(self, near: Iterable[Step], far: Iterable[Step]) -> None:
+        """Warn of local checkpoints that give way to others at the root, once of each."""
+        later = {s.number: s for s in far if s.committed}
+        for s in near:
+            other = later.get(s.number)
+            if s.committed and s.id is not None and other is not None and str(other.id) > s.id and s.id not in self._passed:
+                self._passed.add(s.id)
+                log.warning(
+                    "%s (save %s of %s) is passed over: by its id %s (save %s of %s) was saved later",
+                    *(s.url, s.id, s.created, other.url, other.id, other.created),
+                )
+
+    def steps(self) -> list[Step]:
+        """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
+        found: dict[int | None, Step] = {}
+        for step in reversed(self._ordered([*self._near(), *self._at_root()])):
+            found[step.number] = step
+        return list(found.values())
+
+    def latest(self) -> int | None:
+        """The highest committed step. Only the newest few commit records are read."""
+        levels = _levels(self._newest_local(), self._newest_root())
+        return next((number for number, near, far in levels if any(s.committed for s in (*near, *far))), None)
+
+    def _near(self) -> list[Step]:
+        return _numbered(_checked(self._known_local.list(), self.local)) if self.local is not None else []
+
+    def _newest_local(self, step: int | None = None) -> Iterator[tuple[int, list[Step]]]:
+        return _newest(self.local, step or 0, step) if self.local is not None else iter(())
+
+    def _newest_root(self, lowest: int = 0, highest: int | None = None) -> Iterator[tuple[int, list[Step]]]:
+        for number, steps in _newest(self.root, lowest, highest):
+            self._answers = True
+            self._see(*(s.id for s in steps))
+            yield number, steps
+
+    def _ordered(self, steps: Iterable[Step]) -> list[Step]:
+        """Those that are committed in the order in which to try them. Of steps alike the first stays first, and local ones come first."""
+        return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
+
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
+        """Step, URL and id of the copies of the newest step that has some beside those ``tried``, by URL and id, or of ``step``: what was
+        saved last first, the local copy before the other. Records are read from the newest on, and no more than it takes; but going on from
+        ``step``, later ones may be saved again, so the ids that these have at the root are seen first.
+
+        Raises:
+            NotFoundError: there is none of ``step``.
+            StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
+            UsageError: a tier is itself a checkpoint.
+        """
+        there = False
+        for number, near, far in _levels(self._newest_local(step), self._far(step)):
+            if step not in (None, number):
+                continue
+            self._say_passed(near, far)
+            committed = self._ordered([*near, *far])
+            for s in (*near, *far):
+                if not s.committed and (s.damaged or not committed):
+                    log.warning("%s is passed over: %s", s.url, s.reason)
+            there = there or bool(committed)
+            rows: list[list[Any]] = [[s.number, s.url, s.id] for s in committed if (s.url, s.id) not in tried]
+            if rows:
+                return rows
+        if step is not None and not there:
+            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+        return []
+
+    def _far(self, step: int | None) -> Iterator[tuple[int, list[Step]]]:
+        """What the root has of ``step``, and with a local tier of what comes after it; by default all."""
+        try:
+            yield from self._newest_root(step or 0, step if self.local is None else None)
+        except StorageError as err:
+            near = (number for number, steps in self._newest_local(step) if any(s.committed for s in steps))
+            mine = next(near, None)
+            if mine is None:
+                raise
+            if step is not None:
+                log.warning("only the local copy of step %d is looked at: %s", step, err)
+                return
+            hint = f"try again when the storage answers; restore(state, step={mine}) takes the newest local checkpoint as it is"
+            message = f"whether the root has newer checkpoints than step {mine}, the newest local one, cannot be seen: {err.message}"
+            raise StorageError(message, where=self.root, hint=hint) from err
+
+    def unconfirmed(self) -> list[Step]:
+        """Local checkpoints that are not known to be published, the lowest step first."""
+        return [s for s in self._near() if s.committed and s.id not in self._published | self.damaged]
+
+    def behind(self) -> list[Step]:
+        """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
+        near = self.unconfirmed()
+        if not near:
+            return []
+        there = self._at_root()
+        self._say_passed(near, there)
+        far = {s.number: s for s in there if s.committed}
+        self._published |= {s.id for s in far.values() if s.id is not None}
+        near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
+        united = {**far, **{s.number: s for s in near}}
+        kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
+        return [s for s in reversed(near) if s.number in kept]
+
+    # ---- what stays
+
+    def retain(self) -> None:
+        """Remove what need not stay where saves are committed first. A failure here harms no checkpoint."""
+        if self.local is None:
+            self.retain_root()
+            return
+        with self.lock:
+            _remove(self.local, self._known_local, self.local_keep, self.busy, self.removed)
+
+    def retain_root(self) -> None:
+        """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
+        _remove(self.root, self._known_root, self.keep, None, self.removed)
+
+    # ---- whether ranks share the local tier
+
+    def check(self, group: Group, timeout: float) -> None:
+        """Once, if there are several: whether all ranks see the files of the local tier. Collective.
+
+        Raises:
+            UsageError: they do not.
+            StorageError: nothing can be written there.
+        """
+        if self._shared or self.local is None or group.size == 1:
+            return
+        call = group.call("local tier", self.root, timeout)
+        backend = open_backend(self.local)
+        path = call.agree("write", dict, lambda rows: _leave_file(backend))
+        try:
+            call.agree("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
+        finally:
+            if call.is_leader:
+                backend.delete(path)
+        self._shared = True
+
+
+def _numbered(steps: Iterable[Step]) -> list[Step]:
+    return [s for s in steps if s.number is not None]
+
+
+def _checked(steps: list[Step], root: str) -> list[Step]:
+    """The same steps.
+
+    Raises:
+        UsageError: ``root`` is itself a checkpoint.
+    """
+    if any(s.url == root and (s.committed or s.damaged) for s in steps):
+        parent = root.rstrip("/").rpartition("/")[0]
+        hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
+        raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
+    return steps
+
+
+def _newest(root: str, lowest: int, highest: int | None) -> Iterator[tuple[int, list[Step]]]:
+    return ((number, _numbered(_checked(steps, root))) for number, steps in newest_first(root, lowest, highest))
+
+
+def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, list[Step]]]) -> Iterator[tuple[int, list[Step], list[Step]]]:
+    """Each number that there is in either tier, the highest first, with its steps in both. Of each tier only the next is read."""
+    local, root = next(near, None), next(far, None)
+    while local is not None or root is not None:
+        number = max(level[0] for level in (local, root) if level is not None)
+        here, there = local is not None and local[0] == number, root is not None and root[0] == number
+        yield number, local[1] if local is not None and here else [], root[1] if root is not None and there else []
+        local = next(near, None) if here else local
+        root = next(far, None) if there else root
+
+
+def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None, removed: Callable[[int, str, str | None], object]) -> None:
+    if keep == All():
+        return
+    try:
+        committed = [s for s in _checked(known.list(), root) if s.committed]
+        steps = {s.number: s for s in _numbered(committed)}
+        # What is not judged, having no number or that of another, stays: and so has to what it uses.
+        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed])
+        going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
+        referrers = {info.step: info.referred_by for info in facts}
+        for step in remove_steps(root, going, referrers, busy):
+            if step.link is None and step.number is not None:
+                log.info("step %d is removed from %s", step.number, root)
+                removed(step.number, step.url, step.id)
+    except CkptError as err:
+        log.warning("old checkpoints stay behind in %s: %s", root, err)
+
+
+def _leave_file(backend: Backend) -> str:
+    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
+    path = f".prepare-{secrets.token_hex(8)}.tmp"
+    backend.prepare()
+    with backend.create(path, 0) as writer:
+        writer.commit()
+    return path
+
+
+def _shows(backend: Backend, path: str) -> bool:
+    end = time.monotonic() + LOOK
+    while True:
+        try:
+            backend.size(path)
+        except NotFoundError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
+    blind = [rank for rank, row in rows.items() if not row["seen"]]
+    if blind:
+        raise UsageError(
+            f"the local tier is not the same directory on all ranks: {ranks_text(blind)} cannot see what rank {group.leader} writes there",
+            where=url,
+            hint="give local= a directory that all nodes share, or leave it out",
+        )

@@ -1,0 +1,1 @@
+"""Bytes between the ranks of a job: TCP connections and shared memory that nothing else uses."""

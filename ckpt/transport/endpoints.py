@@ -1,0 +1,157 @@
+"""Where other ranks of the job can reach this process: ports of its own at the addresses of this machine, the most likely first."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from ckpt import settings
+from ckpt.errors import CkptError, UsageError
+
+from .interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
+
+BACKLOG = 1024
+"""Connections that may wait until this rank looks at them."""
+MOST = 8
+"""Addresses at which a rank listens: a machine of a container platform can have hundreds."""
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of calls that make a socket where this process or this machine has too many."""
+_NOWHERE = "192.0.2.1"
+"""An address that is reserved for documentation: asking for the way to it gives the way that most addresses have."""
+
+log = logging.getLogger("ckpt")
+
+
+def listen(store: str | None) -> list[socket.socket]:
+    """Sockets that listen at :func:`own_addresses`, on free ports. ``store``: the host of the job's store, if it has one.
+
+    Raises:
+        UsageError: a setting names no interface.
+        CkptError: this process has too many files open.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for host in own_addresses(store):
+            if len(sockets) < MOST or is_loopback(host):  # which is last
+                sockets += _listening(host)
+        return sockets or _listening("::") or _listening("0.0.0.0")
+    except OSError as err:
+        for sock in sockets:
+            sock.close()
+        raise exhausted(err) from err
+
+
+def _listening(host: str) -> list[socket.socket]:
+    """One socket, or none if the address cannot be listened at: its interface is down, or the kernel has no IPv6."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
+    except OSError as err:
+        if err.errno in EXHAUSTED:
+            raise
+        log.debug("this rank does not listen at %s: %s", host, err)
+        return []
+
+
+def exhausted(err: OSError) -> CkptError:
+    return CkptError(
+        f"no connection between ranks can be made: {err}",
+        hint="raise the limit of open files (`ulimit -n`), and look what this process has open (/proc/PID/fd)",
+    )
+
+
+def own_addresses(store: str | None) -> list[str]:
+    """This machine's addresses. Those of the interfaces that a setting chooses, and no others; else first the one that it reaches the
+    job's store from, since the other ranks reach the store, too; then the one of most ways, then all others, and loopback last, for ranks
+    of this machine.
+
+    Raises:
+        UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
+    """
+    known = interface_addresses()
+    likely = [address for host in [store, _NOWHERE] if host and (address := _way_to(host))]
+    known.sort(key=lambda a: _place(a.host, likely))
+    if (chosen := _chosen(known)) is not None:
+        return _in_order(a.host for a in chosen)
+    hosts = [*likely, *(a.host for a in known)]
+    if not known:
+        hosts += _addresses_of(socket.gethostname())
+    return _in_order([*hosts, "127.0.0.1"])
+
+
+def network() -> str:
+    """Equal for processes that have the same interfaces: one kernel, one namespace of networks. Machines that were copied from one may look
+    like one, too; the secret of each rank tells them apart."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return socket.gethostname()
+
+
+def from_here(addresses: list[tuple[str, int]], *, same_network: bool) -> list[tuple[str, int]]:
+    """The addresses of another rank to try, in order. Loopback leads to this machine: it comes first for a rank that shares its interfaces,
+    and never for others, unless that rank has nothing else."""
+    near = [a for a in addresses if is_loopback(a[0])]
+    far = [a for a in addresses if not is_loopback(a[0])]
+    return near + far if same_network else far or near
+
+
+def _chosen(known: list[InterfaceAddress]) -> list[InterfaceAddress] | None:
+    for variable, text in settings.socket_interfaces():
+        try:
+            return choose(variable, text, known)
+        except UsageError as err:
+            if variable.startswith("CKPT_"):
+                raise
+            _warn(f"{variable} is not followed: {err.message}")  # whoever it is for complains himself, if he is in use
+    return None
+
+
+_warned: set[str] = set()
+
+
+def _warn(text: str) -> None:
+    """Once in a process."""
+    if text not in _warned:
+        _warned.add(text)
+        log.warning(text)
+
+
+def _place(host: str, likely: list[str]) -> int:
+    return likely.index(host) if host in likely else len(likely)
+
+
+def _in_order(hosts: Iterable[str]) -> list[str]:
+    """Each once, then one of loopback: any of them leads to this machine."""
+    unique = list(dict.fromkeys(hosts))
+    loopback = [host for host in unique if is_loopback(host)]
+    return [host for host in unique if host not in loopback] + loopback[:1]
+
+
+def _way_to(host: str) -> str | None:
+    """The address of this machine that packets to ``host`` would come from, unless it is of one link only. Sends none."""
+    with suppress(OSError):
+        for family, address in _resolved(host):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(address)
+                own = str(sock.getsockname()[0])
+                if not own.lower().startswith("fe80:"):
+                    return own
+    return None
+
+
+@lru_cache(maxsize=16)
+def _resolved(host: str) -> list[tuple[int, Any]]:
+    """Once in a process: a server of names that is gone later does not hold up a save."""
+    return [(family, address) for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+
+
+def _addresses_of(name: str) -> list[str]:
+    with suppress(OSError):
+        return [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return []

@@ -1,0 +1,213 @@
+"""Streams whose bytes become known while they flow: pieces of parcels, each after a record that says what it is. No torch.
+
+The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, or as the number of
+a slot of the sender's ring, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
+anything but the stream, so senders that wait for room always get it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from ckpt.errors import ExchangeError
+
+from .sockets import Views
+
+RECORD = struct.Struct("<IIIIQ")
+"""Parcel, piece, slot, bytes that follow or turn of the slot, XXH3-64 of the bytes."""
+IN_STREAM = 0xFFFFFFFF
+"""In place of a slot: the bytes follow."""
+ALIVE = 0xFFFFFFFF
+"""In place of a parcel: a sign of life."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slot:
+    """A piece in a slot, until it is known whether the receiver can open the ring. ``packed``: what goes into the stream if it cannot, and
+    then ``sent`` is called."""
+
+    parcel: int
+    piece: int
+    slot: int
+    turn: int
+    digest: int
+    packed: Callable[[], Sequence[memoryview]]
+    sent: Callable[[], None]
+
+
+class Feed:
+    """What goes to one rank: ``size`` parcels in all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.unit = "parcels"
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something to send; the exchange sets it."""
+        self.announcement = b""
+        """Where the slots of pieces are, if the receiver may open them."""
+        self._opened = False
+        self._queue: deque[tuple[Views, Callable[[], None]] | _Slot] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send now, but will be."""
+        return not self._queue and not self._closed
+
+    def answered(self, *, opened: bool) -> None:
+        """The receiver is ready, and has ``opened`` the ring or not."""
+        self._opened = opened
+
+    def put_slot(
+        self,
+        parcel: int,
+        piece: int,
+        *,
+        slot: int,
+        turn: int,
+        digest: int,
+        packed: Callable[[], Sequence[memoryview]],
+        sent: Callable[[], None],
+    ) -> None:
+        """A piece in a slot of the ring, with the XXH3-64 of all of it. Where the receiver has not opened the ring, ``packed`` gives what
+        it wants of the piece; ``sent`` is called when that has gone."""
+        self._put(_Slot(parcel=parcel, piece=piece, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent))
+
+    def put_bytes(self, parcel: int, piece: int, views: Sequence[memoryview], sent: Callable[[], None]) -> None:
+        """``views`` must stay as they are until ``sent`` is called."""
+        self._put((_in_stream(parcel, piece, views), sent))
+
+    def nudge(self) -> None:
+        """Give a sign of life if there is nothing else to send."""
+        if self.idle:
+            self._put((_record(ALIVE, 0, IN_STREAM), lambda: None))
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._closed = True
+        self.wake()
+
+    def _put(self, entry: tuple[Views, Callable[[], None]] | _Slot) -> None:
+        with self._lock:
+            self._queue.append(entry)
+        self.wake()
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send what fits of what is there, once the receiver has :meth:`answered`; whether all there will ever be is sent."""
+        closed = self._closed  # before the queue: what another thread puts in and then closes is not lost
+        while self._queue:
+            entry = self._queue[0]
+            if isinstance(entry, _Slot):
+                entry = self._queue[0] = self._spelled(entry)
+            views, sent = entry
+            if not views.send(sock):
+                return False
+            with self._lock:
+                self._queue.popleft()
+            sent()
+        return closed
+
+    def _spelled(self, entry: _Slot) -> tuple[Views, Callable[[], None]]:
+        if self._opened:
+            return _record(entry.parcel, entry.piece, entry.slot, entry.turn, entry.digest), lambda: None
+        return _in_stream(entry.parcel, entry.piece, entry.packed()), entry.sent
+
+
+def _record(parcel: int, piece: int, slot: int, turn: int = 0, digest: int = 0) -> Views:
+    return Views([memoryview(RECORD.pack(parcel, piece, slot, turn, digest))])
+
+
+def _in_stream(parcel: int, piece: int, views: Sequence[memoryview]) -> Views:
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(view)
+    return Views([memoryview(RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), digest.intdigest())), *views])
+
+
+class Taker(Protocol):
+    """What a rank does with the pieces of one sender."""
+
+    def open(self, announcement: bytes) -> bool:
+        """Open the sender's ring; whether that could be done."""
+
+    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
+        """Copy what is wanted out of a slot; whether this was the last piece of the last parcel.
+
+        Raises:
+            ExchangeError: the slot has other bytes.
+        """
+
+    def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
+        """Memory for the bytes of a piece that come next."""
+
+    def filled(self, parcel: int, piece: int) -> bool:
+        """They are there; whether this was the last piece of the last parcel."""
+
+
+class Inlet:
+    """What comes from one rank: ``size`` parcels in all."""
+
+    def __init__(self, rank: int, size: int, taker: Taker) -> None:
+        self.size = size
+        self.unit = "parcels"
+        self._rank = rank
+        self._taker = taker
+        self._record = bytearray(RECORD.size)
+        self._views = Views([memoryview(self._record)])
+        self._room: Sequence[memoryview] | None = None
+        self._done = False
+
+    def open(self, announcement: bytes) -> bool:
+        """See ``streams.Incoming``."""
+        return self._taker.open(announcement)
+
+    def receive(self, sock: socket.socket) -> bool:
+        """Take what is there; whether all pieces of all parcels have come.
+
+        Raises:
+            ConnectionError: the other end is gone.
+            ExchangeError: bytes were damaged on the way.
+        """
+        if self._views.receive(sock):
+            if self._room is None:
+                self._began()
+            else:
+                self._ended()
+        return self._done
+
+    def _began(self) -> None:
+        parcel, piece, slot, length, digest = RECORD.unpack(self._record)
+        if parcel != ALIVE and slot != IN_STREAM:
+            self._done = self._taker.slot(parcel, piece, slot, length, digest)
+        elif parcel != ALIVE:
+            self._room = self._taker.room(parcel, piece, length)
+            self._views = Views(self._room)
+            return
+        self._views = Views([memoryview(self._record)])
+
+    def _ended(self) -> None:
+        parcel, piece, _, _, wanted = RECORD.unpack(self._record)
+        assert self._room is not None
+        digest = xxhash.xxh3_64()
+        for view in self._room:
+            digest.update(view)
+        if digest.intdigest() != wanted:
+            raise damaged(self._rank)
+        self._room, self._views = None, Views([memoryview(self._record)])
+        self._done = self._taker.filled(parcel, piece)
+
+
+def damaged(rank: int) -> ExchangeError:
+    return ExchangeError(
+        f"what rank {rank} sent was damaged on the way",
+        hint="try again; if it comes back, look at the network and the memory of these machines",
+    )

@@ -1,0 +1,235 @@
+"""Memory that goes round: a rank fills a slot, others of its machine copy from it, and when all have, it is filled again.
+
+The memory has no name in any file system, so nothing is left of it when its last process ends, however that does. Another process opens
+it through the number that it has in its owner's. That number can lead to other memory, where two machines or containers look like one, so
+the memory begins with a random token that only its owner's announcement has: without it nothing is copied.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import DeadlineError
+from ckpt.plan.tables import ranks_text
+
+PAUSE = 0.0002
+"""Seconds between two looks at the slots that others copy from: they are not asked to tell."""
+TOKEN_BYTES = 16
+_HEADER = 64
+"""Bytes of the token and of what aligns what follows: a turn for each slot, and a mark for each slot and reader."""
+_TURN = np.dtype(np.uint32)
+_NAME = "ckpt-ring"
+_ANNOUNCEMENT = struct.Struct(f"!IIIIQ{TOKEN_BYTES}s")
+ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """Where the memory of a ring is: process, number of the file there; its slots, bytes of each, and readers; the token that it begins
+    with."""
+
+    pid: int
+    file: int
+    shape: tuple[int, int, int]
+    token: bytes
+
+    def pack(self) -> bytes:
+        slots, size, readers = self.shape
+        return _ANNOUNCEMENT.pack(self.pid, self.file, slots, readers, size, self.token)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Announcement:
+        pid, file, slots, readers, size, token = _ANNOUNCEMENT.unpack(data)
+        return cls(pid=pid, file=file, shape=(slots, size, readers), token=token)
+
+
+class BrokenRingError(Exception):
+    """The exchange that the slots were for has failed: whoever waits for one gives up."""
+
+
+class Ring:
+    """Slots of ``size`` bytes each, filled by this process. ``readers``: others that may copy from a slot at the same time."""
+
+    def __init__(self, slots: int, size: int, readers: int, *, shared: bool, timeout: float) -> None:
+        self.shape = (slots, size, readers)
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC) if shared else -1
+        if shared:
+            os.ftruncate(self.file, _nbytes(self.shape))
+        memory = mmap.mmap(self.file, _nbytes(self.shape))
+        memory[:TOKEN_BYTES] = self.token
+        self._turns, self._marks, self._data = _parts(memory, self.shape)
+        self._seen = [memoryview(row) for row in self._marks]
+        self._nobody = bytes(readers)
+        self._timeout = timeout
+        self._holds = [0] * slots
+        self._lent: list[tuple[int, ...]] = [()] * slots
+        self._lock = threading.Lock()
+        self._broken = False
+
+    def announcement(self) -> Announcement:
+        """For other processes of this machine, if the ring is shared."""
+        return Announcement(pid=os.getpid(), file=self.file, shape=self.shape, token=self.token)
+
+    def take(self, wait: Callable[[], None]) -> int:
+        """A slot that nobody uses, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``.
+
+        Raises:
+            DeadlineError: nobody gave a slot back for ``timeout`` seconds.
+            BrokenRingError: the exchange has failed.
+        """
+        began = time.monotonic()
+        while (slot := self._free_slot()) is None:
+            if time.monotonic() - began > self._timeout:
+                raise self._late()
+            wait()
+        return slot
+
+    def _free_slot(self) -> int | None:
+        with self._lock:
+            if self._broken:
+                raise BrokenRingError
+            for slot, holds in enumerate(self._holds):
+                if not holds and self._seen[slot] == self._nobody:
+                    self._holds[slot] = 1
+                    return slot
+            return None
+
+    def _late(self) -> DeadlineError:
+        ranks = {rank for slot, lent in enumerate(self._lent) for i, rank in enumerate(lent) if self._marks[slot, i]}
+        who = ranks_text(sorted(ranks)) if ranks else "the other ranks"
+        return DeadlineError(
+            f"{who} took nothing that was read for them for {self._timeout:g} s",
+            hint="look whether they died or hang; a larger timeout= waits longer",
+        )
+
+    def hold(self, slot: int) -> None:
+        """Keep a slot until one more :meth:`release`."""
+        with self._lock:
+            self._holds[slot] += 1
+
+    def release(self, slot: int) -> None:
+        with self._lock:
+            self._holds[slot] -= 1
+
+    def lend(self, slot: int, ranks: tuple[int, ...], which: Iterable[int]) -> int:
+        """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`. The
+        number of this turn of the slot, by which they know that it is the one that is meant for them."""
+        self._lent[slot] = ranks
+        self._turns[slot] += 1
+        for i in which:
+            self._marks[slot, i] = 1
+        return int(self._turns[slot])
+
+    def returned(self, slot: int, which: int) -> None:
+        """Reader number ``which`` got what it wants of the slot in another way."""
+        self._marks[slot, which] = 0
+
+    def data(self, slot: int) -> npt.NDArray[np.uint8]:
+        found: npt.NDArray[np.uint8] = self._data[slot]
+        return found
+
+    def stop(self) -> None:
+        """Let nobody wait any more."""
+        self._broken = True
+
+    def close(self) -> None:
+        """Give the memory back when no array refers to it any more."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class Borrowed:
+    """The ring of another process of this machine.
+
+    Raises:
+        OSError: it cannot be opened, or what has its place here is other memory.
+    """
+
+    def __init__(self, at: Announcement) -> None:
+        path = f"/proc/{at.pid}/fd/{at.file}"
+        if _NAME not in os.readlink(path):  # before it is opened: to open a device may do something
+            raise OSError(f"{path} is no shared memory of ours")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != _nbytes(at.shape):
+                raise OSError(f"{path} has another size")
+            memory = mmap.mmap(fd, _nbytes(at.shape))
+        finally:
+            os.close(fd)
+        if memory[:TOKEN_BYTES] != at.token:
+            raise OSError(f"{path} is memory of another process than the one that announced it")
+        self._turns, self._marks, self._data = _parts(memory, at.shape)
+
+    def data(self, slot: int) -> npt.NDArray[np.uint8]:
+        found: npt.NDArray[np.uint8] = self._data[slot]
+        return found
+
+    def turn(self, slot: int) -> int:
+        """See :meth:`Ring.lend`."""
+        return int(self._turns[slot])
+
+    def done(self, slot: int, which: int) -> None:
+        """Reader number ``which`` has what it wants of the slot. A copy gives up the interpreter's lock and takes it again, so the other
+        process cannot see this before the copy has ended."""
+        self._marks[slot, which] = 0
+
+
+def machine() -> str:
+    """Processes for which this is equal can probably open each other's rings: one kernel, one namespace of processes and one of users, one
+    user with the same capabilities, confined alike by a security module, nobody protected from inspection (proc_pid_fd(5), ptrace(2)).
+    Where that cannot be told, it is equal for none. It may be equal on two machines that were copied from one: :class:`Borrowed` finds
+    out."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            capabilities = next(line.split()[1] for line in file if line.startswith("CapPrm"))
+        user = os.geteuid()
+        if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:
+            raise OSError("no anonymous files, or a protected process")
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "user") if os.path.exists(f"/proc/self/ns/{kind}")]
+        return f"{boot}/{spaces}/{user}/{capabilities}/{_label()}"
+    except (OSError, StopIteration):
+        return f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
+
+
+def _label() -> str:
+    """What a security module confines this process as; empty where there is none."""
+    with suppress(OSError), open("/proc/self/attr/current", encoding="utf-8", errors="replace") as file:
+        return file.read().strip("\0\n")
+    return ""
+
+
+def _nbytes(shape: tuple[int, int, int]) -> int:
+    slots, size, readers = shape
+    return _lead(slots, readers) + slots * size
+
+
+def _lead(slots: int, readers: int) -> int:
+    return -(-(_HEADER + slots * (_TURN.itemsize + readers)) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Turns, marks, and the slots. The arrays keep the memory."""
+    slots, size, readers = shape
+    marks = _HEADER + slots * _TURN.itemsize
+    found = np.frombuffer(memory, dtype=np.uint8)
+    return (
+        found[_HEADER:marks].view(_TURN),
+        found[marks:][: slots * readers].reshape(slots, readers),
+        found[_lead(slots, readers) :].reshape(slots, size),
+    )

@@ -1,0 +1,1 @@
+"""Megatron-LM's format ``torch``: files of ranks."""

@@ -1,0 +1,1 @@
+"""Codecs of chunks (docs/format.md §10)."""

@@ -1,0 +1,220 @@
+"""Headers of data files, read and verified: what is in a ``Header`` is known to cover the file's data without hole or overlap."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import xxhash
+
+from ckpt.catalog import DataFile
+from ckpt.errors import CorruptError, FormatError
+from ckpt.layout.geometry import IntArray
+
+from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
+from .header_layout import BITS, Columns, HeaderLayout, read_layout, recall, remember
+from .keys import METADATA
+
+_START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
+"""Metadata comes first wherever this software wrote the header."""
+_OURS = re.compile(
+    rf'\{{"{METADATA}":\{{"ckpt\.version":"1","ckpt\.id":"([0-9a-z]+)","ckpt\.rank":"([0-9]{{1,9}})","ckpt\.digests":"'.encode()
+)
+"""The metadata up to the digests, which may be long, where they come last."""
+_NO_METADATA = f'{{"{METADATA}":0'.encode()
+_DAMAGED = "restore this file from a copy, or load another checkpoint"
+
+
+class StoredChunk(NamedTuple):
+    """An entry of a header: safetensors ``dtype`` and ``shape``; ``offset`` in the file and ``length`` in bytes; XXH3-64 in hex."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Header:
+    """The header of one data file: the save's ``id``, the writing ``rank``, and its chunks, in the order of the file's JSON. ``start`` is
+    where its data begin; ``digests`` are those of all chunks, in the order of their keys; ``text`` is its JSON without the metadata."""
+
+    id: str
+    rank: int
+    start: int
+    layout: HeaderLayout
+    digests: bytes
+    text: bytes | memoryview
+
+    @cached_property
+    def keys(self) -> Sequence[str]:
+        return self.layout.keys_in(self.text)
+
+    @cached_property
+    def chunks(self) -> Mapping[str, StoredChunk]:
+        """All chunks by key."""
+        columns, digests = self.layout.columns, self.digests.decode()
+        own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * columns.places).tolist()]
+        offsets = (columns.offsets + self.start).tolist()
+        rows = zip(columns.kinds.tolist(), offsets, columns.lengths.tolist(), own, strict=True)
+        return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
+
+
+def parse_header(data: bytes, file: DataFile, where: str) -> Header:
+    """Read the first ``file.header`` bytes of a data file; ``where`` is its URL, for messages.
+
+    Raises:
+        CorruptError: the bytes are not those that ``file`` describes, or the entries do not cover the data exactly.
+        FormatError: the file is of a version that this software does not know.
+    """
+    if len(data) != file.header:
+        _damaged(f"its header has {len(data)} bytes, the index says {file.header}", where)
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != file.digest:
+        _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
+    _check_length(data, where)
+    metadata, rest = _split(data)
+    size = file.size - file.header
+    layout = None if rest is None else recall(rest, size)
+    known, text = layout is not None, b""
+    if rest is not None and layout is None:
+        text = bytes(rest)
+        layout = read_layout(text, size)
+    entries: dict[str, Any] = {}
+    if rest is None or (layout is None and f'"{METADATA}"'.encode() in text):
+        entries = _parse_json(data[LENGTH_BYTES:], where)
+        metadata, text = entries.pop(METADATA, None), b"," + json.dumps(entries).encode()[1:]
+    elif layout is None:
+        entries = _parse_json(_NO_METADATA + text, where)
+        if entries.pop(METADATA) != 0:
+            _damaged("its header has metadata twice", where)
+    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
+    name = file.path.rpartition("/")[2]
+    if not name.startswith(f"{id}-") or rank != file.rank:
+        _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
+    if layout is None:
+        layout = _layout(entries, text, file, where)
+    if not known:
+        remember(layout, size)
+    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=layout.text if rest is None else rest)
+
+
+def _damaged(what: str, where: str) -> NoReturn:
+    raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_DAMAGED)
+
+
+def _check_length(data: bytes, where: str) -> None:
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
+        _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
+
+
+def _split(data: bytes) -> tuple[object, memoryview | None]:
+    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are not copied."""
+    last = data.rfind(b"}") + 1
+    ours = _OURS.match(data, LENGTH_BYTES)
+    if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
+        end = quote + 2
+        id, rank, digests = ours[1].decode(), ours[2].decode(), data[ours.end() : quote]
+        metadata: object = {"ckpt.version": "1", "ckpt.id": id, "ckpt.rank": rank, "ckpt.digests": digests}
+    else:
+        start = _START.match(data, LENGTH_BYTES)
+        if start is None:
+            return None, None
+        end = data.find(b"}", start.end()) + 1
+        try:
+            metadata = json.loads(data[start.end() : end].decode())
+        except (ValueError, RecursionError):  # a brace in a string, or damage
+            return None, None
+    first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
+    if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
+        return None, None
+    return metadata, memoryview(data)[first:last]
+
+
+def _parse_json(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        entries = json.loads(text.decode())
+    except (ValueError, RecursionError) as err:
+        _damaged(f"its header is not JSON ({err})", where)
+    if not isinstance(entries, dict):
+        _damaged("its header is not a JSON object", where)
+    return entries
+
+
+def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes]:
+    if not isinstance(metadata, dict) or "ckpt.version" not in metadata:
+        _damaged(f"its header has no {METADATA} of ckpt", where)
+    if metadata["ckpt.version"] != "1":
+        raise FormatError(
+            f"the data file is of version {metadata['ckpt.version']!r}; this software reads version '1'",
+            where=where,
+            hint="use a newer release of this software",
+        )
+    id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
+    if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+        _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
+    digits = digests if isinstance(digests, bytes) else digests.encode(errors="replace") if isinstance(digests, str) else b"?"
+    if len(digits) != CHUNK_DIGITS * count or digits.translate(None, b"0123456789abcdef"):
+        _damaged(f"its header does not have {count} digests of {CHUNK_DIGITS} hex digits", where)
+    return id, int(rank), digits
+
+
+def _is_hex(text: str) -> bool:
+    return text.isascii() and not text.encode().translate(None, b"0123456789abcdef")
+
+
+def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str) -> HeaderLayout:
+    keys = list(entries)
+    dtypes, shapes, spans = _columns(entries, where)
+    _check_cover(keys, spans, file.size - file.header, where)
+    lengths = spans[:, 1] - spans[:, 0]
+    codes: dict[tuple[str, tuple[int, ...]], int] = {}
+    kinds = [codes.setdefault(kind, len(codes)) for kind in zip(dtypes, shapes, strict=True)]
+    kind = list(codes)
+    bits = [BITS.get(dtype, -1) * math.prod(shape) for dtype, shape in kind]
+    for key, code, length in zip(keys, kinds, lengths.tolist(), strict=True):
+        if bits[code] != 8 * length or kind[code][0] not in BITS:
+            _damaged(f"{key!r}: {length} bytes do not hold {kind[code][0]} of shape {list(kind[code][1])}", where)
+    place = {key: i for i, key in enumerate(sorted(keys))}
+    places = np.array([place[k] for k in keys], dtype=np.int64)
+    columns = Columns(kind=kind, kinds=np.array(kinds, dtype=np.int64), offsets=spans[:, 0].copy(), lengths=lengths, places=places)
+    return HeaderLayout(columns, text, keys)
+
+
+def _columns(entries: Mapping[str, Any], where: str) -> tuple[list[str], list[tuple[int, ...]], IntArray]:
+    """dtypes, shapes, and begins and ends ``[n, 2]`` relative to the start of the data."""
+    try:
+        dtypes = [e["dtype"] for e in entries.values()]
+        shapes = [tuple(e["shape"]) for e in entries.values()]
+        begins, ends = zip(*[e["data_offsets"] for e in entries.values()], strict=True) if entries else ((), ())
+        spans = np.array([begins, ends], dtype=np.int64).T
+    except (TypeError, KeyError, ValueError, OverflowError) as err:
+        _damaged(f"an entry of its header lacks a dtype, shape or data_offsets ({err!r})", where)
+    sizes = [n for shape in shapes for n in shape]
+    if {*map(type, begins), *map(type, ends), *map(type, sizes)} - {int} or {*map(type, dtypes)} - {str} or min(sizes, default=0) < 0:
+        _damaged("an entry of its header has a dtype, shape or data_offsets of the wrong type", where)
+    return dtypes, shapes, spans
+
+
+def _check_cover(keys: Sequence[str], spans: IntArray, size: int, where: str) -> None:
+    """Chunks in the order of their bytes must follow each other from 0 to ``size``."""
+    if np.any(spans[:, 1] < spans[:, 0]):
+        _damaged("an entry of its header ends before it starts", where)
+    order = np.lexsort((spans[:, 1], spans[:, 0]))
+    begins, ends = spans[order, 0], spans[order, 1]
+    expected = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    bad = np.flatnonzero(begins != expected[:-1])
+    if len(bad):
+        at = bad[0]
+        kind = "a hole" if begins[at] > expected[at] else "an overlap"
+        _damaged(f"{kind} before {keys[order[at]]!r}, which starts at byte {begins[at]} of the data, not {expected[at]}", where)
+    if expected[-1] != size:
+        _damaged(f"its chunks end at byte {expected[-1]} of the data, which has {size} bytes", where)

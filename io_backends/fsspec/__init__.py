@@ -1,0 +1,1 @@
+"""Any storage that has an fsspec file system."""

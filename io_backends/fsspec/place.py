@@ -1,0 +1,176 @@
+"""A place below a root of an fsspec file system: its keys, its bucket, and whether objects are created there only if they are absent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from fsspec.implementations.dirfs import DirFileSystem
+
+from ckpt.errors import NotFoundError, UsageError
+from ckpt.io_backends.checks import check_path
+
+from .conditions import conditional, is_known, is_writable, note_writable, try_it
+from .errors import fsspec_errors, is_absence
+from .opening import BUCKETS, DIRECTORIES, THIS_MACHINE, after_fork, opened, protocols_of, secrets_of
+
+TRIES = 8
+
+
+class Place:
+    """The file system for ``url``, by its options, or by a file system that is there already. Usable after a fork.
+
+    Raises:
+        UsageError: the package for this scheme is not installed, the URL names nothing below a root, or an option is wrong.
+        AccessError: there are no credentials.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], filesystem: Any) -> None:
+        self.scheme, _, rest = url.partition("://")
+        self.url = f"{self.scheme}://{rest.rstrip('/')}"
+        self._options = dict(options)
+        self._given = filesystem
+        self._conceal = secrets_of(self._options if filesystem is None else filesystem.storage_options)
+        self._bucket_is_there = False
+        self._pid: int | None = None
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        if self._given is None:
+            self._fs, root = opened(self.url, self._options)
+        else:
+            self._fs = self._given if self._pid is None else after_fork(self._given)
+            known = self.scheme in protocols_of(self._fs)
+            root = str(self._fs._strip_protocol(self.url if known else self.url.partition("://")[2]))
+        self.root = root.rstrip("/")
+        if not self.root.strip("/"):
+            raise UsageError(f"{self.url!r} names no place below a root", hint=f"write {self.scheme}://bucket/path")
+        self._pid = os.getpid()
+
+    @property
+    def fs(self) -> Any:
+        """The file system, of this process: connections and event loops do not survive a fork."""
+        if self._pid != os.getpid():
+            with self._lock:
+                if self._pid != os.getpid():
+                    self._open()
+        return self._fs
+
+    def speaks(self, protocols: frozenset[str]) -> bool:
+        """Whether the file system is one of these protocols, or a directory of one that is."""
+        fs = self.fs
+        while isinstance(fs, DirFileSystem):
+            fs = fs.fs
+        return not protocols.isdisjoint(protocols_of(fs))
+
+    def on_this_machine(self, path: str = "") -> str | None:
+        """The file of a path (by default the root) if the file system is one of this machine."""
+        fs, key = self.fs, self.key(path) if path else self.root
+        while isinstance(fs, DirFileSystem):
+            fs, key = fs.fs, fs._join(key)
+        return key if THIS_MACHINE.intersection(protocols_of(fs)) else None
+
+    def key(self, path: str) -> str:
+        return f"{self.root}/{check_path(path)}"
+
+    def where(self, path: str) -> str:
+        return f"{self.url}/{path}"
+
+    def errors(self, where: str, doing: str, *, reading: bool = False) -> AbstractContextManager[None]:
+        """``fsspec_errors`` that show no value of a secret option."""
+        return fsspec_errors(where, doing, reading=reading, conceal=self._conceal)
+
+    # ---- buckets
+
+    @property
+    def bucket(self) -> str:
+        """The first part of the root, as the file system calls it."""
+        start = len(self.root) - len(self.root.lstrip("/"))
+        return self.root[: start + len(self.root[start:].partition("/")[0])]
+
+    def check_bucket(self, cause: Exception | None = None) -> None:
+        """Asks once: a bucket that was there stays.
+
+        Raises:
+            NotFoundError: the storage has buckets, and this one is not there.
+        """
+        if self._bucket_is_there or BUCKETS.isdisjoint(protocols_of(self.fs)):
+            return
+        try:
+            self.fs.info(self.bucket)
+            self._bucket_is_there = True
+        except Exception as err:  # noqa: BLE001  who may not look at the bucket may still use it
+            if not is_absence(err):
+                return
+            hint = "create it, or check its name and the endpoint; ckpt makes no buckets"
+            raise NotFoundError(f"the bucket does not exist: {self.bucket}", where=self.url, hint=hint) from cause or err
+
+    def put(self, key: str, write: Callable[[], object]) -> None:
+        """Call ``write``, which writes ``key``; if its directory is missing make that and try again: a ``delete`` may prune it meanwhile.
+
+        Raises:
+            NotFoundError: the bucket is missing. Making directories would make it.
+        """
+        for tries_left in reversed(range(TRIES)):
+            try:
+                write()
+                return
+            except Exception as err:
+                if not is_absence(err):
+                    raise
+                self.check_bucket(err)
+                if not tries_left or self.speaks(BUCKETS):
+                    raise
+                with suppress(FileNotFoundError, FileExistsError):  # both when it is pruned while it is made
+                    self.fs.makedirs(key.rpartition("/")[0], exist_ok=True)
+
+    # ---- conditions
+
+    def is_conditional(self) -> bool:
+        """Whether the store itself creates objects only if they are absent. File systems with directories never do.
+
+        Raises:
+            StorageError: it is an object store that does not, and nobody has said that this is good enough.
+        """
+        if self.speaks(DIRECTORIES):
+            return False
+        if not is_known(self.fs, self.bucket):
+            self._probe()
+        return conditional(self.fs, self.bucket, self.url)
+
+    def prepare(self) -> None:
+        """Write a small object and remove it: on object stores once for all places beside each other, such as the steps of a run. The first
+        time in a bucket, try conditions with it.
+
+        Raises:
+            StorageError: as ``is_conditional``, or nothing can be written.
+        """
+        run = self.root.rpartition("/")[0]
+        if self.speaks(DIRECTORIES) or (is_known(self.fs, self.bucket) and not is_writable(self.fs, run)):
+            self._probe()
+        self.is_conditional()
+        note_writable(self.fs, run)
+
+    def _probe(self) -> None:
+        key = self.key(f".prepare-{secrets.token_hex(8)}.tmp")
+
+        def put(condition: dict[str, Any]) -> None:
+            self.put(key, lambda: self.fs.pipe_file(key, b"probe", **condition))
+
+        with self.errors(self.url, "write to the root"):
+            try:
+                if self.speaks(DIRECTORIES) or is_known(self.fs, self.bucket):
+                    put({})
+                else:
+                    try_it(self.fs, self.bucket, key, self.url, put)
+            except BaseException:
+                with suppress(Exception):  # why it could not be written is what counts
+                    self.fs.rm_file(key)
+                raise
+            with suppress(FileNotFoundError):  # a file system that does not know the condition has written nothing
+                self.fs.rm_file(key)

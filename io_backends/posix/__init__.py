@@ -1,0 +1,1 @@
+"""Files and directories, on local and on network file systems."""

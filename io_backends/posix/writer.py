@@ -1,0 +1,243 @@
+"""Writing one new file from any thread, past the page cache where that pays; ``fsync`` of file and directories on commit.
+
+Invariant: a descriptor is closed only when no write uses it. A closed number is given to the next file that is opened, by anybody in the
+process, and a late write would go there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from ckpt.errors import StorageError, UsageError
+from ckpt.io_backends.checks import byte_views, check_write
+from ckpt.io_backends.protocol import Writer
+from ckpt.io_backends.written import Written
+from ckpt.settings import Direct
+
+from .direct import DirectFile
+from .files import SLICE, remove_file, start_writeback, storage_errors, sync_directories, write_all
+
+_PIECE = 1 << 20
+"""The page cache takes large writes in pieces of about this many bytes for the least processor time. Each is then sent on its way to the
+device at once."""
+_BLOCK = 4 << 20
+"""Bytes that are written and hashed by turns until the next thread has its turn."""
+_Update = Callable[[memoryview], object]
+_Slices = deque[tuple[int, memoryview]]
+_OTHERS = "look for another job or a clean-up that works on the same directory"
+
+
+class PosixWriter(Writer):
+    """A file below ``root`` that was just created: ``fd`` is its descriptor, ``made`` the directories that were made for it."""
+
+    def __init__(self, *, file: str, root: str, size: int, fd: int, made: list[str], direct: Direct = "auto") -> None:
+        self._file = file
+        self._root = root
+        self._size = size
+        self._fd = fd
+        self._made = made
+        self._status = os.fstat(fd)
+        self._closes = [weakref.finalize(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
+        self._written = Written(size)
+        self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
+        self._turn = threading.Lock()
+        self._reopening = threading.Lock()
+        self._reopened = False
+        self._lost: OSError | None = None
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``."""
+        self._write(offset, byte_views(parts), None)
+
+    def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Writer.write_hashed``."""
+        self._write(offset, byte_views([data]), update)
+
+    @property
+    def block(self) -> int:
+        """See ``Writer.block``: what a write costs besides its bytes counts less for longer ones."""
+        return _BLOCK
+
+    def _write(self, offset: int, views: list[memoryview], update: _Update | None) -> None:
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._file)
+        with self._using(), storage_errors(self._file, f"write {length} bytes at {offset}"):
+            for run in self._direct.runs(offset, views):
+                if not run.direct:
+                    self._write_buffered(run.views, run.offset, update)
+                    continue
+                view = run.views[0]
+                if update is not None:
+                    update(view)  # the device reads the memory itself: nothing of it comes into the cache
+                done = self._direct.write(view, run.offset)
+                if self._direct.refused:
+                    self._reopen()
+                if done < view.nbytes:
+                    self._write_buffered([view[done:]], run.offset + done, None)
+        self._written.add(offset, offset + length)
+
+    def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
+        for piece in _pieces(views) if update is None else [views]:
+            length = sum(view.nbytes for view in piece)
+            if self._direct.refused:
+                self._reopen()
+            slices = deque(_slices(piece, offset)) if update is not None else None
+            try:
+                fd = self._write_in_turn(piece, offset, slices, update)
+            except OSError:
+                if not self._direct.refused:
+                    raise
+                self._reopen()  # another thread's direct write was refused meanwhile: the error may be its
+                fd = self._write_in_turn(piece, offset, slices, update)
+            if length >= _PIECE:
+                start_writeback(fd, offset, length)
+            offset += length
+
+    def _write_in_turn(self, piece: list[memoryview], offset: int, slices: _Slices | None, update: _Update | None) -> int:
+        """The descriptor that was written to. File systems let one in at a time anyway, and burn the processor of those that wait. What is
+        written and hashed is taken from ``slices``, so that nothing is hashed twice."""
+        with self._turn:
+            fd = self._fd
+            if slices is None or update is None:
+                write_all(fd, list(piece), offset)
+                return fd
+            while slices:
+                at, part = slices[0]
+                done = os.pwritev(fd, (part,), at)
+                if done < len(part):
+                    write_all(fd, [part[done:]], at + done)
+                update(part)
+                slices.popleft()
+        return fd
+
+    def _reopen(self) -> None:
+        """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems
+        keep it for what comes next through the same descriptors: so these are not written to any more.
+
+        Raises:
+            StorageError: runs that were written directly may be lost.
+        """
+        with self._reopening:
+            if not self._reopened:
+                self._reopened = True
+                failed = self._direct.retire()
+                fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+                self._closes.append(weakref.finalize(self, os.close, fd))
+                if not os.path.samestat(os.fstat(fd), self._status):
+                    raise StorageError("the file was removed while it was written", where=self._file, hint=_OTHERS)
+                with self._turn:
+                    self._fd = fd  # the other one stays open until the end: somebody may be using it
+                try:
+                    os.fsync(fd)
+                except OSError as err:
+                    failed = err
+                self._lost = failed
+            if self._lost is not None:
+                raise StorageError(
+                    f"the file system refused a direct write after it had taken others, which may be lost: {self._lost.strerror}",
+                    where=self._file,
+                    hint="save again: this process writes through the page cache from now on; CKPT_DIRECT=off does so from the start",
+                )
+
+    def _close(self) -> None:
+        """Close everything. What fails is no news: either all is durable, or the file is removed."""
+        closes: list[Callable[[], object]] = [self._direct.close, *self._closes]
+        for close in closes:
+            with suppress(OSError):
+                close()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                if self._state == "aborted" and not self._busy:
+                    self._close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._file, hint="create a new object")
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._file, hint="wait for all writes before commit")
+            self._written.check(self._file)
+            self._state = "failed"  # until it did not: after an fsync that failed the pages count as clean, and a second one succeeds
+            with storage_errors(self._file, "make the file durable"):
+                self._direct.close()  # tells of direct writes that failed late
+                os.fsync(self._fd)
+                self._check_linked()
+                sync_directories(os.path.dirname(self._file), self._root, self._made)
+                self._state = "committed"
+                self._close()
+
+    def _check_linked(self) -> None:
+        status = os.fstat(self._fd)
+        if status.st_nlink == 0 or status.st_size != self._size:
+            raise StorageError(
+                f"the file was removed or cut while it was written: {status.st_nlink} names, {status.st_size} of {self._size} bytes",
+                where=self._file,
+                hint=_OTHERS,
+            )
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        with self._lock:
+            if self._state in ("committed", "aborted"):
+                return
+            self._state = "aborted"
+            if not self._busy:
+                self._close()
+        with storage_errors(self._file, "remove the unfinished file"):
+            if self._is_ours():
+                remove_file(self._file, self._root)
+
+    def _is_ours(self) -> bool:
+        """Whether the name is still that of the file that was created: after somebody removed it, another process may have made its own."""
+        try:
+            return os.path.samestat(self._status, os.stat(self._file, follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return True  # there are only directories to remove
+
+
+def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut views that go one after another into groups of at least ``_PIECE`` and less than twice as many bytes; the last may be smaller."""
+    if sum(view.nbytes for view in views) < 2 * _PIECE:
+        yield views
+        return
+    group: list[memoryview] = []
+    size = 0
+    for view in views:
+        for at in range(0, view.nbytes, _PIECE):
+            group.append(view[at : at + _PIECE])
+            size += group[-1].nbytes
+            if size >= _PIECE:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _slices(views: list[memoryview], offset: int) -> Iterator[tuple[int, memoryview]]:
+    """Views that go one after another to ``offset``, in parts of at most ``SLICE`` bytes and where each goes."""
+    for view in views:
+        for at in range(0, len(view), SLICE):
+            yield offset + at, view[at : at + SLICE]
+        offset += len(view)

@@ -1,0 +1,252 @@
+"""Object stores that speak S3: ``s3://bucket/prefix``.
+
+Directories do not exist here: they are as long as an object lies in them. An object shows only once its Writer has committed. Credentials,
+profile, region and endpoint are those of the options (``s3_options``), and else of the environment and of ``~/.aws`` at the time of a call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.protocol import Backend, Entry, Grain, Unfinished, Writer
+
+from .client import LANES, S3Client, client_of
+from .options import DEFAULT, S3Options
+from .parts import PART, SINGLE, part_size
+from .probing import abilities, assume, conditional, probe
+from .publishing import publish
+from .reading import Key, described, head, read_into, read_start, read_tagged
+from .requests import check_free, delete, forget
+from .shared import S3SharedObject
+from .writer import S3Writer
+
+_SCHEME = "s3://"
+_PIECE = 8 << 20
+"""Each thread has room for one."""
+_STRETCH = 64 << 20
+"""As long as a chunk may be: a checkpoint of few tensors keeps the store as busy as one of many."""
+_GAP = 1 << 20
+"""A request takes about as long as this many bytes."""
+
+
+class S3Backend(Backend):
+    """The objects of a bucket below a prefix. Parts of an upload have at least ``part`` bytes, which is at least 5 MiB for most stores.
+    Objects up to ``single`` bytes are sent in one request while there is room for them; by default that is one part, or 64 MiB if nothing
+    is said about parts.
+
+    Of two Writers of one path at most one commits if the object is small enough for one request, or the store keeps the condition of
+    completing an upload, as AWS does and Ceph does not.
+    """
+
+    def __init__(self, url: str, *, part: int = PART, single: int | None = None, options: S3Options = DEFAULT) -> None:
+        bucket, _, prefix = url.removeprefix(_SCHEME).partition("/")
+        if not url.startswith(_SCHEME) or not bucket:
+            raise UsageError(f"{url!r} is not the URL of a bucket", hint="write s3://bucket/prefix")
+        prefix = prefix.rstrip("/")
+        self._bucket = bucket
+        self._prefix = f"{check_path(prefix)}/" if prefix else ""
+        self._part = part
+        self._single = single if single is not None else SINGLE if part == PART else part
+        self._options = options
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"{_SCHEME}{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def grain(self) -> Grain:
+        """Long ranges, many at once: each answer takes a while to begin."""
+        return Grain(piece=_PIECE, stretch=_STRETCH, gap=_GAP, calls=LANES, single=self._single)
+
+    @property
+    def _client(self) -> S3Client:
+        return client_of(self._options)
+
+    def _key(self, path: str) -> Key:
+        return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
+
+    # ---- reading
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``. One request, if not several million bytes are wanted."""
+        check_read(offset, length)
+        key = self._key(path)
+        if length is None:
+            return read_tagged(key, offset)[0]
+        data = bytearray(length)
+        read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_whole(self, path: str, limit: int) -> bytes:
+        """See ``Backend.read_whole``. One request: the answer says the size before its bytes."""
+        return read_tagged(self._key(path), limit=limit)[0]
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        read_into(self._key(path), offset, view)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """See ``Backend.read_start``. One request."""
+        check_read(0, length)
+        return read_start(self._key(path), length)
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        return head(self._key(path))[0]
+
+    # ---- listing
+
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``."""
+        key = self._key(path)
+        answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
+        return float(answer["LastModified"].timestamp())
+
+    def now(self) -> float | None:
+        """See ``Backend.now``: what the store dates an answer with, to the second."""
+        try:
+            answer = self._client.attempt(
+                "ask for the time", self.url, lambda boto, _: boto.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+            )
+            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+        except (CkptError, KeyError, TypeError, ValueError):
+            return None  # it refuses, or does not date its answers
+
+    def stamp(self, path: str) -> str:
+        """See ``stamp_of``: the ETag, and the version in buckets that keep versions. Times are whole seconds here: too coarse."""
+        _, tag, version = described(self._key(path))
+        return f"etag {tag} version {version}" if version else f"etag {tag}"
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
+
+        Where a store lists directory by directory, as SeaweedFS does, all pages are kept from the first one on whose order is not ours.
+        """
+        pages = (self._entries(page) for page in self._pages(Prefix=self._prefix + check_prefix(prefix)))
+        for page in pages:
+            if page != sorted(page):
+                yield from sorted(itertools.chain(page, *pages))
+                return
+            yield from page
+
+    def _entries(self, page: Any) -> builtins.list[Entry]:
+        paths = ((str(found["Key"]).removeprefix(self._prefix), int(found["Size"])) for found in page.get("Contents", ()))
+        return [Entry(path, size) for path, size in paths if _is_path(path)]
+
+    def children(self, prefix: str = "") -> builtins.list[str]:
+        """See ``Backend.children``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = self._prefix + (f"{directory}/" if directory else "")
+        names = []
+        for page in self._pages(Prefix=start, Delimiter="/"):
+            names += [str(p["Prefix"]) for p in page.get("CommonPrefixes", ())]
+            names += [str(p["Key"]) for p in page.get("Contents", ())]
+        below = (name.removeprefix(start) for name in names)
+        return sorted(name for name in below if _is_path(name.removesuffix("/")))
+
+    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+        """See ``Backend.version_tokens``: ETags of a listing in which all paths of a directory that contain ``skip`` count as one."""
+        tokens = {}
+        try:
+            for page in self._pages(Prefix=self._prefix, Delimiter=skip):
+                for entry in page.get("Contents", ()):
+                    directory, _, rest = str(entry["Key"]).removeprefix(self._prefix).partition("/")
+                    if rest == name and entry.get("ETag"):
+                        tokens[directory] = f"{entry['ETag']} {entry['Size']}"
+        except StorageError:
+            return None  # a store that knows no delimiter but the slash; if it is something else, who reads the objects hears of it
+        return tokens
+
+    def _pages(self, **what: str) -> Iterator[Any]:
+        while True:
+            page = self._asked("list", "list_objects_v2", what)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            what["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _asked(self, what: str, operation: str, names: dict[str, str]) -> Any:
+        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
+        return self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
+
+    # ---- writing
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Where one conditional request writes the object, that request tells whether the name is taken."""
+        key = self._key(path)
+        check_size(size, key.where)
+        keeps, part = conditional(key), part_size(size, self._part)
+        room = size if part < size <= self._single and key.client.room.take(size) else 0
+        writer = S3Writer(key, size, part, conditional=keeps, single=bool(room) or size <= part, room=room)
+        if not (writer.single and keeps):
+            try:
+                check_free(key)
+            except BaseException:
+                writer.abort()
+                raise
+        return writer
+
+    def share(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
+        """See ``Backend.share``."""
+        key = self._key(path)
+        check_size(size, key.where)
+        return S3SharedObject(key, size, part_size(size, self._part), conditional=token is None and conditional(key), token=token)
+
+    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+        """See ``Backend.publish``."""
+        publish(self._key(path), data, replaces)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        delete(self._key(path))
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``. Writes a small object and deletes it; ckpt makes no buckets."""
+        key = self._key("checkpoint")
+        probe(key)
+        conditional(key)
+
+    def abilities(self) -> str:
+        """See ``Backend.abilities``: what ``s3_probing`` tries, of parts too."""
+        return abilities(self._key("checkpoint"))
+
+    def assume(self, abilities: str) -> None:
+        """See ``Backend.assume``."""
+        assume(self._key("checkpoint"), abilities)
+
+    # ---- uploads that nobody ends
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """See ``Backend.unfinished``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
+        start = self._prefix + check_prefix(prefix)
+        names = {"Prefix": start}
+        while True:
+            page = self._asked("list the uploads", "list_multipart_uploads", names)
+            for found in page.get("Uploads", ()):
+                path = str(found["Key"]).removeprefix(self._prefix)
+                if str(found["Key"]).startswith(start) and _is_path(path):
+                    yield Unfinished(path=path, started=found["Initiated"].timestamp(), token=str(found["UploadId"]))
+            if not page.get("IsTruncated"):
+                return
+            names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def forget(self, unfinished: Unfinished) -> None:
+        """See ``Backend.forget``."""
+        forget(self._key(unfinished.path), unfinished.token)
+
+
+def _is_path(path: str) -> bool:
+    try:
+        check_path(path)
+    except UsageError:
+        return False
+    return True

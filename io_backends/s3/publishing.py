@@ -1,0 +1,69 @@
+"""Publishing small objects under a condition, which the store itself decides: of two writers one wins, whatever happens to the answers."""
+
+from __future__ import annotations
+
+from ckpt.errors import ConflictError, NotFoundError
+
+from .probing import checks_of, conditional
+from .reading import Key, read_tagged
+from .requests import conflict, put
+
+
+def publish(key: Key, data: bytes, replaces: bytes | None) -> None:
+    """``Backend.publish`` for one key."""
+    if not conditional(key):
+        _publish_unconditionally(key, data, replaces)
+    elif replaces is None:
+        put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
+    else:
+        _replace(key, data, _tag_of(key, replaces))
+
+
+def _replace(key: Key, data: bytes, etag: str) -> None:
+    bare = etag.strip('"')
+    if key.bucket in key.client.bare_tags:
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        return
+    try:
+        put(key, data, {"IfMatch": etag}, checks_of(key))
+    except ConflictError:
+        # Some versions of Ceph compare with the quotes that belong to an ETag, some without.
+        if bare == etag or _etag(key) != etag:
+            raise
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        key.client.bare_tags.add(key.bucket)
+
+
+def _tag_of(key: Key, content: bytes) -> str:
+    """The ETag of the object, which holds exactly ``content``."""
+    try:
+        found, etag = read_tagged(key)
+    except NotFoundError as err:
+        raise conflict(key, "it is absent now") from err
+    if found != content:
+        raise conflict(key, "it holds something else now")
+    return etag
+
+
+def _etag(key: Key) -> str:
+    try:
+        return read_tagged(key)[1]
+    except NotFoundError:
+        return ""
+
+
+def _publish_unconditionally(key: Key, data: bytes, replaces: bytes | None) -> None:
+    """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
+    try:
+        found: bytes | None = read_tagged(key)[0]
+    except NotFoundError:
+        found = None
+    if found != replaces:
+        raise conflict(key, "the name is taken" if replaces is None else "it is absent or holds something else now")
+    put(key, data, {}, checks_of(key))
+    try:
+        found = read_tagged(key)[0]
+    except NotFoundError:
+        found = None
+    if found != data:
+        raise conflict(key, "another writer replaced it at once")

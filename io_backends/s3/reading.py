@@ -1,0 +1,262 @@
+"""Bytes out of an object store: ranges straight into the memory that asked for them, several at once where they are long.
+
+Invariant: all bytes of one call are of one version of the object. Ranges that are asked for at once have to have one ETag; what is asked
+for after an answer asks for its ETag.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from ckpt.concurrency.workers import run_tasks
+from ckpt.errors import CorruptError, StorageError
+from ckpt.io_backends.checks import past_end, too_large
+
+from .client import S3Client
+from .errors import FAILURES, TruncatedError, status_of
+from .tries import Tries
+
+RANGE = 32 << 20
+"""Bytes of one request, where a longer range is read: a request takes as much processor time as some MiB."""
+_FIRST = 16 << 20
+"""Bytes that one request reads of an object whose size is not known yet."""
+READERS = 8
+"""Ranges of one call that are read at once."""
+_QUICK: int | None = getattr(socket, "TCP_QUICKACK", None)
+"""Some stores, Ceph's among them, send the body when its head was acknowledged, which a kernel puts off for 40 ms if nobody asks."""
+_STEP = 1 << 20
+"""Bytes after which a reader notes how far it came."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One object of a store."""
+
+    client: S3Client
+    bucket: str
+    key: str
+
+    @property
+    def where(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What every request about it says."""
+        return {"Bucket": self.bucket, "Key": self.key}
+
+
+def head(key: Key) -> tuple[int, str]:
+    """Size and ETag.
+
+    Raises:
+        NotFoundError: it is not there.
+    """
+    return described(key)[:2]
+
+
+def described(key: Key) -> tuple[int, str, str]:
+    """Size, ETag and version, which is empty in buckets that keep none; raises as ``head`` does."""
+
+    def request(boto: Any, _: Tries) -> tuple[int, str, str]:
+        found = boto.head_object(**key.names)
+        return int(found["ContentLength"]), key.client.tag_of(found), str(found.get("VersionId", ""))
+
+    return key.client.attempt("get the size", key.where, request)
+
+
+def read_tagged(key: Key, offset: int = 0, limit: int | None = None) -> tuple[bytes, str]:
+    """The bytes from ``offset`` to the end, and the ETag of the object that they are of. More than ``limit`` are an error."""
+    reading = _Rest(key, offset, limit)
+    try:
+        key.client.attempt("read", key.where, reading.request)
+    except CorruptError:
+        if reading.etag or not offset:
+            raise
+    else:
+        view = memoryview(reading.memory)
+        _read_ranges(key, offset + reading.done, view[reading.done :], reading.etag)
+        return bytes(reading.memory), reading.etag
+    size, etag = head(key)  # there is no range of nothing
+    if offset > size:
+        raise past_end(key.where, offset, 0, size)
+    return b"", etag
+
+
+def read_into(key: Key, offset: int, view: memoryview) -> None:
+    """Fill ``view``; bytes that are not there are an error."""
+    if not view.nbytes:
+        size, _ = head(key)
+        if offset > size:
+            raise past_end(key.where, offset, 0, size)
+        return
+    _read_ranges(key, offset, view, "")
+
+
+def read_start(key: Key, length: int) -> tuple[bytes, int]:
+    """The first ``length`` bytes, or fewer of a shorter object, and the object's size: one request, if no answer breaks off."""
+    if length <= 0:
+        return b"", head(key)[0]
+    begun: list[tuple[_Range, int]] = []
+
+    def request(boto: Any, tries: Tries) -> tuple[bytes, int]:
+        if begun and begun[0][0].done:  # its head was whole. Goes on: else a store that always cuts answers off would be asked for ever
+            reading, total = begun[0]
+            if reading.done < reading.view.nbytes:
+                reading.request(boto, tries)
+            return bytes(reading.view), total
+        try:
+            answer = get(boto, key, f"bytes=0-{length - 1}", "", 0, 0)
+        except CorruptError:
+            return b"", 0  # of an empty object there is no range
+        with _Body(answer) as body:
+            total = _total(answer, 0, key.where)
+            reading = _Range(key, 0, memoryview(bytearray(min(length, total))), etag=key.client.tag_of(answer))
+            begun[:] = [(reading, total)]
+            reading.receive(body, tries)
+        return bytes(reading.view), total
+
+    return key.client.attempt("read", key.where, request)
+
+
+def _read_ranges(key: Key, offset: int, view: memoryview, etag: str) -> None:
+    reach = offset + view.nbytes
+    reads = [_Range(key, offset + at, view[at : at + RANGE], etag=etag, reach=reach) for at in range(0, view.nbytes, RANGE)]
+    run_tasks([read.run for read in reads], READERS, "ckpt-s3-read")
+    if len({read.etag for read in reads}) > 1:
+        raise _replaced(key)
+
+
+class _Range:
+    """One range on its way into ``view``. After a failure it goes on where it was. ``reach`` is how far the whole call reads."""
+
+    def __init__(self, key: Key, offset: int, view: memoryview, *, etag: str = "", reach: int | None = None) -> None:
+        self.key = key
+        self.offset = offset
+        self.view = view
+        self.etag = etag
+        self.done = 0
+        self._reach = offset + view.nbytes if reach is None else reach
+
+    def run(self) -> None:
+        if self.done < self.view.nbytes:
+            self.key.client.attempt("read", self.key.where, self.request)
+
+    def request(self, boto: Any, tries: Tries) -> None:
+        asked = f"bytes={self.offset + self.done}-{self.offset + self.view.nbytes - 1}"
+        answer = get(boto, self.key, asked, self.etag, self.offset, self._reach)
+        with _Body(answer) as body:
+            total = _total(answer, self.offset + self.done, self.key.where)
+            if self._reach > total:
+                raise _beyond(boto, self.key, self.offset, self._reach)
+            self.etag = self.key.client.tag_of(answer)
+            self.receive(body, tries)
+
+    def receive(self, body: _Body, tries: Tries) -> None:
+        while self.done < self.view.nbytes:
+            count = body.readinto(self.view[self.done : self.done + _STEP])
+            if not count:
+                raise TruncatedError(f"the answer ended {self.view.nbytes - self.done} bytes before the range does")
+            self.done += count
+            tries.went_on()
+
+
+class _Rest:
+    """The bytes from ``offset`` to an end that the first answer tells. Of a long object only the first ranges are taken; a body that breaks
+    off is left as it is: what is missing is read as ranges."""
+
+    def __init__(self, key: Key, offset: int, limit: int | None) -> None:
+        self.key = key
+        self.offset = offset
+        self.limit = limit
+        self.etag = ""
+        self.memory = bytearray()
+        self.done = 0
+
+    def request(self, boto: Any, tries: Tries) -> None:
+        answer = get(boto, self.key, f"bytes={self.offset}-" if self.offset else None, "", self.offset, self.offset)
+        with _Body(answer) as body:
+            size = int(answer["ContentLength"])
+            if self.limit is not None and size > self.limit:
+                raise too_large(self.key.where, size, self.limit)
+            self.memory = bytearray(size)
+            self.etag = self.key.client.tag_of(answer)
+            reading = _Range(self.key, self.offset, memoryview(self.memory)[:_FIRST])
+            with suppress(*FAILURES):
+                reading.receive(body, tries)
+            self.done = reading.done
+        if self.done < reading.view.nbytes and self.offset + len(self.memory) != int(boto.head_object(**self.key.names)["ContentLength"]):
+            raise TruncatedError("half an answer: the size in it is wrong")  # or the object was replaced: from the start, in any case
+
+
+def get(boto: Any, key: Key, asked: str | None, etag: str, offset: int, reach: int) -> Any:
+    """One answer; the errors that say something about the range are raised as such."""
+    conditions = {k: v for k, v in (("Range", asked), ("IfMatch", etag)) if v}
+    try:
+        return boto.get_object(**key.names, **conditions)
+    except ClientError as err:
+        if status_of(err) == 412:
+            raise _replaced(key) from err
+        if status_of(err) == 416:
+            raise _beyond(boto, key, offset, reach) from err
+        raise
+
+
+def _replaced(key: Key) -> CorruptError:
+    return CorruptError("the object was replaced while it was read", where=key.where, hint="read it again")
+
+
+def _beyond(boto: Any, key: Key, offset: int, reach: int) -> Exception:
+    """The error for a range that reaches beyond the end, as an answer says; the size is asked for again, since that answer may be half."""
+    size = int(boto.head_object(**key.names)["ContentLength"])
+    if reach > size or offset >= size:
+        return past_end(key.where, offset, reach - offset, size)
+    return TruncatedError(f"half an answer: it ends before byte {reach} of {size}")
+
+
+def _total(answer: Any, start: int, where: str) -> int:
+    """Size of the object that a range was taken from."""
+    said = str(answer.get("ContentRange", ""))
+    unit, _, rest = said.partition(" ")
+    span, _, total = rest.partition("/")
+    if unit == "bytes" and span.startswith(f"{start}-") and total.isdigit():
+        return int(total)
+    if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+        raise TruncatedError(f"half an answer: the range is {said or 'missing'}")
+    if start == 0:
+        return int(answer["ContentLength"])  # all of it
+    raise StorageError(f"the store was asked for bytes from {start} and gave all", where=where, hint="it does not know ranges")
+
+
+class _Body:
+    """The body of one answer. Its connection is used again only if the body was read to its end."""
+
+    def __init__(self, answer: Any) -> None:
+        self._stream = answer["Body"]
+        raw = getattr(self._stream, "_raw_stream", None)
+        inner: Any = getattr(raw, "_fp", None)
+        # Straight from the socket into the target: both layers above copy every byte once more.
+        self._inner = inner if isinstance(inner, http.client.HTTPResponse) and inner.length is not None else None
+        self._release = getattr(raw, "release_conn", None)
+        if _QUICK is not None:
+            with suppress(AttributeError, OSError):  # other classes than we know, or a connection that is gone: then it takes longer
+                inner.fp.raw._sock.setsockopt(socket.IPPROTO_TCP, _QUICK, 1)
+
+    def __enter__(self) -> _Body:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._inner is not None and self._inner.isclosed() and self._release is not None:
+            self._release()
+        else:
+            self._stream.close()
+
+    def readinto(self, view: memoryview) -> int:
+        source = self._stream if self._inner is None else self._inner
+        return source.readinto(view) or 0

@@ -1,0 +1,334 @@
+"""Writing one new object: a single request if it is not large, else parts that are sent at once from several threads.
+
+Of parts, a write that covers a whole one is sent from the caller's own memory. Other bytes are gathered until their part is whole, and sent
+from there beside the caller, who waits only while ``LANES`` gathered parts of the process are on their way. So memory is bounded as long as
+writes come more or less in order: each hole keeps at most one part. A single request is gathered whole; ``S3Client.room`` bounds these.
+
+Invariant: a part of an upload is sent whole or not at all, and the upload is completed from parts that the store has confirmed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from botocore.exceptions import ClientError
+
+from ckpt.concurrency.workers import Pending, run_tasks
+from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends.checks import byte_views, check_write
+from ckpt.io_backends.protocol import Writer
+from ckpt.io_backends.written import Written
+
+from .checksums import OFF, Checks, Part, check_whole
+from .client import LANES
+from .errors import ChangedError, status_of, tag_of, translated
+from .parts import Gathered, Place
+from .probing import checks_of, part_checks_of
+from .reading import Key, head
+from .requests import delete, forget, mark_of, marked, new_mark, put
+from .tries import Tries
+
+
+class S3Writer(Writer):
+    """An object of ``size`` bytes that is being written to ``key``, in one request if it is ``single``, else in parts of ``part`` bytes.
+
+    ``room`` bytes of the client's are given back when it is done.
+    """
+
+    def __init__(self, key: Key, size: int, part: int, *, conditional: bool, single: bool, room: int = 0) -> None:
+        self._key = key
+        self._size = size
+        self._part = size if single else min(part, size)
+        self.single = single
+        self._room = room
+        self._condition = {"IfNoneMatch": "*"} if conditional else {}
+        self._written = Written(size)
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._busy = 0
+        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+        self._upload: str | None = None
+        self._mark = new_mark()
+        self._checks: Checks = OFF
+        """Of parts; known when the upload begins."""
+        self._sent: set[int] = set()
+        """Parts that were sent, or are on their way."""
+        self._parts: dict[int, Part] = {}
+        """The parts that the store has confirmed, by number from 0."""
+        self._gathered: dict[int, Gathered] = {}
+        self._sending: list[Pending[None]] = []
+        self._unsent: list[BaseException] = []
+        self._perhaps_there = False
+        """A request that makes the object exist was sent, and nobody knows what became of it."""
+
+    @property
+    def block(self) -> int:
+        """The size of a part; the usual block of an object that is one."""
+        return 1 << 20 if self.single else self._part
+
+    # ---- write
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``. Bytes of a part that was sent can only be written again together with all others of that part."""
+        views = byte_views(parts)
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._key.where)
+        with self._using():
+            self._raise_unsent()
+            whole: list[Place] = []
+            some: list[Place] = []
+            for place in self._places(offset, views):
+                (whole if place.view.nbytes == self._length(place.number) and not self.single else some).append(place)
+            self._check_unsent(some)
+            for place in some:
+                self._gather(place)
+            run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
+            self._written.add(offset, offset + length)
+
+    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[Place]:
+        for view in views:
+            at = 0
+            while at < view.nbytes:
+                number, inside = divmod(offset, self._part)
+                length = min(view.nbytes - at, self._length(number) - inside)
+                yield Place(number, inside, view[at : at + length])
+                at += length
+                offset += length
+
+    def _length(self, number: int) -> int:
+        return min(self._part, self._size - number * self._part)
+
+    def _check_unsent(self, places: Sequence[Place]) -> None:
+        with self._lock:
+            sent = [p.number for p in places if p.number in self._sent]
+        if sent:
+            raise StorageError(
+                f"part {sent[0]} of {self._part} bytes was sent already: some of its bytes cannot be changed alone",
+                where=self._key.where,
+                hint="write every byte once, or whole parts (Writer.block)",
+            )
+
+    def _gather(self, place: Place) -> None:
+        with self._lock:
+            gathered = self._gathered.get(place.number)
+            if gathered is None:
+                gathered = self._gathered[place.number] = Gathered(self._length(place.number))
+        gathered.memory[place.at : place.at + place.view.nbytes] = place.view
+        gathered.written.add(place.at, place.at + place.view.nbytes)
+        if not self.single and gathered.whole and self._take(place.number, gathered):
+            self._key.client.lanes.acquire()
+            pending = Pending(partial(self._send_gathered, place.number, gathered), "ckpt-s3-write")
+            with self._lock:
+                self._sending = [p for p in self._sending if not p.wait(0)] + [pending]
+
+    def _take(self, number: int, gathered: Gathered) -> bool:
+        """Whether it is this thread that sends the part: two may have written its last bytes at once."""
+        with self._lock:
+            if self._gathered.get(number) is not gathered:
+                return False
+            del self._gathered[number]
+            self._sent.add(number)
+            return True
+
+    # ---- parts on their way
+
+    def _send_gathered(self, number: int, gathered: Gathered) -> None:
+        try:
+            self._send(number, gathered.memory)
+        except BaseException as err:  # noqa: BLE001  write or commit raises it
+            with self._lock:
+                self._gathered[number] = gathered  # for commit to try again
+                self._sent.discard(number)
+                self._unsent.append(err)
+        finally:
+            self._key.client.lanes.release()
+
+    def _send_whole(self, place: Place) -> None:
+        with self._lock:
+            again = place.number in self._sent
+            self._sent.add(place.number)
+            self._gathered.pop(place.number, None)  # older bytes
+            sending = self._sending if again else []
+        for pending in sending:
+            pending.wait()  # of two that are on their way at once, the store keeps either
+        self._send(place.number, place.view)
+
+    def _send(self, number: int, view: memoryview) -> None:
+        upload = self._started()
+        sums = self._checks.of(view)
+        what = {**self._key.names, "UploadId": upload, "PartNumber": number + 1, **sums.names}
+
+        def request(boto: Any, tries: Tries) -> str:
+            tag = tag_of(boto.upload_part(**what, Body=self._key.client.body(view, tries)))
+            sums.check(tag)
+            return tag
+
+        tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
+        with self._lock:
+            self._parts[number] = Part(tag=tag, crc=sums.crc)
+
+    def _started(self) -> str:
+        with self._starting:
+            if self._upload is None:
+                self._checks = part_checks_of(self._key)
+                self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._aborted)
+            return self._upload
+
+    def _begin(self, boto: Any, _: Tries) -> str:
+        answer = boto.create_multipart_upload(**self._key.names, **marked(self._mark), **self._checks.upload)
+        return str(answer["UploadId"])
+
+    def _aborted(self) -> bool:
+        return self._state == "aborted"
+
+    def _raise_unsent(self) -> None:
+        with self._lock:
+            errors, self._unsent = self._unsent, []
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                last = self._state == "aborted" and not self._busy
+            if last:
+                self._drop()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._key.where, hint="create a new object")
+
+    # ---- commit
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._key.where, hint="wait for all writes before commit")
+            sending = self._sending
+        for pending in sending:
+            pending.wait()
+        self._raise_unsent()
+        self._written.check(self._key.where)
+        self._send_rest()
+        self._state = "failed"  # until it did not
+        if self.single:
+            self._put()
+        else:
+            self._complete()
+        self._state = "committed"
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Let go of the memory."""
+        self._gathered.clear()
+        room, self._room = self._room, 0
+        self._key.client.room.give_back(room)
+
+    def _send_rest(self) -> None:
+        """Parts that were whole, but could not be sent before."""
+        for number, gathered in [] if self.single else list(self._gathered.items()):
+            assert gathered.whole
+            self._send(number, gathered.memory)
+            del self._gathered[number]
+
+    def _put(self) -> None:
+        data = self._gathered[0].memory if self._size else b""
+        self._perhaps_there = True
+        try:
+            put(self._key, data, self._condition, checks_of(self._key), self._mark)
+        except ConflictError as err:
+            self._perhaps_there = False
+            raise self._taken() from err
+
+    def _complete(self) -> None:
+        parts = [self._confirmed(n) for n in range(-(-self._size // self._part))]
+        listed = [part.named(number) for number, part in enumerate(parts, 1)]
+        what = {**self._key.names, "UploadId": self._upload, "MultipartUpload": {"Parts": listed}}
+        condition = dict(self._condition)
+
+        def request(boto: Any, tries: Tries) -> None:
+            try:
+                answer = boto.complete_multipart_upload(**what, **condition)
+            except ClientError as err:
+                if status_of(err) in (404, 409, 412) and self._is_ours(tries):
+                    return  # the same request, sent before, had its effect
+                if status_of(err) in (409, 412) and condition:
+                    self._perhaps_there = False
+                    raise self._taken() from err
+                if status_of(err) != 501 or not condition:
+                    raise
+                condition.clear()  # the store knows conditions of single requests only
+                answer = boto.complete_multipart_upload(**what)
+            try:
+                check_whole(self._checks, parts, answer)
+            except ChangedError as err:
+                raise translated(err, "complete the upload", self._key.where) from err
+
+        self._perhaps_there = True
+        self._key.client.attempt("complete the upload", self._key.where, request)
+        self._upload = None
+
+    def _confirmed(self, number: int) -> Part:
+        if number not in self._parts:
+            raise StorageError(f"part {number + 1} never arrived", where=self._key.where, hint="write it again, whole")
+        return self._parts[number]
+
+    def _is_ours(self, tries: Tries) -> bool:
+        """Whether this upload made the object that is there; where marks are not kept, the size has to do."""
+        there = mark_of(self._key)
+        if there is None or there[0]:
+            return there is not None and there[0] == self._mark
+        return tries.failed > 0 and self._is_whole()
+
+    def _is_whole(self) -> bool:
+        try:
+            return head(self._key)[0] == self._size
+        except NotFoundError:
+            return False
+
+    def _taken(self) -> ConflictError:
+        return ConflictError(
+            "cannot create: the name is taken meanwhile", where=self._key.where, hint="use a fresh name, or delete the object"
+        )
+
+    # ---- abort
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        with self._lock:
+            if self._state in ("committed", "aborted"):
+                return
+            self._state = "aborted"
+            busy = self._busy
+        if not busy:
+            self._drop()
+
+    def _drop(self) -> None:
+        for pending in self._sending:
+            pending.wait()
+        self._give_back()
+        if self._upload is not None:
+            forget(self._key, self._upload)
+            self._upload = None
+        if self._perhaps_there and self._may_be_ours():
+            delete(self._key)
+
+    def _may_be_ours(self) -> bool:
+        """Whether what is there may go. Where a store keeps no marks: if nobody looked whether the name was free, it may be somebody's."""
+        there = mark_of(self._key)
+        if there is None or there[0]:
+            return there is not None and there[0] == self._mark
+        return not (self.single and self._condition) and self._is_whole()
