@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ckpt.errors import CkptError, UsageError
-from ckpt.transport import endpoints as addresses
+from ckpt.transport import endpoints
 from ckpt.transport.endpoints import from_here, own_addresses
 from ckpt.transport.interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
 
@@ -65,8 +65,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One with the interfaces of KNOWN, on which the store is reached by ib0 and most other places by eth0."""
     for name in ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(addresses, "interface_addresses", lambda: list(KNOWN))
-    monkeypatch.setattr(addresses, "_way_to", {"store": "10.2.0.1", "here": "127.0.0.1", "192.0.2.1": "10.0.0.1"}.get)
+    monkeypatch.setattr(endpoints, "interface_addresses", lambda: list(KNOWN))
+    monkeypatch.setattr(endpoints, "_way_to", {"store": "10.2.0.1", "here": "127.0.0.1", "192.0.2.1": "10.0.0.1"}.get)
     return monkeypatch
 
 
@@ -102,8 +102,8 @@ def test_loopback_is_for_ranks_of_this_machine() -> None:
 
 
 def test_a_machine_without_a_network(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(addresses, "interface_addresses", lambda: KNOWN[:2])
-    machine.setattr(addresses, "_way_to", lambda host: None)
+    machine.setattr(endpoints, "interface_addresses", lambda: KNOWN[:2])
+    machine.setattr(endpoints, "_way_to", lambda host: None)
     assert [is_loopback(host) for host in own_addresses(None)] == [True]
 
 
@@ -113,5 +113,5 @@ def test_listening_with_too_many_files_says_so(machine: pytest.MonkeyPatch) -> N
 
     machine.setattr(socket, "create_server", full)
     with pytest.raises(CkptError, match="Too many open files") as caught:
-        addresses.listen(None)
+        endpoints.listen(None)
     assert "ulimit -n" in str(caught.value)

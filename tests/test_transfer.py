@@ -15,7 +15,7 @@ from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedEr
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.maintenance import copy_files as transfer_files
+from ckpt.maintenance import copy_files
 from ckpt.maintenance.copy import copy_checkpoint
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> str:
 
 @pytest.fixture(params=[16 << 20, 40, 7], ids=["whole files", "small runs", "long chunks"])
 def buffer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(transfer_files, "BUFFER", request.param)
+    monkeypatch.setattr(copy_files, "BUFFER", request.param)
     return int(request.param)
 
 
@@ -232,7 +232,7 @@ def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> 
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_files, "BUFFER", 1 << 20)
+    monkeypatch.setattr(copy_files, "BUFFER", 1 << 20)
     write_checkpoint(str(tmp_path / "s"), {"w": np.arange(8 << 20, dtype=np.int32), "v": np.ones((64, 4096))}, ranks=1)
     tracemalloc.start()
     try:

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt.coordination import calls as control
+from ckpt.coordination import calls
 from ckpt.coordination.calls import FEW, TEAM, ControlChannel, longest_pause
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.key_values import MOST, KeyValues
@@ -281,7 +281,7 @@ def test_the_leader_hears_from_teams_not_from_ranks() -> None:
 
 def test_ranks_of_a_large_job_look_seldom() -> None:
     for size in (1024, 16_384, 100_000):
-        assert size / longest_pause(size) <= control.QUESTIONS
+        assert size / longest_pause(size) <= calls.QUESTIONS
         notices = Notices(Group(1, tuple(range(size)), None), store_over(HashStore()), 20.0)
         assert size / notices._pause * 20e-6 <= 0.05, "of one thread, at 20 µs a look"
 
@@ -334,7 +334,7 @@ def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeyp
 
 def hears_late() -> str:
     """Rank 1 looks seldom, as one of many does; rank 0 serves the store, decides just after a look, and ends at once."""
-    control.QUESTIONS = 2 / 1.5
+    calls.QUESTIONS = 2 / 1.5
     call = current_group().call("test", "u", 20.0)
     call.agree("x", dict, lambda rows: time.sleep(1.2))
     call.see_off(0.1)

@@ -46,7 +46,7 @@ def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
     from ckpt.engine.load import opening
-    from ckpt.transport import framing as relay
+    from ckpt.transport import framing
     from ckpt.transport import peers
 
     if case in ("flipped", "flipped head") and rank == 1:
@@ -60,10 +60,10 @@ def load(url: str, case: str) -> tuple[int, list[float]]:
         opening._Node.hand_on = hand_on  # type: ignore[method-assign]
     if case == "zeros" and rank == 1:
 
-        def zeros(parcel: int, piece: int, views: object) -> relay.Views:
-            return relay.Views([memoryview(relay.RECORD.pack(parcel, piece, relay.IN_STREAM, 500, 1)), memoryview(bytes(500))])
+        def zeros(parcel: int, piece: int, views: object) -> framing.Views:
+            return framing.Views([memoryview(framing.RECORD.pack(parcel, piece, framing.IN_STREAM, 500, 1)), memoryview(bytes(500))])
 
-        relay._in_stream = zeros
+        framing._in_stream = zeros
     if case == "broken" and rank == 1:
 
         def refuse(*args: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.io_backends.registry import open_backend
 from ckpt.maintenance.step_listing import list_steps, remove_step
-from ckpt.training import restore_order as tiers_restore
+from ckpt.training import restore_order
 from tests.distributed.ranks import Ranks
 
 
@@ -102,7 +102,7 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
     root = str(tmp_path)
     for n in (1, 50):
         ckpt.save(f"{root}/step-{n:08d}", {"n": n})
-    load_nearest = tiers_restore.load_nearest
+    load_nearest = restore_order.load_nearest
 
     def meanwhile(tiers: Any, group: Any, timeout: float, load: Any, step: Any) -> Any:
         def hooked(url: str) -> Any:
