@@ -20,38 +20,38 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 def test_a_slot_comes_back_when_all_have_copied() -> None:
     ring = Ring(2, 4096, 3, shared=True, timeout=5)
     try:
-        other = Borrowed(shm_pool.announcement())
-        first = shm_pool.take(lambda: None)
-        shm_pool.data(first)[:5] = list(b"hello")
-        shm_pool.lend(first, (7, 8, 9), [0, 2])
-        shm_pool.release(first)
+        other = Borrowed(ring.announcement())
+        first = ring.take(lambda: None)
+        ring.data(first)[:5] = list(b"hello")
+        ring.lend(first, (7, 8, 9), [0, 2])
+        ring.release(first)
         assert other.data(first)[:5].tobytes() == b"hello"
-        second = shm_pool.take(lambda: None)
+        second = ring.take(lambda: None)
         assert second != first
         steps = [lambda: other.done(first, 0), lambda: other.done(first, 2)]
-        assert shm_pool.take(lambda: steps.pop(0)()) == first
+        assert ring.take(lambda: steps.pop(0)()) == first
         assert not steps
-        shm_pool.hold(second)
-        shm_pool.release(second)
-        threading.Timer(0.1, shm_pool.release, (second,)).start()
-        assert shm_pool.take(lambda: time.sleep(0.01)) == second
+        ring.hold(second)
+        ring.release(second)
+        threading.Timer(0.1, ring.release, (second,)).start()
+        assert ring.take(lambda: time.sleep(0.01)) == second
     finally:
-        shm_pool.close()
+        ring.close()
 
 
 def test_who_does_not_take_is_named() -> None:
     ring = Ring(1, 4096, 3, shared=False, timeout=0.1)
-    shm_pool.lend(shm_pool.take(lambda: None), (4, 5, 6), [1])
-    shm_pool.release(0)
+    ring.lend(ring.take(lambda: None), (4, 5, 6), [1])
+    ring.release(0)
     with pytest.raises(DeadlineError, match="rank 5 took nothing"):
-        shm_pool.take(lambda: time.sleep(0.02))
+        ring.take(lambda: time.sleep(0.02))
 
 
 def test_nobody_waits_for_a_broken_ring() -> None:
     ring = Ring(1, 4096, 1, shared=False, timeout=5)
-    shm_pool.take(lambda: None)
+    ring.take(lambda: None)
     with pytest.raises(BrokenRingError):
-        shm_pool.take(shm_pool.stop)
+        ring.take(ring.stop)
 
 
 def test_a_machine_is_one() -> None:

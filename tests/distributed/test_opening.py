@@ -46,8 +46,7 @@ def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
     from ckpt.engine.load import opening
-    from ckpt.transport import framing
-    from ckpt.transport import peers
+    from ckpt.transport import framing, peers
 
     if case in ("flipped", "flipped head") and rank == 1:
         wrong = opening._Node.hand_on
