@@ -1,8 +1,8 @@
 """Planning and the index of a large job on ranks that are only simulated: no bytes of tensors are moved.
 
 The state is a mixed-precision model under FSDP over tensor parallelism: for each parameter a bfloat16 weight, a float32 master copy and two
-moments. ckpt runs what ``ckpt.engine.save.save`` runs. DCP gets the same boxes as its own WriteItems, one plan per rank, and runs its own global
-planner, metadata and storage writer; its local planning, which needs DTensors of all ranks, is left out.
+moments. ckpt runs what a save runs. DCP gets the same boxes as its own WriteItems, one plan per rank, and runs its own global planner,
+metadata and storage writer; its local planning, which needs DTensors of all ranks, is left out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 from . import tree
 from .adapters.generators import CudaStream, Stream, derived, standard_streams, stream_of
-from .adapters.per_rank import Choice, PerRank
+from .adapters.per_rank import PerRank, RankChoice
 from .adapters.seats import MeshLike, Seat, Seating, holders
 from .errors import ShapeError
 from .tree import Node
@@ -77,7 +77,7 @@ class Generators(PerRank):
         streams = {name: {"kind": stream.kind, "state": stream.get()} for name, stream in self.streams().items()}
         return {"seat": self._seating.seat(rank, ranks).node(), "streams": streams}
 
-    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> Choice | None:
+    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> RankChoice | None:
         """As :meth:`PerRank.choose`, by the rule that the module's docstring gives."""
         seat, position = self._seating.seat(rank, ranks), list(ranks).index(rank)
         origin: Origin
@@ -89,7 +89,7 @@ class Generators(PerRank):
                 raise ShapeError(f"of {count} streams, no rank saved the one with number {seat.number % count}")
             source, origin = held[seat.number % count], "stream" if seat.number < count else "derived"
         self._check(nodes[source])
-        return Choice(ranks=[source], take=partial(self._take, source, origin, seat.number))
+        return RankChoice(ranks=[source], take=partial(self._take, source, origin, seat.number))
 
     def _check(self, node: Node) -> None:
         """Raise ShapeError unless the checkpoint has exactly our generators, of the same kinds. Only CUDA may be there or not."""

@@ -13,7 +13,7 @@ from ckpt.errors import UsageError
 from ckpt.text import units
 
 if TYPE_CHECKING:
-    from ckpt.plan.views import View
+    from ckpt.plan.views import LogicalTensor
 
 _NAMES = (
     "Translate names and layouts: llama (Mistral and Qwen too), mixtral, qwen-moe, deepseek-v3, llama-plain, transformers-moe, "
@@ -52,7 +52,7 @@ def skipping(command: Command) -> Command:
 
 def views_of(
     source: str, translation: TranslationChoice, config: str | None = None
-) -> Callable[[Mapping[str, Sequence[int]]], dict[str, View]] | None:
+) -> Callable[[Mapping[str, Sequence[int]]], dict[str, LogicalTensor]] | None:
     """What the options ask for; None if they ask for nothing. A ``config`` of transformers tells numbers too.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from ckpt.integrations.dcp import Reader, Writer
+from ckpt.integrations.dcp import CkptReader, CkptWriter
 
 
 def train(run: str, steps: int) -> float:
@@ -33,7 +33,7 @@ def train(run: str, steps: int) -> float:
     if newest:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-        dcp.load(state, storage_reader=Reader(newest[0].url))
+        dcp.load(state, storage_reader=CkptReader(newest[0].url))
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         start = state["step"]
     for step in range(start + 1, steps + 1):
@@ -44,7 +44,7 @@ def train(run: str, steps: int) -> float:
         if step % 20 == 0:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-            dcp.save(state, storage_writer=Writer(f"{run}/step-{step}"))
+            dcp.save(state, storage_writer=CkptWriter(f"{run}/step-{step}"))
     if dist.get_rank() == 0:
         print(f"steps {start + 1} to {steps}; loss {loss.item():.6f}", flush=True)
     return loss.item()

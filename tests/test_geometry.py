@@ -318,12 +318,12 @@ class TestFindFault:
         around = [Box((missing, lo, 0), (1, hi - lo, 16)) for lo, hi in sides]
         around += [Box((missing, missing, lo), (1, 1, hi - lo)) for lo, hi in sides]
         fault = find_fault((16, 16, 16), *as_arrays(slabs + around, 3))
-        assert fault == geometry.Fault(Box((missing,) * 3, (1, 1, 1)), 0)
+        assert fault == geometry.TilingFault(Box((missing,) * 3, (1, 1, 1)), 0)
 
     def test_a_scalar_needs_exactly_one_box(self) -> None:
         for n in range(4):
             fault = find_fault((), *as_arrays([Box((), ())] * n, 0))
-            assert (fault is None) if n == 1 else (fault == geometry.Fault(Box((), ()), n))
+            assert (fault is None) if n == 1 else (fault == geometry.TilingFault(Box((), ()), n))
 
     def test_a_tensor_without_elements_needs_none(self) -> None:
         assert find_fault((3, 0), *as_arrays([], 2)) is None
@@ -337,4 +337,4 @@ def test_a_staircase_too_fine_for_a_dense_count_is_split(monkeypatch: pytest.Mon
     boxes += [Box((i, 0), (1, i)) for i in range(n)] + [Box((i, i + 1), (1, n - i - 1)) for i in range(n)]
     assert find_fault((n, n), *as_arrays(boxes, 2)) is None
     fault = find_fault((n, n), *as_arrays([*boxes, Box((40, 50), (1, 1))], 2))
-    assert fault == geometry.Fault(Box((40, 50), (1, 1)), 2)
+    assert fault == geometry.TilingFault(Box((40, 50), (1, 1)), 2)

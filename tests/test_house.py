@@ -19,9 +19,9 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("_version", "concurrency", "needs", "text"),
+    ("_version", "concurrency", "needs", "text.__init__", "text.printable"),
     ("errors",),
-    ("dtypes", "layout", "policies", "reread", "settings", "tracing"),
+    ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
     ("io_backends", "tree"),
     ("catalog",),
     ("plan",),
@@ -39,7 +39,7 @@ PURE = tuple(
     f"ckpt.{name}"
     for name in (
         *("_version", "catalog", "concurrency.workers", "dtypes", "errors", "layout", "plan", "policies", "reread", "settings"),
-        *("text", "tracing.spans", "tree"),
+        *("text", "tracing.progress", "tracing.spans", "tree"),
     )
 )
 """Values and arithmetic: no I/O. They import each other, numpy and the standard library."""
@@ -47,7 +47,7 @@ PURE = tuple(
 NARROW = {
     "ckpt.formats": (*PURE, "ckpt.formats", "ckpt.io_backends.protocol", "ckpt.io_backends.registry"),
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
-    **dict.fromkeys(("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.intervals"), ("ckpt",)),
+    **dict.fromkeys(("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching", "ckpt.observe.intervals"), ("ckpt",)),
     "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     **dict.fromkeys((name for name in PURE if name != "ckpt.catalog"), PURE),
 }

@@ -47,7 +47,7 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     with torch.no_grad():
         placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
         found, parts = Collected(placer), dict[int, ModuleTensors]()
-        walk = _Walk(found, names_in(seen.modules, parts), parts)
+        walk = _CollectWalk(found, names_in(seen.modules, parts), parts)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         found.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor)), "", walk.renumbered)
     _check_memory(placer.tensors.values())
@@ -140,7 +140,7 @@ def _without_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or (not tensor.untyped_storage().nbytes() and tensor.numel() > 0)
 
 
-class _Walk:
+class _CollectWalk:
     """The ``leaf`` callbacks of one walk over a state."""
 
     def __init__(self, found: Collected, names: ParamNames, parts: dict[int, ModuleTensors]) -> None:

@@ -16,7 +16,7 @@ Reshard = Callable[[Sequence[Any], int, int], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class RankChoice:
     """What a rank takes of a value that was saved per rank: the values of ``ranks``, in this order, which are given to ``take``."""
 
     ranks: Sequence[int]
@@ -50,7 +50,7 @@ class PerRank:
         """What ``rank``, one of the job's ``ranks``, leaves in the checkpoint."""
         return self.value
 
-    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> Choice | None:
+    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> RankChoice | None:
         """What ``rank``, one of the job's ``ranks``, takes of the ``nodes`` that were saved by ``world_size`` ranks, which count from 0;
         None if its own is missing.
 
@@ -59,11 +59,11 @@ class PerRank:
         """
         position, count = list(ranks).index(rank), len(ranks)
         if world_size == count:
-            return Choice(ranks=[position], take=lambda values: self._put(values[0])) if position in nodes else None
+            return RankChoice(ranks=[position], take=lambda values: self._put(values[0])) if position in nodes else None
         reshard = self.reshard
         if reshard is None:
             raise ShapeError(f"saved per rank by {world_size} ranks, loaded by {count}; give PerRank(value, reshard=...) to say how")
-        return Choice(ranks=list(nodes), take=lambda values: self._put(reshard(values, position, count)))
+        return RankChoice(ranks=list(nodes), take=lambda values: self._put(reshard(values, position, count)))
 
     def _put(self, value: object) -> None:
         self.value = refill(self.value, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ckpt.adapters.per_rank import Choice, Compound, PerRank
+from ckpt.adapters.per_rank import Compound, PerRank, RankChoice
 from ckpt.adapters.seats import MeshLike, Seating, holders
 from ckpt.errors import ShapeError, UsageError
 from ckpt.tree import Node
@@ -119,7 +119,7 @@ class _Own(PerRank):
         seat = {"seat": self.of._seating.seat(rank, ranks).node()}
         return {**seat, "state": self.value} if self.of.stores else seat
 
-    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> Choice | None:
+    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> RankChoice | None:
         seat = self.of._seating.seat(rank, ranks)
         count, held = holders(nodes, "state")
         wanted = [seat.number] if count == seat.count else list(range(count))
@@ -132,7 +132,7 @@ class _Own(PerRank):
                 f"{count}, give LoaderState(reshard=...), or use ckpt.data.Batches (docs/random-and-data.md)"
             )
         self.place = None if count == seat.count else (seat.number, seat.count)
-        return Choice(ranks=[held[n] for n in wanted], take=self._take)
+        return RankChoice(ranks=[held[n] for n in wanted], take=self._take)
 
     def _take(self, values: list[Any]) -> None:
         self.states = [value["state"] for value in values]

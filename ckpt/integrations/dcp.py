@@ -1,11 +1,11 @@
 """PyTorch Distributed Checkpoint with ckpt's format, engine and storage.
 
->>> dcp.save(state_dict, storage_writer=Writer("runs/a/step-100"))  # doctest: +SKIP
->>> dcp.load(state_dict, storage_reader=Reader("runs/a/step-100"))  # doctest: +SKIP
+>>> dcp.save(state_dict, storage_writer=CkptWriter("runs/a/step-100"))  # doctest: +SKIP
+>>> dcp.load(state_dict, storage_reader=CkptReader("runs/a/step-100"))  # doctest: +SKIP
 
 DCP plans and moves its plans between ranks as ever; the bytes go through ckpt. What is written is a native checkpoint, committed in one
 step, and has no pickle: values that are not tensors must be plain (docs/format.md §8). DCP raises what goes wrong as
-``CheckpointException``, with our errors inside. Source of the interfaces: ``torch.distributed.checkpoint.storage`` and ``planner``.
+``CheckpointException``, with our errors inside. ChunkSource of the interfaces: ``torch.distributed.checkpoint.storage`` and ``planner``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt.dtypes import dtype as dtype_named
 from ckpt.engine.save.coded import CodedWriter
 from ckpt.engine.save.leader import Leader, Tables
 from ckpt.engine.save.plan import plan_given
-from ckpt.engine.save.sources import Source
+from ckpt.engine.save.sources import ChunkSource
 from ckpt.engine.save.writer import Alive, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.coding.codecs import CODECS
@@ -40,9 +40,9 @@ from ckpt.plan.given import Assigned, Given, assigned
 from ckpt.plan.tables import Joined
 from ckpt.tracing.spans import Spans
 
-from .dcp_reader import Reader
+from .dcp_reader import CkptReader
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["CkptReader", "CkptWriter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class _Place:
     position: int
 
 
-class Writer(StorageWriter):
+class CkptWriter(StorageWriter):
     """A ``StorageWriter`` that writes a ckpt checkpoint. For ``dcp.save`` and ``dcp.async_save``, one save at a time.
 
     Args:
@@ -94,7 +94,7 @@ class Writer(StorageWriter):
     @property
     def url(self) -> str:
         if self.checkpoint_id is None:
-            raise UsageError("where to save is not said", hint="Writer(url), or checkpoint_id= for dcp.save")
+            raise UsageError("where to save is not said", hint="CkptWriter(url), or checkpoint_id= for dcp.save")
         return self.checkpoint_id
 
     @classmethod
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         writer = (RankWriter if self.codec is None else CodedWriter)(
             backend=open_backend(self.url),
             plan=ranked,
-            source=Source(ranked, tensors),
+            source=ChunkSource(ranked, tensors),
             id=place.id,
             position=place.position,
             threads=self.threads,
@@ -192,7 +192,7 @@ def _threads(threads: int | None, others: dict[str, Any]) -> int | None:
 def _check_others(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if name not in _ONLY:
-            raise UsageError(f"Writer has no argument {name!r}", hint=f"those of FileSystemWriter that it takes: {', '.join(_ONLY)}")
+            raise UsageError(f"CkptWriter has no argument {name!r}", hint=f"those of FileSystemWriter that it takes: {', '.join(_ONLY)}")
         only, why = _ONLY[name]
         if getattr(value, "value", value) != only:
             raise UsageError(f"{name}={value!r} is not possible: {why}", hint=f"leave {name} out")

@@ -45,7 +45,7 @@ class _Known:
     values: dict[str, Any]
 
 
-class Reader(StorageReader):
+class CkptReader(StorageReader):
     """A ``StorageReader`` for every checkpoint that ckpt can open, whatever saved it. For ``dcp.load``.
 
     Only the bytes that a rank needs are read, and each chunk that is touched is checked against its digest. Values that a rank saved for
@@ -83,7 +83,7 @@ class Reader(StorageReader):
     def known(self) -> _Known:
         if self._known is None:
             if self.checkpoint_id is None:
-                raise UsageError("where to load from is not said", hint="Reader(url), or checkpoint_id= for dcp.load")
+                raise UsageError("where to load from is not said", hint="CkptReader(url), or checkpoint_id= for dcp.load")
             self._catalog = open_catalog(self.checkpoint_id)
             self._known = _know(self._catalog)
         return self._known
@@ -127,7 +127,7 @@ class Reader(StorageReader):
             raise ShapeError(
                 f"the checkpoint has {entry.dtype.name}, the state {kind.name}",
                 where=f"tensor {name}",
-                hint="Reader(url, cast=True) converts",
+                hint="CkptReader(url, cast=True) converts",
             )
         return job(entry, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
 

@@ -279,14 +279,14 @@ def strided_blocks(shape: Sequence[int], box: Box) -> Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TilingFault:
     """Where boxes fail to tile a tensor: a box that none covers (``times`` 0) or that several cover."""
 
     box: Box
     times: int
 
 
-def find_fault(shape: Sequence[int], offsets: IntArray, shapes: IntArray) -> Fault | None:
+def find_fault(shape: Sequence[int], offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     """Check that boxes tile a tensor of ``shape`` exactly; None if they do. Empty boxes are ignored; boxes must lie inside."""
     if math.prod(shape) == 0:
         return None
@@ -297,11 +297,11 @@ def find_fault(shape: Sequence[int], offsets: IntArray, shapes: IntArray) -> Fau
 _DENSE_CELLS = 1 << 22
 
 
-def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> Fault | None:
+def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     if len(offsets) == 0:
-        return Fault(box, 0)
+        return TilingFault(box, 0)
     if not box.shape:
-        return None if len(offsets) == 1 else Fault(box, len(offsets))
+        return None if len(offsets) == 1 else TilingFault(box, len(offsets))
     ends = offsets + shapes
     cuts = [merge_cuts((lo, hi), offsets[:, i], ends[:, i]) for i, (lo, hi) in enumerate(zip(box.offset, box.end, strict=True))]
     if math.prod(len(c) - 1 for c in cuts) <= max(_DENSE_CELLS, 4 * len(offsets)):
@@ -309,7 +309,7 @@ def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> Fault | None:
     return _split_fault(box, cuts, offsets, shapes)
 
 
-def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArray) -> Fault | None:
+def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArray) -> TilingFault | None:
     """Count how many boxes cover each compressed cell with an n-dimensional difference array."""
     d = len(cuts)
     lo = np.stack([np.searchsorted(c, offsets[:, i]) for i, c in enumerate(cuts)])
@@ -326,10 +326,10 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
         return None
     at0 = tuple(int(i) for i in bad[0])
     offset = tuple(int(c[i]) for c, i in zip(cuts, at0, strict=True))
-    return Fault(Box(offset, tuple(int(c[i + 1]) - o for c, i, o in zip(cuts, at0, offset, strict=True))), int(count[at0]))
+    return TilingFault(Box(offset, tuple(int(c[i + 1]) - o for c, i, o in zip(cuts, at0, offset, strict=True))), int(count[at0]))
 
 
-def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> Fault | None:
+def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     """Halve the box along its most cut dimension: the compressed grid of very many irregular boxes would not fit in memory."""
     axis = max(range(len(cuts)), key=lambda i: len(cuts[i]))
     middle = int(cuts[axis][len(cuts[axis]) // 2])

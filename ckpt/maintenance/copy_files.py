@@ -32,7 +32,7 @@ _buffers = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ChunkRun:
     """Chunks that lie one after another."""
 
     chunks: tuple[StoredChunk, ...]
@@ -161,7 +161,7 @@ def _checked(backend: Backend, file: DataFile, take: Take) -> list[Job]:
     return [head, *(partial(_read_run, backend, file, where, run, take) for run in runs)]
 
 
-def _read_run(backend: Backend, file: DataFile, where: str, run: _Run, take: Take) -> int:
+def _read_run(backend: Backend, file: DataFile, where: str, run: _ChunkRun, take: Take) -> int:
     read = partial(_run_once, backend, file, where, run, take)
     return read_checked(backend, file.path, read, offset=run.start, length=run.stop - run.start)
 
@@ -175,17 +175,17 @@ def _whole(backend: Backend, file: DataFile, where: str, take: Take) -> int:
     return file.size
 
 
-def _runs(chunks: Iterable[StoredChunk]) -> list[_Run]:
+def _runs(chunks: Iterable[StoredChunk]) -> list[_ChunkRun]:
     """Runs of at most ``BUFFER`` bytes; a longer chunk is alone."""
     runs: list[list[StoredChunk]] = []
     for chunk in sorted(chunks, key=lambda c: (c.offset, c.length)):
         if not runs or chunk.offset + chunk.length - runs[-1][0].offset > BUFFER:
             runs.append([])
         runs[-1].append(chunk)
-    return [_Run(tuple(run)) for run in runs]
+    return [_ChunkRun(tuple(run)) for run in runs]
 
 
-def _run_once(backend: Backend, file: DataFile, where: str, run: _Run, take: Take) -> int:
+def _run_once(backend: Backend, file: DataFile, where: str, run: _ChunkRun, take: Take) -> int:
     if run.stop - run.start > BUFFER:
         return _read_long(backend, file, where, run.chunks[0], take)
     data = _buffer(run.stop - run.start)

@@ -22,7 +22,7 @@ _TOGETHER = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
+class Recommendation:
     """What to do, and why: both whole sentences."""
 
     what: str
@@ -39,12 +39,12 @@ class Facts:
     groups: Mapping[str, Sequence[int]]
 
 
-def advise(facts: Facts) -> tuple[Advice, ...]:
+def advise(facts: Facts) -> tuple[Recommendation, ...]:
     """The most useful first."""
     return tuple(advice for rule in _RULES for advice in rule(facts))
 
 
-def _stragglers(facts: Facts) -> Iterator[Advice]:
+def _stragglers(facts: Facts) -> Iterator[Recommendation]:
     save = facts.save
     if not save.stragglers:
         return
@@ -55,105 +55,109 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
     ranks = units.plural(len(facts.tables), "rank")
     why = f"All {ranks} wait for the last one, rank {first}: about {brief(lost)} s of this save."
     if together:
-        yield Advice(what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.", why=why)
+        yield Recommendation(
+            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.", why=why
+        )
         alone = sorted(slow - {rank for name in together for rank in facts.groups[name]}, key=save.slowest.index)
         if alone:
-            yield Advice(
+            yield Recommendation(
                 what=f"Look at rank {alone[0]} too.",
                 why=f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work.",
             )
     elif len(slow) > 1:
-        yield Advice(what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why)
+        yield Recommendation(
+            what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why
+        )
     elif "has more to" in save.verdict:
-        yield Advice(
+        yield Recommendation(
             what=f"Give rank {first} less to write: cut its large tensors in the layout, or let more replicas share them.", why=why
         )
     else:
-        yield Advice(what=f"Look at the machine of rank {first}: its storage, its network, and what else runs there.", why=why)
+        yield Recommendation(what=f"Look at the machine of rank {first}: its storage, its network, and what else runs there.", why=why)
 
 
-def _waiting_caller(facts: Facts) -> Iterator[Advice]:
+def _waiting_caller(facts: Facts) -> Iterator[Recommendation]:
     save = facts.save
     if save.blocked is None or save.background or save.blocked < 1:
         return
-    yield Advice(
+    yield Recommendation(
         what="Save in the background: ckpt.save_async, or Checkpointer with its default.",
         why=f"Training stood still for {brief(save.blocked)} s. In the background it waits for the copy of the state only.",
     )
 
 
-def _sync(facts: Facts) -> Iterator[Advice]:
+def _sync(facts: Facts) -> Iterator[Recommendation]:
     sync, save = facts.save.phase("sync"), facts.save
     if sync is None or sync.median < _LARGE_PART * save.seconds or sync.median < NOTICEABLE:
         return
-    yield Advice(
+    yield Recommendation(
         what="Ask for storage that makes bytes durable faster, or use a local tier and publish in the background.",
         why=f"The median rank spends {brief(sync.median)} s of {brief(save.seconds)} s in sync, after all bytes were written.",
     )
 
 
-def _python(facts: Facts) -> Iterator[Advice]:
+def _python(facts: Facts) -> Iterator[Recommendation]:
     for name in ("collect", "plan"):
         phase = facts.save.phase(name)
         if phase is not None and phase.median >= max(_LONG_PYTHON, 0.1 * facts.save.seconds):
-            yield Advice(
+            yield Recommendation(
                 what=f"Save fewer, larger tensors, or keep the Checkpointer between saves: {name} takes long.",
                 why=f"The median rank spends {brief(phase.median)} s of {brief(facts.save.seconds)} s in {name}.",
             )
 
 
-def _leader(facts: Facts) -> Iterator[Advice]:
+def _leader(facts: Facts) -> Iterator[Recommendation]:
     commit = facts.save.phase("commit")
     if commit is not None and commit.seconds >= max(_LARGE_PART * facts.save.seconds, 1.0):
-        yield Advice(
+        yield Recommendation(
             what="Look at the leader's storage: small files and renames are slow there.",
             why=f"Commit takes {brief(commit.seconds)} s of {brief(facts.save.seconds)} s; it writes a few small files.",
         )
 
 
-def _uneven(facts: Facts) -> Iterator[Advice]:
+def _uneven(facts: Facts) -> Iterator[Recommendation]:
     written = [one.nbytes for table in facts.tables.values() if (one := table.sums.get("write")) is not None]
     if len(written) < 2 or not any(written) or facts.save.stragglers:
         return
     if max(written) > _UNEVEN * mean(written) and max(written) > _SMALL_WRITE:
-        yield Advice(
+        yield Recommendation(
             what="Spread the bytes more evenly: cut large tensors in the layout, or let replicas share them.",
             why=f"The rank with most writes {units.size(max(written))}, the mean is {units.size(mean(written))}.",
         )
 
 
-def _small_writes(facts: Facts) -> Iterator[Advice]:
+def _small_writes(facts: Facts) -> Iterator[Recommendation]:
     write = facts.save.phase("write")
     if write is not None and write.spans >= _MANY_WRITES and write.bytes < _SMALL_WRITE * write.spans / 4:
-        yield Advice(
+        yield Recommendation(
             what="Store fewer, larger tensors: most writes are small.",
             why=f"{write.spans:,} writes carry {units.size(write.bytes / write.spans)} on average.",
         )
 
 
-def _worse(facts: Facts) -> Iterator[Advice]:
+def _worse(facts: Facts) -> Iterator[Recommendation]:
     seconds = [save.seconds for save in facts.earlier]
     if len(seconds) < _FEW_STEPS:
         return
     third = len(seconds) // 3
     before, now = median(seconds[:third]), median(seconds[-third:])
     if now > _WORSE * before and now - before > NOTICEABLE:
-        yield Advice(
+        yield Recommendation(
             what="Find out what has changed: saves have become slower.",
             why=f"The last {third} saves took {brief(now)} s (median), the first {third} took {brief(before)} s.",
         )
 
 
-def _gaps(facts: Facts) -> Iterator[Advice]:
+def _gaps(facts: Facts) -> Iterator[Recommendation]:
     gap = facts.save.unaccounted
     if gap is not None and gap.share >= _GAP and gap.seconds >= NOTICEABLE:
-        yield Advice(
+        yield Recommendation(
             what="Do not look for all of the time in the phases.",
             why=f"No phase covers {brief(gap.seconds)} s of rank {gap.rank} ({100 * gap.share:.0f} % of the save).",
         )
 
 
-_RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
+_RULES: tuple[Callable[[Facts], Iterator[Recommendation]], ...] = (
     _stragglers,
     _worse,
     _waiting_caller,

@@ -11,7 +11,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.text import units
 from ckpt.tracing.spans import WAITING, SpanTable
 
-from .advice import Advice, Facts, advise
+from .advice import Facts, Recommendation, advise
 from .heat import HeatMap, blocks, heat_map
 from .history import History, SavedSpans, is_checkpoint, read_history, read_save
 from .lanes import Timeline, timeline
@@ -68,7 +68,7 @@ class Detail:
     rows: int | None
     groups: tuple[GroupHeat, ...]
     times: Timeline
-    advice: tuple[Advice, ...]
+    advice: tuple[Recommendation, ...]
     kinds: tuple[KindSize, ...]
     layers: tuple[LayerSize, ...]
 

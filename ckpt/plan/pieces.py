@@ -10,7 +10,7 @@ from ckpt.layout.geometry import Box, row_major_strides
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CacheBlock:
     """A box, in global coordinates, and the contiguous elements of its chunk that hold it: ``start`` counts from the chunk's first one."""
 
     box: Box
@@ -18,7 +18,7 @@ class Piece:
     length: int
 
 
-def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[Piece]:
+def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[CacheBlock]:
     """Cut ``cover``, a part of the row-major ``chunk``, into boxes that lie within at most ``limit`` elements of the chunk each.
 
     By increasing start. They tile ``cover``; those of the whole chunk follow one another without a gap. A limit below 1 counts as 1.
@@ -28,7 +28,7 @@ def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[Piece]:
     strides = row_major_strides(chunk.shape)
     lead, row = _lead(cover.shape, strides, limit)
     if not cover.shape:
-        yield Piece(cover, 0, 1)
+        yield CacheBlock(cover, 0, 1)
         return
     size, stride, inner = cover.shape[lead], strides[lead], cover.shape[lead + 1 :]
     rows = max((limit - row) // stride, 0) + 1
@@ -39,7 +39,7 @@ def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[Piece]:
         for at in range(0, size, rows):
             count, offset = min(rows, size - at), cover.offset[lead] + at
             box = Box((*corner, offset, *tail), (*(1,) * lead, count, *inner))
-            yield Piece(box, first + (offset - chunk.offset[lead]) * stride, (count - 1) * stride + row)
+            yield CacheBlock(box, first + (offset - chunk.offset[lead]) * stride, (count - 1) * stride + row)
 
 
 def _lead(shape: tuple[int, ...], strides: tuple[int, ...], limit: int) -> tuple[int, int]:

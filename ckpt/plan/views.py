@@ -17,12 +17,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ckpt.errors import UsageError
-from ckpt.layout.geometry import Box, Fault, even_cuts, find_fault
+from ckpt.layout.geometry import Box, TilingFault, even_cuts, find_fault
 
 _T = TypeVar("_T")
 
 
-class Piece(NamedTuple):
+class ViewPiece(NamedTuple):
     """``box`` of the logical tensor is ``part`` of the stored tensor ``source``.
 
     ``axes`` has an entry for each axis of the box: the axis of the part that runs along it, or None for an axis of size 1 that the part
@@ -36,11 +36,11 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class LogicalTensor:
     """A logical tensor of ``shape``. Elements that no piece has are filling: a load gives zeros there."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ViewPiece, ...]
 
     def is_all_of(self, shape: Sequence[int]) -> bool:
         """Whether it is one stored tensor, which has this shape, as it is, under whatever name."""
@@ -49,7 +49,7 @@ class View:
         box, _, part, axes = self.pieces[0]
         return box == part == Box.whole(self.shape) and axes == tuple(range(len(self.shape)))
 
-    def fault(self) -> Fault | None:
+    def fault(self) -> TilingFault | None:
         """A box that no piece fills, or that several do; None if the pieces tile the view."""
         boxes = [p.box for p in self.pieces]
         rank = len(self.shape)
@@ -62,9 +62,9 @@ class View:
         if not self.pieces:
             return None
         shape = tuple(max(ends) for ends in zip(*(p.box.end for p in self.pieces), strict=True))
-        return shape if shape != self.shape and View(shape=shape, pieces=self.pieces).fault() is None else None
+        return shape if shape != self.shape and LogicalTensor(shape=shape, pieces=self.pieces).fault() is None else None
 
-    def overlapping(self, box: Box) -> Iterator[Piece]:
+    def overlapping(self, box: Box) -> Iterator[ViewPiece]:
         """What the pieces have of ``box``, in the coordinates of the view: what has to be read to get this box."""
         for piece in self.pieces:
             common = piece.box.intersect(box)
@@ -72,13 +72,13 @@ class View:
                 yield _cut(piece, common)
 
 
-def whole(source: str, shape: Sequence[int]) -> View:
+def whole(source: str, shape: Sequence[int]) -> LogicalTensor:
     """The stored tensor itself."""
     box = Box.whole(shape)
-    return View(shape=box.shape, pieces=(Piece(box, source, box, tuple(range(len(box.shape)))),))
+    return LogicalTensor(shape=box.shape, pieces=(ViewPiece(box, source, box, tuple(range(len(box.shape)))),))
 
 
-def part(view: View, box: Box) -> View:
+def part(view: LogicalTensor, box: Box) -> LogicalTensor:
     """A box of a view.
 
     Raises:
@@ -87,10 +87,10 @@ def part(view: View, box: Box) -> View:
     if len(box.shape) != len(view.shape) or not Box.whole(view.shape).contains(box):
         raise UsageError(f"{box} does not lie in a tensor of shape {list(view.shape)}")
     back = tuple(-o for o in box.offset)
-    return View(shape=box.shape, pieces=tuple(_shifted(piece, back) for piece in view.overlapping(box)))
+    return LogicalTensor(shape=box.shape, pieces=tuple(_shifted(piece, back) for piece in view.overlapping(box)))
 
 
-def split(view: View, axis: int, sizes: Sequence[int]) -> list[View]:
+def split(view: LogicalTensor, axis: int, sizes: Sequence[int]) -> list[LogicalTensor]:
     """A view cut along an axis in parts of these sizes.
 
     Raises:
@@ -103,23 +103,23 @@ def split(view: View, axis: int, sizes: Sequence[int]) -> list[View]:
     return [part(view, _along(view.shape, axis, a, b)) for a, b in pairwise(cuts)]
 
 
-def concat(views: Sequence[View], axis: int) -> View:
+def concat(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
     """Views one after another along an axis.
 
     Raises:
         UsageError: there are none, or they differ in another axis.
     """
     _check_alike(views, axis)
-    pieces: list[Piece] = []
+    pieces: list[ViewPiece] = []
     at = 0
     for view in views:
         pieces += [_shifted(p, _unit(len(view.shape), axis, at)) for p in view.pieces]
         at += view.shape[axis]
     shape = views[0].shape
-    return View(shape=(*shape[:axis], at, *shape[axis + 1 :]), pieces=tuple(pieces))
+    return LogicalTensor(shape=(*shape[:axis], at, *shape[axis + 1 :]), pieces=tuple(pieces))
 
 
-def stack(views: Sequence[View], axis: int) -> View:
+def stack(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
     """Views one after another along a new axis.
 
     Raises:
@@ -128,13 +128,13 @@ def stack(views: Sequence[View], axis: int) -> View:
     return concat([_with_axis(view, axis) for view in views], axis)
 
 
-def unstack(view: View, axis: int) -> list[View]:
+def unstack(view: LogicalTensor, axis: int) -> list[LogicalTensor]:
     """What :func:`stack` put together."""
     _check_axis(view, axis)
     return [_without_axis(v, axis) for v in split(view, axis, [1] * view.shape[axis])]
 
 
-def interleave(views: Sequence[View], axis: int, groups: int) -> View:
+def interleave(views: Sequence[LogicalTensor], axis: int, groups: int) -> LogicalTensor:
     """Each view cut in ``groups`` equal parts along an axis: the first part of each, then the second of each, and so on.
 
     With the rows of queries, keys and values, and a group for each key-value head, this is Megatron's fused QKV
@@ -148,7 +148,7 @@ def interleave(views: Sequence[View], axis: int, groups: int) -> View:
     return concat([v for group in zip(*parts, strict=True) for v in group], axis)
 
 
-def deinterleave(view: View, axis: int, groups: int, sizes: Sequence[int]) -> list[View]:
+def deinterleave(view: LogicalTensor, axis: int, groups: int, sizes: Sequence[int]) -> list[LogicalTensor]:
     """What :func:`interleave` put together; ``sizes`` are those of its views along the axis.
 
     Raises:
@@ -159,7 +159,7 @@ def deinterleave(view: View, axis: int, groups: int, sizes: Sequence[int]) -> li
     return [concat(parts[i :: len(sizes)], axis) for i in range(len(sizes))]
 
 
-def transpose(view: View, axes: Sequence[int]) -> View:
+def transpose(view: LogicalTensor, axes: Sequence[int]) -> LogicalTensor:
     """A view with its axes in another order, as ``numpy.transpose``.
 
     Raises:
@@ -167,11 +167,11 @@ def transpose(view: View, axes: Sequence[int]) -> View:
     """
     if sorted(axes) != list(range(len(view.shape))):
         raise UsageError(f"{list(axes)} is no order of the {len(view.shape)} axes of shape {list(view.shape)}")
-    pieces = [Piece(_ordered(p.box, axes), p.source, p.part, tuple(p.axes[a] for a in axes)) for p in view.pieces]
-    return View(shape=tuple(view.shape[a] for a in axes), pieces=tuple(pieces))
+    pieces = [ViewPiece(_ordered(p.box, axes), p.source, p.part, tuple(p.axes[a] for a in axes)) for p in view.pieces]
+    return LogicalTensor(shape=tuple(view.shape[a] for a in axes), pieces=tuple(pieces))
 
 
-def padded(view: View, axis: int, size: int) -> View:
+def padded(view: LogicalTensor, axis: int, size: int) -> LogicalTensor:
     """A view with filling at the end of an axis.
 
     Raises:
@@ -180,48 +180,48 @@ def padded(view: View, axis: int, size: int) -> View:
     _check_axis(view, axis)
     if size < view.shape[axis]:
         raise UsageError(f"axis {axis} of shape {list(view.shape)} has more than {size} elements")
-    return View(shape=(*view.shape[:axis], size, *view.shape[axis + 1 :]), pieces=view.pieces)
+    return LogicalTensor(shape=(*view.shape[:axis], size, *view.shape[axis + 1 :]), pieces=view.pieces)
 
 
-def within(piece: Piece, part: Box) -> Piece:
+def within(piece: ViewPiece, part: Box) -> ViewPiece:
     """What of a piece takes ``part`` of its stored tensor, a box inside of ``piece.part``."""
     return _turned(_cut(_turned(piece, ""), part), piece.source)
 
 
-def in_order(piece: Piece) -> bool:
+def in_order(piece: ViewPiece) -> bool:
     """Whether the elements of box and part have one row-major order."""
     axes = [a for a, n in zip(piece.axes, piece.box.shape, strict=True) if a is not None and n > 1]
     return axes == sorted(axes)
 
 
-def composed(view: View, sources: Mapping[str, View]) -> View:
+def composed(view: LogicalTensor, sources: Mapping[str, LogicalTensor]) -> LogicalTensor:
     """The view with each stored tensor replaced by what it is made of.
 
     Raises:
         UsageError: a source is missing, or has not the shape that the view takes of it.
     """
-    pieces: list[Piece] = []
+    pieces: list[ViewPiece] = []
     for piece in view.pieces:
         below = sources.get(piece.source)
         if below is None:
             raise UsageError(f"nothing says what {piece.source!r} is made of")
         pieces += [_through(piece, p) for p in below.overlapping(piece.part)]
-    return View(shape=view.shape, pieces=tuple(pieces))
+    return LogicalTensor(shape=view.shape, pieces=tuple(pieces))
 
 
-def inverse(views: Mapping[str, View], shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+def inverse(views: Mapping[str, LogicalTensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
     """The stored tensors as views of the logical ones: ``shapes`` has their shapes.
 
     Raises:
         UsageError: a part of a stored tensor is in no logical one, or in several.
     """
-    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    pieces: dict[str, list[ViewPiece]] = {name: [] for name in shapes}
     for name, view in views.items():
         for piece in view.pieces:
             if piece.source not in pieces:
                 raise UsageError(f"{name!r} takes elements of {piece.source!r}, which is not among the stored tensors")
             pieces[piece.source].append(_turned(piece, name))
-    found = {name: View(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
+    found = {name: LogicalTensor(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
     for name, view in found.items():
         fault = view.fault()
         if fault is not None:
@@ -230,7 +230,7 @@ def inverse(views: Mapping[str, View], shapes: Mapping[str, Sequence[int]]) -> d
     return found
 
 
-def filled(view: View) -> int:
+def filled(view: LogicalTensor) -> int:
     """How many elements come from stored tensors; the others are filling."""
     return sum(math.prod(p.box.shape) for p in view.pieces)
 
@@ -238,21 +238,21 @@ def filled(view: View) -> int:
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def _cut(piece: Piece, box: Box) -> Piece:
+def _cut(piece: ViewPiece, box: Box) -> ViewPiece:
     """The piece of ``box``, which lies in ``piece.box``."""
     offset, shape = list(piece.part.offset), list(piece.part.shape)
     for i, axis in enumerate(piece.axes):
         if axis is not None:
             offset[axis] += box.offset[i] - piece.box.offset[i]
             shape[axis] = box.shape[i]
-    return Piece(box, piece.source, Box(tuple(offset), tuple(shape)), piece.axes)
+    return ViewPiece(box, piece.source, Box(tuple(offset), tuple(shape)), piece.axes)
 
 
-def _shifted(piece: Piece, by: Sequence[int]) -> Piece:
+def _shifted(piece: ViewPiece, by: Sequence[int]) -> ViewPiece:
     return piece._replace(box=piece.box.shifted(by))
 
 
-def _through(piece: Piece, below: Piece) -> Piece:
+def _through(piece: ViewPiece, below: ViewPiece) -> ViewPiece:
     """``piece`` takes ``piece.part`` of a view; ``below`` is a piece of that view, cut to that part."""
     offset, shape = list(piece.box.offset), list(piece.box.shape)
     for i, axis in enumerate(piece.axes):
@@ -260,35 +260,37 @@ def _through(piece: Piece, below: Piece) -> Piece:
             offset[i] += below.box.offset[axis] - piece.part.offset[axis]
             shape[i] = below.box.shape[axis]
     axes = tuple(None if axis is None else below.axes[axis] for axis in piece.axes)
-    return Piece(Box(tuple(offset), tuple(shape)), below.source, below.part, axes)
+    return ViewPiece(Box(tuple(offset), tuple(shape)), below.source, below.part, axes)
 
 
-def _turned(piece: Piece, name: str) -> Piece:
+def _turned(piece: ViewPiece, name: str) -> ViewPiece:
     """The same piece with stored and logical tensor in each other's place."""
     axes: list[int | None] = [None] * len(piece.part.shape)
     for i, axis in enumerate(piece.axes):
         if axis is not None:
             axes[axis] = i
-    return Piece(piece.part, name, piece.box, tuple(axes))
+    return ViewPiece(piece.part, name, piece.box, tuple(axes))
 
 
-def _with_axis(view: View, axis: int) -> View:
+def _with_axis(view: LogicalTensor, axis: int) -> LogicalTensor:
     if not 0 <= axis <= len(view.shape):
         raise UsageError(f"shape {list(view.shape)} cannot get a new axis {axis}")
-    return View(
+    return LogicalTensor(
         shape=_inserted(view.shape, axis, 1),
         pieces=tuple(
-            Piece(Box(_inserted(p.box.offset, axis, 0), _inserted(p.box.shape, axis, 1)), p.source, p.part, _inserted(p.axes, axis, None))
+            ViewPiece(
+                Box(_inserted(p.box.offset, axis, 0), _inserted(p.box.shape, axis, 1)), p.source, p.part, _inserted(p.axes, axis, None)
+            )
             for p in view.pieces
         ),
     )
 
 
-def _without_axis(view: View, axis: int) -> View:
+def _without_axis(view: LogicalTensor, axis: int) -> LogicalTensor:
     """A view without an axis of size 1."""
     kept = [i for i in range(len(view.shape)) if i != axis]
-    pieces = [Piece(_ordered(p.box, kept), p.source, p.part, tuple(p.axes[i] for i in kept)) for p in view.pieces]
-    return View(shape=tuple(view.shape[i] for i in kept), pieces=tuple(pieces))
+    pieces = [ViewPiece(_ordered(p.box, kept), p.source, p.part, tuple(p.axes[i] for i in kept)) for p in view.pieces]
+    return LogicalTensor(shape=tuple(view.shape[i] for i in kept), pieces=tuple(pieces))
 
 
 def _ordered(box: Box, axes: Sequence[int]) -> Box:
@@ -314,12 +316,12 @@ def _equal(size: int, groups: int) -> list[int]:
     return [b - a for a, b in pairwise(even_cuts(size, groups))]
 
 
-def _check_axis(view: View, axis: int) -> None:
+def _check_axis(view: LogicalTensor, axis: int) -> None:
     if not 0 <= axis < len(view.shape):
         raise UsageError(f"shape {list(view.shape)} has no axis {axis}")
 
 
-def _check_alike(views: Sequence[View], axis: int) -> None:
+def _check_alike(views: Sequence[LogicalTensor], axis: int) -> None:
     if not views:
         raise UsageError("there is nothing to put together")
     _check_axis(views[0], axis)

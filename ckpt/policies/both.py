@@ -10,7 +10,7 @@ from typing import ClassVar, overload
 from ckpt.errors import UsageError
 
 from .keep import AnyKeep, KeepPolicy, StepInfo
-from .policy import Joined, check_whole, flat
+from .policy import JoinedPolicy, check_whole, flat
 from .save import AnySave, Moment, SavePolicy
 
 
@@ -72,7 +72,7 @@ class EverySteps(BothPolicy):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class AnyBoth(Joined, BothPolicy):
+class AnyBoth(JoinedPolicy, BothPolicy):
     """:class:`AnySave` and :class:`AnyKeep` of the same policies. Made by ``|`` and by :func:`AnyOf`."""
 
     policies: tuple[BothPolicy, ...]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt.errors import UsageError
 
-from .policy import Joined, Policy, check_positive, check_whole, flat
+from .policy import JoinedPolicy, Policy, check_positive, check_whole, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ class All(KeepPolicy):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class AnyKeep(Joined, KeepPolicy):
+class AnyKeep(JoinedPolicy, KeepPolicy):
     """What any of ``policies`` keeps. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
 
     policies: tuple[KeepPolicy, ...]

@@ -27,14 +27,14 @@ class Policy:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class Joined(Policy):
+class JoinedPolicy(Policy):
     """Several policies of one side as one. Equal if their members are, in order."""
 
     __slots__ = ()
     policies: tuple[Policy, ...]
 
     def __eq__(self, other: object) -> bool:
-        return self.policies == other.policies if isinstance(other, Joined) else NotImplemented
+        return self.policies == other.policies if isinstance(other, JoinedPolicy) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.policies)
@@ -50,7 +50,7 @@ def flat(policies: Iterable[P]) -> tuple[P, ...]:
     """``policies``, with the members of joined ones in their place, each once."""
     found: list[P] = []
     for policy in policies:
-        members = cast(tuple[P, ...], policy.policies) if isinstance(policy, Joined) else (policy,)
+        members = cast(tuple[P, ...], policy.policies) if isinstance(policy, JoinedPolicy) else (policy,)
         found += [member for member in members if member not in found]
     return tuple(found)
 

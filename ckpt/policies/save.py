@@ -19,7 +19,7 @@ from typing import ClassVar
 from ckpt.errors import UsageError
 
 from .cost import SaveCost
-from .policy import Joined, Policy, check_positive, check_whole, flat
+from .policy import JoinedPolicy, Policy, check_positive, check_whole, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +165,7 @@ class OnPreemption(SavePolicy):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class AnySave(Joined, SavePolicy):
+class AnySave(JoinedPolicy, SavePolicy):
     """Due when any of ``policies`` is. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
 
     policies: tuple[SavePolicy, ...]

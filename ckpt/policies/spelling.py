@@ -12,7 +12,7 @@ from ckpt.errors import UsageError
 from .both import EverySteps, join
 from .keep import All, Best, KeepPolicy, Latest, Tagged, Within
 from .paying import EveryBudget, EveryOptimal
-from .policy import Joined
+from .policy import JoinedPolicy
 from .save import AtSteps, EveryMinutes, OnPreemption, SavePolicy
 
 _CLASSES: dict[str, Any] = {  # type[SavePolicy | KeepPolicy], each with arguments of its own
@@ -43,7 +43,7 @@ def to_json(policy: SavePolicy | KeepPolicy) -> dict[str, object]:
 
 
 def _node(policy: Any) -> dict[str, object]:
-    if isinstance(policy, Joined):
+    if isinstance(policy, JoinedPolicy):
         return {"policy": "AnyOf", "policies": [_node(p) for p in policy.policies]}
     name = type(policy).__name__
     if _CLASSES.get(name) is not type(policy):

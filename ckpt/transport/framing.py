@@ -133,7 +133,7 @@ def _in_stream(parcel: int, piece: int, views: Sequence[memoryview]) -> Views:
     return Views([memoryview(RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), digest.intdigest())), *views])
 
 
-class Taker(Protocol):
+class PieceReceiver(Protocol):
     """What a rank does with the pieces of one sender."""
 
     def open(self, announcement: bytes) -> bool:
@@ -156,7 +156,7 @@ class Taker(Protocol):
 class Inlet:
     """What comes from one rank: ``size`` parcels in all."""
 
-    def __init__(self, rank: int, size: int, taker: Taker) -> None:
+    def __init__(self, rank: int, size: int, taker: PieceReceiver) -> None:
         self.size = size
         self.unit = "parcels"
         self._rank = rank

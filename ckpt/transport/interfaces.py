@@ -27,7 +27,7 @@ class InterfaceAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class InterfaceFilter:
     """Interfaces by name, written as for NCCL: ``eth,ib`` are prefixes, ``=eth0,eth1`` names, and ``^`` before either excludes them."""
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class Choice:
     exclude: bool
 
     @classmethod
-    def parse(cls, text: str, *, exact: bool = False) -> Choice:
+    def parse(cls, text: str, *, exact: bool = False) -> InterfaceFilter:
         """``exact``: names without ``=`` are whole names, too."""
         rest = text.strip()
         exclude = rest.startswith("^")
@@ -64,7 +64,7 @@ def choose(variable: str, text: str, addresses: list[InterfaceAddress]) -> list[
     Raises:
         UsageError: it names no interface that has an address.
     """
-    chosen = Choice.parse(text, exact=variable == "GLOO_SOCKET_IFNAME").of(addresses)
+    chosen = InterfaceFilter.parse(text, exact=variable == "GLOO_SOCKET_IFNAME").of(addresses)
     if not chosen:
         known: dict[str, list[str]] = {}
         for a in addresses:

@@ -18,7 +18,7 @@ from ckpt.formats.native.coding.codecs import decode
 from ckpt.layout.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.coalesce import parts_of
 from ckpt.plan.join import Copy, join
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 
 Raw = npt.NDArray[Any]
 """Elements as bits: unsigned integers of their size, or 16 bytes."""
@@ -42,7 +42,7 @@ class Elements:
         self._coded = threading.local()
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
-    def of_view(self, view: View, box: Box) -> Raw:
+    def of_view(self, view: LogicalTensor, box: Box) -> Raw:
         """A box of a logical tensor; what no stored tensor has is zero.
 
         Raises:

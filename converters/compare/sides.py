@@ -16,7 +16,7 @@ from ckpt.converters.select.selection import Views
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import NamesError
 from ckpt.layout.geometry import Box
-from ckpt.plan.views import View, part, whole
+from ckpt.plan.views import LogicalTensor, part, whole
 
 from .elements import Elements, Raw, raw_dtype
 
@@ -77,7 +77,7 @@ class Side:
         renaming.check([*made, *self._values()])
         self.views = renaming.of(made)
 
-    def _views(self, views: Views | None) -> dict[str, View]:
+    def _views(self, views: Views | None) -> dict[str, LogicalTensor]:
         entries = self.catalog.tensors
         if views is not None:
             made = views({name: entry.shape for name, entry in entries.items()})

@@ -19,7 +19,7 @@ from ckpt.converters.pipeline.windows import FileSegment, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.layout.geometry import strided_blocks
-from ckpt.plan.views import Piece, View
+from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.transport.peers import Peers
 
 from .plan import WritePlan, WritePlanner, WriteWindow
@@ -39,7 +39,7 @@ class _Image:
     memory: torch.Tensor
     counted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def part(self, segment: FileSegment, piece: Piece, dtype: DType) -> torch.Tensor:
+    def part(self, segment: FileSegment, piece: ViewPiece, dtype: DType) -> torch.Tensor:
         """The memory that a piece belongs into."""
         start = segment.start - self.window.start
         segment_memory = self.memory[start : start + segment.length].view(torch_dtype(dtype)).view(segment.box.shape)
@@ -142,7 +142,7 @@ class Delivery:
     def _dtype(self, window: WriteWindow, segment: FileSegment) -> DType:
         return self.tensors[self.files[window.file].items[segment.item].name].dtype
 
-    def _moves(self, window: WriteWindow) -> Iterator[tuple[int, FileSegment, Piece]]:
+    def _moves(self, window: WriteWindow) -> Iterator[tuple[int, FileSegment, ViewPiece]]:
         """Who has what of a window, and for which of its segments."""
         for segment in window.segments:
             for move in self.planner.moves(window.file, segment):
@@ -177,10 +177,10 @@ class Delivery:
 
     # ---- straight into the file
 
-    def _put_piece(self, f: int, i: int, piece: Piece, alive: Callable[[], None]) -> None:
+    def _put_piece(self, f: int, i: int, piece: ViewPiece, alive: Callable[[], None]) -> None:
         item = self.files[f].items[i]
         wanted = self.tensors[item.name]
-        alone = View(shape=wanted.shape, pieces=(piece,))
+        alone = LogicalTensor(shape=wanted.shape, pieces=(piece,))
         for box in slabs(piece.box, item.itemsize, (), BLOCK):
             (part,) = alone.overlapping(box)
             data = self._values(part, wanted.dtype)
@@ -209,7 +209,7 @@ class Delivery:
         with self._lock:
             self.counted[f][i] += nbytes
 
-    def _values(self, piece: Piece, dtype: DType) -> memoryview:
+    def _values(self, piece: ViewPiece, dtype: DType) -> memoryview:
         """The bytes of a piece, in the order of its box. No copy if they lie like that in the tensor."""
         source = self.local[piece.source].gather(piece.part)
         same = source.dtype == torch_dtype(dtype) and piece.axes == tuple(range(len(piece.part.shape)))
@@ -219,7 +219,7 @@ class Delivery:
             source = room
         return as_bytes(source)
 
-    def _fill(self, piece: Piece, into: torch.Tensor) -> None:
+    def _fill(self, piece: ViewPiece, into: torch.Tensor) -> None:
         """Copy a piece into memory of the shape of its box, cast if that has another dtype."""
         source = self.local[piece.source].gather(piece.part)
         target = in_stored_order(piece, into)

@@ -24,7 +24,7 @@ from ckpt.converters.pipeline.windows import FileSegment
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.layout.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.join import join
-from ckpt.plan.views import Piece, View, filled, within
+from ckpt.plan.views import LogicalTensor, ViewPiece, filled, within
 
 from .state_catalog import StateCatalog
 
@@ -41,7 +41,7 @@ class Move(NamedTuple):
     """What ``rank`` has of one box of a tensor: ``piece.box`` in the coordinates of the tensor as it is written."""
 
     rank: int
-    piece: Piece
+    piece: ViewPiece
 
 
 class WriteWindow(NamedTuple):
@@ -111,14 +111,14 @@ class WritePlanner:
                 sizes[rank] = sizes.get(rank, 0) + box.numel * itemsize
         return sizes
 
-    def _owned(self, f: int, segment: FileSegment) -> Iterator[tuple[int, Piece, Box]]:
+    def _owned(self, f: int, segment: FileSegment) -> Iterator[tuple[int, ViewPiece, Box]]:
         """Rank, piece, and the box of its stored tensor that the rank has."""
         for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
             owners = self.catalog.owners[piece.source]
             for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
                 yield int(owners[copy.chunk]), piece, copy.box
 
-    def direct_pieces(self, gathering: WritePlan, rank: int) -> Iterator[tuple[int, int, Piece]]:
+    def direct_pieces(self, gathering: WritePlan, rank: int) -> Iterator[tuple[int, int, ViewPiece]]:
         """File, item and piece of all that ``rank`` writes by itself."""
         for f, i in gathering.direct:
             for piece in self.tensors[self.files[f].items[i].name].view.pieces:
@@ -182,7 +182,7 @@ def _shortest(shape: Sequence[int], cuts: Sequence[Sequence[int]], itemsize: int
     return int(np.diff(cuts[cut[-1]]).min()) * row_major_strides(shape)[cut[-1]] * itemsize
 
 
-def _is_long(view: View, piece: Piece, itemsize: int) -> bool:
+def _is_long(view: LogicalTensor, piece: ViewPiece, itemsize: int) -> bool:
     blocks = strided_blocks(view.shape, piece.box)
     return blocks.runs == 1 or blocks.length * itemsize >= LONG
 

@@ -9,14 +9,14 @@ from functools import partial
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 
 from .model_numbers import NUMBERS, changed, of_arguments, of_config
 from .parameter_roles import Shapes, in_all_roles
 from .terms import Dimensions
 from .translation import Direction, Translation, load_translation
 
-Views = Callable[[Mapping[str, Sequence[int]]], dict[str, View]]
+Views = Callable[[Mapping[str, Sequence[int]]], dict[str, LogicalTensor]]
 CONFIG = "config.json"
 ARGUMENTS = "args"
 """Where the state of a Megatron checkpoint has the arguments of the job."""
@@ -45,8 +45,8 @@ def model_views(translation: str, convention: str, numbers: Mapping[str, int], *
     _check_names(numbers, [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))])
     known = changed(stored_numbers or {}, numbers)
 
-    def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
-        def translate(some: Shapes, partly: bool) -> dict[str, View]:  # noqa: FBT001  called by place
+    def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
+        def translate(some: Shapes, partly: bool) -> dict[str, LogicalTensor]:  # noqa: FBT001  called by place
             return rules.views(some, direction, known, partial=partly)
 
         return in_all_roles(translate, partial(rules.knows, direction=direction), shapes)

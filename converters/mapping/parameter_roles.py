@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.errors import UsageError
-from ckpt.plan.views import View, whole
+from ckpt.plan.views import LogicalTensor, whole
 
 Shape = Sequence[int]
 Shapes = Mapping[str, Shape]
@@ -70,7 +70,7 @@ def _state_of(name: str, names: Collection[str], heads: Collection[str], knows: 
     return Role(f"{optimizer}.state.{inside}", f".{key}"), owner
 
 
-def in_all_roles(translate: Callable[[Shapes, bool], dict[str, View]], knows: Knows, shapes: Shapes) -> dict[str, View]:
+def in_all_roles(translate: Callable[[Shapes, bool], dict[str, LogicalTensor]], knows: Knows, shapes: Shapes) -> dict[str, LogicalTensor]:
     """What ``translate(shapes of parameters, whether some may be missing)`` makes of a checkpoint's tensors, whatever their role.
 
     Where parameters are put together and each has a number of its own (a step), that of the first is taken.
@@ -82,7 +82,7 @@ def in_all_roles(translate: Callable[[Shapes, bool], dict[str, View]], knows: Kn
     for name, (role, parameter) in roles_of(shapes, knows).items():
         by_role.setdefault(role, {})[parameter] = name
     parameters = _parameters(by_role, shapes)
-    made: dict[str, View] = {}
+    made: dict[str, LogicalTensor] = {}
     for role, members in by_role.items():
         own = {parameter: shapes[name] for parameter, name in members.items()}
         partly = role == _ALONE and len(by_role) > 1  # what is strange here is all that is said then
@@ -102,7 +102,7 @@ def _parameters(by_role: Mapping[Role, Mapping[str, str]], shapes: Shapes) -> di
     return {module: {**mine, **weights.get(module, {})} for module, mine in largest.items()}
 
 
-def _states(translate: Callable[[Shapes, bool], dict[str, View]], own: Shapes, parameters: Shapes) -> dict[str, View]:
+def _states(translate: Callable[[Shapes, bool], dict[str, LogicalTensor]], own: Shapes, parameters: Shapes) -> dict[str, LogicalTensor]:
     """The tensors of one key of an optimizer's state."""
     alike = {p: shape for p, shape in own.items() if tuple(shape) == tuple(parameters[p])}
     made = translate(alike, True)
@@ -117,9 +117,9 @@ def _states(translate: Callable[[Shapes, bool], dict[str, View]], own: Shapes, p
     return made
 
 
-def _sources(view: View) -> Iterable[str]:
+def _sources(view: LogicalTensor) -> Iterable[str]:
     return dict.fromkeys(piece.source for piece in view.pieces)
 
 
-def _renamed(view: View, names: Mapping[str, str]) -> View:
-    return View(shape=view.shape, pieces=tuple(piece._replace(source=names[piece.source]) for piece in view.pieces))
+def _renamed(view: LogicalTensor, names: Mapping[str, str]) -> LogicalTensor:
+    return LogicalTensor(shape=view.shape, pieces=tuple(piece._replace(source=names[piece.source]) for piece in view.pieces))

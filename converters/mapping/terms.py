@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from ckpt.errors import UsageError
 from ckpt.plan import views
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 
 Kind = Literal["concat", "interleave", "stack", "transpose", "rotary", "pad"]
 Number = int | str
@@ -84,7 +84,7 @@ class MatchedTensor(NamedTuple):
     numbers: tuple[tuple[str, int], ...]
 
 
-Rows = list[list[View]]
+Rows = list[list[LogicalTensor]]
 """A list of the patterns' views for each value of the number that a step goes over; the steps join them to one."""
 
 
@@ -124,7 +124,7 @@ class Term:
 
     def rightwards(
         self, matched: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
-    ) -> dict[str, View]:
+    ) -> dict[str, LogicalTensor]:
         """The right side's tensors as views of the left side's.
 
         Raises:
@@ -139,7 +139,7 @@ class Term:
 
     def leftwards(
         self, matched: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
-    ) -> dict[str, View]:
+    ) -> dict[str, LogicalTensor]:
         """The left side's tensors as views of the right side's. Errors as for :meth:`rightwards`."""
         made = {}
         for name, (_, at) in matched.items():
@@ -159,7 +159,7 @@ class Term:
             raise UsageError(f"{target!r} needs {self.left[p]!r}{where}{more}, which is not there, beside {sorted(names.values())[0]!r}")
         return [[names[i, p] for p in range(len(self.left))] for i in range(count)]
 
-    def _joined(self, rows: Rows, numbers: Dimensions, target: str) -> View:
+    def _joined(self, rows: Rows, numbers: Dimensions, target: str) -> LogicalTensor:
         try:
             for step in self.steps:
                 rows = _forward(step, rows, numbers)
@@ -168,7 +168,7 @@ class Term:
         ((view,),) = rows
         return view
 
-    def _parted(self, view: View, numbers: Dimensions, name: str) -> Rows:
+    def _parted(self, view: LogicalTensor, numbers: Dimensions, name: str) -> Rows:
         rows: Rows = [[view]]
         try:
             for step in reversed(self.steps):
@@ -196,7 +196,7 @@ def _forward(step: TermStep, rows: Rows, numbers: Dimensions) -> Rows:
     return [[put(column, step.axis) for column in zip(*rows, strict=True)]]
 
 
-def _padded(view: View, step: TermStep, numbers: Dimensions) -> View:
+def _padded(view: LogicalTensor, step: TermStep, numbers: Dimensions) -> LogicalTensor:
     assert step.real is not None and step.to is not None
     real = step.real if isinstance(step.real, int) else numbers.get(step.real)
     own = view.shape[step.axis : step.axis + 1]
@@ -222,7 +222,7 @@ def _backward(step: TermStep, rows: Rows, patterns: int, numbers: Dimensions) ->
     return [views.split(v, step.axis, _sizes(step, v, patterns, numbers)) for (v,) in rows]
 
 
-def _paired(view: View, axis: int, heads: int) -> View:
+def _paired(view: LogicalTensor, axis: int, heads: int) -> LogicalTensor:
     """Rows of each head from first half, second half to pairs: the two ways to store what rotary embeddings turn (transformers,
     convert_llama_weights_to_hf.py, ``permute``)."""
     halves = views.split(view, axis, _equal_parts(view, axis, 2 * heads))
@@ -230,30 +230,30 @@ def _paired(view: View, axis: int, heads: int) -> View:
     return views.concat(pairs, axis)
 
 
-def _halved(view: View, axis: int, heads: int) -> View:
+def _halved(view: LogicalTensor, axis: int, heads: int) -> LogicalTensor:
     parts = views.split(view, axis, _equal_parts(view, axis, heads))
     halves = [_equal_parts(part, axis, 2) for part in parts]
     return views.concat([h for p, s in zip(parts, halves, strict=True) for h in views.deinterleave(p, axis, s[0], s)], axis)
 
 
-def _numbered(step: TermStep, view: View, numbers: Dimensions) -> list[View]:
+def _numbered(step: TermStep, view: LogicalTensor, numbers: Dimensions) -> list[LogicalTensor]:
     if step.kind == "stack":
         return views.unstack(view, step.axis)
     assert step.count is not None
     return views.split(view, step.axis, _equal_parts(view, step.axis, numbers.of(step.count)))
 
 
-def _sizes(step: TermStep, view: View, parts: int, numbers: Dimensions) -> list[int]:
+def _sizes(step: TermStep, view: LogicalTensor, parts: int, numbers: Dimensions) -> list[int]:
     return _equal_parts(view, step.axis, parts) if step.sizes is None else [numbers.of(s) for s in step.sizes]
 
 
-def _equal_parts(view: View, axis: int, parts: int) -> list[int]:
+def _equal_parts(view: LogicalTensor, axis: int, parts: int) -> list[int]:
     if not 0 <= axis < len(view.shape) or parts < 1 or view.shape[axis] % parts:
         raise UsageError(f"axis {axis} of shape {list(view.shape)} cannot be cut in {parts} equal parts")
     return [view.shape[axis] // parts] * parts
 
 
-def _stripped(view: View, axis: int, real: int) -> View:
+def _stripped(view: LogicalTensor, axis: int, real: int) -> LogicalTensor:
     if not 0 <= axis < len(view.shape) or view.shape[axis] < real:
         raise UsageError(f"axis {axis} of shape {list(view.shape)} has not {real} elements")
     return views.split(view, axis, [real, view.shape[axis] - real])[0]

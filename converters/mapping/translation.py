@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan.match import report_names
-from ckpt.plan.views import View, whole
+from ckpt.plan.views import LogicalTensor, whole
 
 from .model_numbers import NUMBERS, PARTS
 from .terms import Dimensions, Kind, MatchedTensor, Patterns, Term, TermStep, name_of
@@ -52,7 +52,7 @@ class Translation:
 
     def views(
         self, shapes: Mapping[str, Sequence[int]], direction: Direction, numbers: Mapping[str, int] | None = None, *, partial: bool = False
-    ) -> dict[str, View]:
+    ) -> dict[str, LogicalTensor]:
         """The tensors of the other side as views of these: ``shapes`` has all tensors of one side by name.
 
         ``numbers`` are those of the model that the terms name. ``partial``: not all of the model is there, so a term may find nothing.

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.load.fetch import Check, Chunk, Fetch
+from ckpt.engine.load.fetch import Check, ChunkName, Fetch
 from ckpt.layout.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
-from ckpt.plan.views import Piece, in_order, within
+from ckpt.plan.views import ViewPiece, in_order, within
 
 from .windows import FileItem
 
@@ -53,7 +53,7 @@ class ByteRun(NamedTuple):
     item: int
     start: int
     length: int
-    chunk: Chunk
+    chunk: ChunkName
     offset: int
 
 
@@ -114,7 +114,7 @@ def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] 
     return parts if tiled else None
 
 
-def _place(number: int, item: FileItem, piece: Piece, entry: TensorEntry, copy: Copy) -> _TakenPart | None:
+def _place(number: int, item: FileItem, piece: ViewPiece, entry: TensorEntry, copy: Copy) -> _TakenPart | None:
     there = box_to_flat(copy.chunk_box.shape, copy.box.relative_to(copy.chunk_box.offset))
     here = box_to_flat(item.box.shape, within(piece, copy.box).box.relative_to(item.box.offset))
     if there is None or here is None:
@@ -128,7 +128,7 @@ def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
     length, box = place.stop - place.start, place.copy.chunk_box
     if extent.codec is not None or (length != extent.length if extent.digest is not None else place.skipped + length > extent.length):
         return None
-    return ByteRun(place.item, place.start, length, Chunk(place.entry.name, box, extent), extent.offset + place.skipped)
+    return ByteRun(place.item, place.start, length, ChunkName(place.entry.name, box, extent), extent.offset + place.skipped)
 
 
 def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:

@@ -15,13 +15,13 @@ from ckpt.engine.load.reader import Job, Reader
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
-from ckpt.plan.views import Piece, View
+from ckpt.plan.views import LogicalTensor, ViewPiece
 
 
 class ViewBox(NamedTuple):
     """``box`` of ``view`` belongs into ``memory``, of the shape of the box. Another dtype than the stored one is converted to."""
 
-    view: View
+    view: LogicalTensor
     box: Box
     memory: torch.Tensor
 
@@ -50,7 +50,7 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
         yield Job(target=LocalTensor(info, [local], entry.name), entry=entry)
 
 
-def in_stored_order(piece: Piece, memory: torch.Tensor) -> torch.Tensor:
+def in_stored_order(piece: ViewPiece, memory: torch.Tensor) -> torch.Tensor:
     """The memory of a piece with the axes of the stored tensor: a view of shape ``piece.part.shape``."""
     axes = {axis: i for i, axis in enumerate(piece.axes) if axis is not None}
     kept = memory[tuple(0 if axis is None else slice(None) for axis in piece.axes)]

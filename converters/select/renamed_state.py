@@ -20,7 +20,7 @@ from ckpt.errors import UsageError
 from ckpt.formats.external.elements import read_box
 from ckpt.formats.external.ranges import Range, read_ranges
 from ckpt.layout.geometry import Box
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 from ckpt.tree import MISSING, Missing, Node
 
 from .pruned_state import is_optimizer
@@ -47,7 +47,7 @@ def option_tensors(catalog: Catalog) -> set[str]:
 
 
 def renamed_state(
-    catalog: Catalog, entries: Collection[str], views: Mapping[str, View], rest: Node, *, optimizers: bool = True
+    catalog: Catalog, entries: Collection[str], views: Mapping[str, LogicalTensor], rest: Node, *, optimizers: bool = True
 ) -> RenamedState:
     """The state of the tensors that ``views`` make of stored ones, by their new names.
 
@@ -145,7 +145,7 @@ class _Group(NamedTuple):
 class _Optimizer:
     """One optimizer of a state, at ``key``. Parameters are called by their names in the state."""
 
-    def __init__(self, catalog: Catalog, entries: Collection[str], views: Mapping[str, View], key: str) -> None:
+    def __init__(self, catalog: Catalog, entries: Collection[str], views: Mapping[str, LogicalTensor], key: str) -> None:
         self.catalog = catalog
         self.small = option_tensors(catalog).intersection(entries)
         self.views = views

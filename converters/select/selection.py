@@ -13,12 +13,12 @@ from ckpt.catalog import Catalog, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.layout.geometry import Box
-from ckpt.plan.views import Piece, View, part, whole
+from ckpt.plan.views import LogicalTensor, ViewPiece, part, whole
 
 from .pruned_state import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references
 from .renamed_state import option_tensors, renamed_state
 
-Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, View]]
+Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, LogicalTensor]]
 """From the shapes of stored tensors to what shall be made of them."""
 
 
@@ -30,7 +30,7 @@ class OutputTensor:
     """
 
     name: str
-    view: View
+    view: LogicalTensor
     dtype: DType
     logical: tuple[int, ...] | None = None
     alias: str | None = None
@@ -139,7 +139,7 @@ def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEnt
 
 def wanted_views(
     catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str], also: Iterable[str] = ()
-) -> dict[str, View]:
+) -> dict[str, LogicalTensor]:
     """The tensors that are to be made of ``entries``, those that fit a glob of ``only``. Tensors of single ranks stay as they are. A glob
     may fit a path among ``also`` instead.
 
@@ -187,7 +187,7 @@ def _chosen(
     return OutputSet(catalog=catalog, tensors=tensors, state=renamed.state, ranks=ranks, left_out=renamed.left_out, united=renamed.united)
 
 
-def seams_of(catalog: Catalog, view: View) -> list[int]:
+def seams_of(catalog: Catalog, view: LogicalTensor) -> list[int]:
     """Places along the first axis of a view where stored chunks end: reading up to there reads no chunk twice."""
     if not view.shape:
         return []
@@ -202,13 +202,13 @@ def seams_of(catalog: Catalog, view: View) -> list[int]:
     return sorted(seams)
 
 
-def _back(view: View, head: str) -> View:
+def _back(view: LogicalTensor, head: str) -> LogicalTensor:
     if not head:
         return view
-    return View(shape=view.shape, pieces=tuple(Piece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
+    return LogicalTensor(shape=view.shape, pieces=tuple(ViewPiece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
 
 
-def _wanted(catalog: Catalog, name: str, view: View, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> OutputTensor:
+def _wanted(catalog: Catalog, name: str, view: LogicalTensor, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> OutputTensor:
     sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
     kinds = {e.dtype.name: e.dtype for e in sources}
     castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
@@ -239,7 +239,7 @@ def _settled(catalog: Catalog, wanted: OutputTensor, tensors: Mapping[str, Outpu
     return wanted if same else replace(wanted, alias=None)
 
 
-def stays(view: View, name: str, catalog: Catalog) -> bool:
+def stays(view: LogicalTensor, name: str, catalog: Catalog) -> bool:
     """Whether a tensor is the stored one of this name, as it is."""
     return name in catalog.tensors and view.is_all_of(catalog.tensors[name].shape) and view.pieces[0].source == name
 

@@ -34,7 +34,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend, stamp_of
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan.match import several
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 from ckpt.reread import read_checked
 
 from .references import References
@@ -196,7 +196,9 @@ def _point(catalog: Catalog, choice: SelectOptions) -> References:
     return pointed
 
 
-def _state(catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, View], choice: SelectOptions) -> RenamedState:
+def _state(
+    catalog: Catalog, entries: Mapping[str, TensorEntry], wanted: Mapping[str, LogicalTensor], choice: SelectOptions
+) -> RenamedState:
     """The state for these tensors."""
     renamed = RenamedState(pruned(catalog.state, sorted(wanted), optimizers=choice.views is None))
     if choice.views is not None:

@@ -21,7 +21,7 @@ from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.registry import absolute_url
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.join import Copy, join
-from ckpt.plan.views import Piece, View, in_order, within
+from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
 
 MAX_CHUNK = 64 << 20
 """Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
@@ -32,7 +32,7 @@ _LOOKED_AT = 1 << 16
 class _Take(NamedTuple):
     """What a piece of a view takes of a chunk of ``stored``."""
 
-    piece: Piece
+    piece: ViewPiece
     stored: TensorEntry
     copy: Copy
 
@@ -56,7 +56,7 @@ class References:
         """Stored tensors of which nothing is taken, and values that are not."""
         return tuple(sorted({*self.catalog.tensors} - self._taken - self.state.united | {*self.state.left_out}))
 
-    def add(self, wanted: Mapping[str, View]) -> None:
+    def add(self, wanted: Mapping[str, LogicalTensor]) -> None:
         """Tensors, as they are stored or as views of stored ones.
 
         Raises:
@@ -72,7 +72,7 @@ class References:
             else:
                 self._add(name, view, [(take, next(extents)) for take in taken[name]])
 
-    def _stays_alias(self, name: str, wanted: Mapping[str, View]) -> bool:
+    def _stays_alias(self, name: str, wanted: Mapping[str, LogicalTensor]) -> bool:
         view = wanted[name]
         entry = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
         target = wanted.get(entry.alias) if entry is not None and entry.alias is not None else None
@@ -80,7 +80,7 @@ class References:
             target is not None and entry is not None and stays(view, name, self.catalog) and stays(target, entry.alias or "", self.catalog)
         )
 
-    def _takes(self, name: str, view: View) -> list[_Take]:
+    def _takes(self, name: str, view: LogicalTensor) -> list[_Take]:
         """All chunks that a view is made of."""
         if not view.pieces:
             raise CoverageError(f"{name!r} would have no stored elements at all", where=self.catalog.url)
@@ -94,7 +94,7 @@ class References:
             takes += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
         return takes
 
-    def _add(self, name: str, view: View, takes: Sequence[tuple[_Take, Extent]]) -> None:
+    def _add(self, name: str, view: LogicalTensor, takes: Sequence[tuple[_Take, Extent]]) -> None:
         entry = self.catalog.tensors[view.pieces[0].source]
         rows = [row for take, extent in takes for row in self._rows(name, take, extent)] or [self._empty(entry)]
         rows += [row for box in self._filling(name, view) for row in self._filled(name, box, rows[0][1].path, entry.dtype.itemsize)]
@@ -106,7 +106,7 @@ class References:
         grid = _grid(view.shape, boxes, files)
         self.tensors.append(TensorEntry(name=name, dtype=entry.dtype, shape=view.shape, grid=grid, logical=logical, rank=rank))
 
-    def _filling(self, name: str, view: View) -> list[Box]:
+    def _filling(self, name: str, view: LogicalTensor) -> list[Box]:
         """Boxes that no piece has."""
         boxes: list[Box] = []
         if len(view.pieces) == 1 and view.pieces[0].box == Box.whole(view.shape):
@@ -115,7 +115,7 @@ class References:
             if fault.times:
                 raise CoverageError(f"{name}{fault.box} would be in {fault.times} stored tensors", where=self.catalog.url)
             boxes.append(fault.box)
-            view = replace(view, pieces=(*view.pieces, Piece(fault.box, "", fault.box, ())))
+            view = replace(view, pieces=(*view.pieces, ViewPiece(fault.box, "", fault.box, ())))
         return boxes
 
     def _filled(self, name: str, box: Box, path: str, itemsize: int) -> list[tuple[Box, Extent]]:
@@ -169,7 +169,7 @@ class References:
         )
 
 
-def _parts(piece: Piece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:
+def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:
     """A part of a chunk, in pieces along the first axis that are not too long: as ranges, or with strides."""
     steps = row_major_strides(chunk.shape)
     strides = [itemsize * (0 if axis is None else steps[axis]) for axis in piece.axes]

@@ -24,14 +24,14 @@ _DIMENSIONS, _NAME = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class SpanGroups:
     """Groups as JSON, and how many seconds each rank was busy."""
 
     groups: list[dict[str, Any]]
     seconds: dict[int, float]
 
 
-def encode_groups(rows: Mapping[int, Row]) -> Columns:
+def encode_groups(rows: Mapping[int, Row]) -> SpanGroups:
     """Rows as ``Spans.to_json`` gives them, by rank.
 
     Raises:
@@ -60,7 +60,7 @@ def encode_groups(rows: Mapping[int, Row]) -> Columns:
         )
         working = [p for p, phase in enumerate(phases) if phase not in WAITING | LEADING]
         seconds |= dict(zip(ranks, (busy[:, working].sum(axis=1) / 1e6).tolist(), strict=True))
-    return Columns(groups=groups, seconds=seconds)
+    return SpanGroups(groups=groups, seconds=seconds)
 
 
 def _sorted_sums(sums: list[Any], phases: int) -> Ints:
@@ -176,7 +176,7 @@ class About:
 
 
 def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
-    """Columns over the ranks in rising order; what no rank says is left out.
+    """SpanGroups over the ranks in rising order; what no rank says is left out.
 
     Raises:
         ValueError, TypeError, KeyError: a rank says what cannot be.

@@ -14,7 +14,7 @@ from ckpt.reread import read_checked
 from ckpt.tracing.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
-from .span_columns import About, Columns, decode_about, decode_groups, encode_about, encode_groups
+from .span_columns import About, SpanGroups, decode_about, decode_groups, encode_about, encode_groups
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -88,10 +88,10 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
         raise NotFoundError("no spans were kept with this checkpoint", where=where, hint=hint) from err
 
 
-def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], Columns]:
+def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
     """The rows that are kept whole, and columns of the others. Of many ranks, the single spans of few are looked at: the leader does this
     while its call goes on."""
-    columns = Columns(groups=[], seconds={})
+    columns = SpanGroups(groups=[], seconds={})
     if len(rows) > MANY:
         with_sums = {rank: row if "sums" in row else _summed(row, rank) for rank, row in rows.items()}
         columns = _columns(with_sums)
@@ -106,8 +106,8 @@ def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], Columns]:
     return kept, columns
 
 
-def _columns(rows: Mapping[int, Row]) -> Columns:
-    """Columns of all; the rank whose row is none is named."""
+def _columns(rows: Mapping[int, Row]) -> SpanGroups:
+    """SpanGroups of all; the rank whose row is none is named."""
     try:
         return encode_groups(rows)
     except _WRONG as err:

@@ -30,7 +30,7 @@ from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer
 from .conditions import only_if_absent
 from .errors import mapped
 from .opening import DIRECTORIES, STRICT_RMDIR
-from .place import TRIES, Place
+from .place import TRIES, FsspecPlace
 from .writer import GatheringWriter
 
 _PAUSE = 0.03
@@ -50,7 +50,7 @@ class FsspecBackend(Backend):
     _publishing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
-        self._place = Place(url, storage_options or {}, filesystem)
+        self._place = FsspecPlace(url, storage_options or {}, filesystem)
         self._url = self._place.url
 
     @property

@@ -21,7 +21,7 @@ from .opening import BUCKETS, DIRECTORIES, THIS_MACHINE, after_fork, opened, pro
 TRIES = 8
 
 
-class Place:
+class FsspecPlace:
     """The file system for ``url``, by its options, or by a file system that is there already. Usable after a fork.
 
     Raises:

@@ -80,7 +80,7 @@ class Sums:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ConfirmedPart:
     """A part that the store has confirmed: its ETag, and its CRC-32 where it was sent with one."""
 
     tag: str
@@ -91,16 +91,16 @@ class Part:
         return f"{self.tag} {self.crc}".rstrip()
 
     @staticmethod
-    def of_text(text: str) -> Part:
+    def of_text(text: str) -> ConfirmedPart:
         tag, _, crc = text.partition(" ")
-        return Part(tag=tag, crc=crc)
+        return ConfirmedPart(tag=tag, crc=crc)
 
     def named(self, number: int) -> dict[str, Any]:
         """As the request that completes the upload lists it."""
         return {"PartNumber": number, "ETag": self.tag, **({"ChecksumCRC32": self.crc} if self.crc else {})}
 
 
-def check_whole(checks: Checks, parts: Sequence[Part], answer: Mapping[str, Any]) -> None:
+def check_whole(checks: Checks, parts: Sequence[ConfirmedPart], answer: Mapping[str, Any]) -> None:
     """Compare the checksum that the store gives of the whole object, if it gives one, with what its parts make.
 
     Raises:

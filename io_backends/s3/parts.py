@@ -26,7 +26,7 @@ def part_size(size: int, least: int = PART) -> int:
     return -(-wanted // _MIB) * _MIB
 
 
-class Place(NamedTuple):
+class PartRange(NamedTuple):
     """Where some bytes go: into part ``number``, from its byte ``at`` on."""
 
     number: int

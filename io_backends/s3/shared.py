@@ -10,7 +10,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.checks import byte_views, check_write
 from ckpt.io_backends.shared import check_total
 
-from .checksums import Checks, Part
+from .checksums import Checks, ConfirmedPart
 from .client import LANES
 from .probing import part_checks_of
 from .reading import Key
@@ -58,7 +58,7 @@ class S3SharedObject(S3Writer):
 
     def publish(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
         """See ``SharedObject.publish``."""
-        parts = {int(number): Part.of_text(text) for receipt in receipts for number, text in receipt.items()}
+        parts = {int(number): ConfirmedPart.of_text(text) for receipt in receipts for number, text in receipt.items()}
         check_total(sum(self._length(number) for number in parts), self._size, self._key.where)
         if sum(len(receipt) for receipt in receipts) != len(parts):
             raise UsageError("two processes sent the same part", where=self._key.where)

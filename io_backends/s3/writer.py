@@ -23,10 +23,10 @@ from ckpt.io_backends.checks import byte_views, check_write
 from ckpt.io_backends.protocol import Writer
 from ckpt.io_backends.written import Written
 
-from .checksums import OFF, Checks, Part, check_whole
+from .checksums import OFF, Checks, ConfirmedPart, check_whole
 from .client import LANES
 from .errors import ChangedError, status_of, tag_of, translated
-from .parts import Gathered, Place
+from .parts import Gathered, PartRange
 from .probing import checks_of, part_checks_of
 from .reading import Key, head
 from .requests import delete, forget, mark_of, marked, new_mark, put
@@ -57,7 +57,7 @@ class S3Writer(Writer):
         """Of parts; known when the upload begins."""
         self._sent: set[int] = set()
         """Parts that were sent, or are on their way."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, ConfirmedPart] = {}
         """The parts that the store has confirmed, by number from 0."""
         self._gathered: dict[int, Gathered] = {}
         self._sending: list[Pending[None]] = []
@@ -79,8 +79,8 @@ class S3Writer(Writer):
         check_write(offset, length, self._size, self._key.where)
         with self._using():
             self._raise_unsent()
-            whole: list[Place] = []
-            some: list[Place] = []
+            whole: list[PartRange] = []
+            some: list[PartRange] = []
             for place in self._places(offset, views):
                 (whole if place.view.nbytes == self._length(place.number) and not self.single else some).append(place)
             self._check_unsent(some)
@@ -89,20 +89,20 @@ class S3Writer(Writer):
             run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
             self._written.add(offset, offset + length)
 
-    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[Place]:
+    def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[PartRange]:
         for view in views:
             at = 0
             while at < view.nbytes:
                 number, inside = divmod(offset, self._part)
                 length = min(view.nbytes - at, self._length(number) - inside)
-                yield Place(number, inside, view[at : at + length])
+                yield PartRange(number, inside, view[at : at + length])
                 at += length
                 offset += length
 
     def _length(self, number: int) -> int:
         return min(self._part, self._size - number * self._part)
 
-    def _check_unsent(self, places: Sequence[Place]) -> None:
+    def _check_unsent(self, places: Sequence[PartRange]) -> None:
         with self._lock:
             sent = [p.number for p in places if p.number in self._sent]
         if sent:
@@ -112,7 +112,7 @@ class S3Writer(Writer):
                 hint="write every byte once, or whole parts (Writer.block)",
             )
 
-    def _gather(self, place: Place) -> None:
+    def _gather(self, place: PartRange) -> None:
         with self._lock:
             gathered = self._gathered.get(place.number)
             if gathered is None:
@@ -147,7 +147,7 @@ class S3Writer(Writer):
         finally:
             self._key.client.lanes.release()
 
-    def _send_whole(self, place: Place) -> None:
+    def _send_whole(self, place: PartRange) -> None:
         with self._lock:
             again = place.number in self._sent
             self._sent.add(place.number)
@@ -169,7 +169,7 @@ class S3Writer(Writer):
 
         tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
         with self._lock:
-            self._parts[number] = Part(tag=tag, crc=sums.crc)
+            self._parts[number] = ConfirmedPart(tag=tag, crc=sums.crc)
 
     def _started(self) -> str:
         with self._starting:
@@ -281,7 +281,7 @@ class S3Writer(Writer):
         self._key.client.attempt("complete the upload", self._key.where, request)
         self._upload = None
 
-    def _confirmed(self, number: int) -> Part:
+    def _confirmed(self, number: int) -> ConfirmedPart:
         if number not in self._parts:
             raise StorageError(f"part {number + 1} never arrived", where=self._key.where, hint="write it again, whole")
         return self._parts[number]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.save.sources import Source
+from ckpt.engine.save.sources import ChunkSource
 from ckpt.engine.save.staging import Arena
 from ckpt.errors import ConsistencyError, NotFoundError
 
@@ -20,13 +20,13 @@ from ckpt.errors import ConsistencyError, NotFoundError
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Captures wait until it is set."""
-    opened, fill = threading.Event(), Source.fill_batch
+    opened, fill = threading.Event(), ChunkSource.fill_batch
 
-    def held(self: Source, *args: Any) -> None:
+    def held(self: ChunkSource, *args: Any) -> None:
         assert opened.wait(30)
         fill(self, *args)
 
-    monkeypatch.setattr(Source, "fill_batch", held)
+    monkeypatch.setattr(ChunkSource, "fill_batch", held)
     return opened
 
 

@@ -224,7 +224,7 @@ def test_views_filling_and_padding(tmp_path: Path) -> None:
     convert(url, str(tmp_path / "h"), to="hf")
     assert raw(load_file(tmp_path / "h" / "model.safetensors")["v"]) == raw(held["v"][:3])
 
-    def made(shapes: Any) -> dict[str, views.View]:
+    def made(shapes: Any) -> dict[str, views.LogicalTensor]:
         q, k = (views.whole(n, shapes[n]) for n in "qk")
         return {"qk": views.padded(views.interleave([q, k], 0, 2), 0, 7), "qt": views.transpose(q, [1, 0])}
 

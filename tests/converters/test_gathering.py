@@ -24,7 +24,7 @@ from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.plan import views
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 from tests.box_strategies import grids
 
 RANKS = (0, 1, 2, 5)
@@ -44,7 +44,7 @@ def catalogs(draw: st.DrawFn) -> StateCatalog:
     return StateCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
 
 
-def respelled(shapes: Any) -> dict[str, View]:
+def respelled(shapes: Any) -> dict[str, LogicalTensor]:
     """One turned, one cut in two and put together the other way round with a hole at its end, one as it is."""
     a, b, c = (views.whole(n, shapes[n]) for n in "abc")
     rank = len(shapes["b"])
@@ -56,14 +56,14 @@ def respelled(shapes: Any) -> dict[str, View]:
     }
 
 
-def evaluated(view: View, sources: Numbers) -> np.ndarray[Any, np.dtype[np.int64]]:
+def evaluated(view: LogicalTensor, sources: Numbers) -> np.ndarray[Any, np.dtype[np.int64]]:
     found = np.zeros(view.shape, dtype=np.int64)
     for piece in view.pieces:
         found[piece.box.slices] = taken(piece, sources)
     return found
 
 
-def taken(piece: views.Piece, sources: Numbers) -> Any:
+def taken(piece: views.ViewPiece, sources: Numbers) -> Any:
     part = sources[piece.source][piece.part.slices]
     named = [a for a in piece.axes if a is not None]
     return part.transpose(named + [a for a in range(part.ndim) if a not in named]).reshape(piece.box.shape)

@@ -24,7 +24,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import Grain
 from ckpt.plan import views
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -76,7 +76,7 @@ def test_a_virtual_checkpoint_loads_and_opens_as_any_other(
     assert size < 20_000
 
 
-def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, LogicalTensor]:
     """Views of all kinds: a column, a transposed tensor, a stack, an interleaving, a permuted part."""
     whole = {name: views.whole(name, shape) for name, shape in shapes.items() if name.startswith("w")}
     left, middle, right = views.split(whole["w0"], 1, [2, 4, 1])
@@ -122,7 +122,7 @@ def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypat
     monkeypatch.setattr(references, "MAX_CHUNK", max_chunk)
     url, copy = str(tmp_path / "virtual"), str(tmp_path / "copy")
 
-    def filled(shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+    def filled(shapes: dict[str, tuple[int, ...]]) -> dict[str, LogicalTensor]:
         whole = {f"w{i}": views.whole(f"w{i}", shapes[f"w{i}"]) for i in range(len(DTYPES))}
         return {name: views.padded(views.padded(view, 0, 9), 2, 4) for name, view in whole.items()}
 
@@ -156,7 +156,7 @@ def test_several_chunks_over_the_same_bytes(tmp_path: Path, rows: int, dtype: to
     tensor = torch.arange(rows * 3.0).reshape(rows, 3)
     ckpt.save(source, {"w": tensor})
 
-    def made(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+    def made(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
         whole = views.whole("w", shapes["w"])
         return {
             "a": whole,
@@ -192,7 +192,7 @@ def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: s
     model["b"].weight = model["a"].weight
     ckpt.save(source, {"m": model})
 
-    def other(shapes: Mapping[str, Sequence[int]]) -> dict[str, View]:
+    def other(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
         return {"m.b.weight": views.whole("m.b.weight", (2, 2)), "m.a.weight": views.whole("m.c.weight", (2, 2))}
 
     if to == "import":
@@ -353,7 +353,7 @@ def test_what_cannot_be_imported(source: str, tmp_path: Path) -> None:
     url = str(tmp_path / "virtual")
     with pytest.raises(NamesError, match="'z\\*'"):
         import_checkpoint(source, url, only=["z*"])
-    twice = View(shape=(5, 7, 3), pieces=views.whole("w0", (5, 7, 3)).pieces * 2)
+    twice = LogicalTensor(shape=(5, 7, 3), pieces=views.whole("w0", (5, 7, 3)).pieces * 2)
     with pytest.raises(CoverageError, match=r"w0\[0:5,0:7,0:3\] would be in 2 stored tensors"):
         import_checkpoint(source, url, views=lambda shapes: {"w0": twice})
     with pytest.raises(UsageError, match=r"'w0' \(float32\) and 'w2' \(int64\)"):

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt.converters.mapping.translation import Translation, parse_translation
 from ckpt.errors import NamesError, UsageError
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 from tests.plan.test_views import array, read
 
 Arrays = dict[str, np.ndarray]
@@ -45,7 +45,7 @@ def through(t: Translation, arrays: Arrays) -> Arrays:
     """To the right, and back again: which must give what went in."""
     right = t.views({n: a.shape for n, a in arrays.items()}, "rightwards", NUMBERS)
     made = {name: read(view, arrays) for name, view in right.items()}
-    back: dict[str, View] = t.views({n: a.shape for n, a in made.items()}, "leftwards", NUMBERS)
+    back: dict[str, LogicalTensor] = t.views({n: a.shape for n, a in made.items()}, "leftwards", NUMBERS)
     assert set(back) == set(arrays)
     for name, expected in arrays.items():
         assert np.array_equal(read(back[name], made), expected), name

@@ -62,7 +62,7 @@ def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int
         assert all(s.length == s.box.numel * items[s.item].itemsize for s in window.segments)
 
 
-def transformed(shapes: dict[str, tuple[int, ...]]) -> dict[str, views.View]:
+def transformed(shapes: dict[str, tuple[int, ...]]) -> dict[str, views.LogicalTensor]:
     a, b = (views.whole(n, shapes[n]) for n in "ab")
     return {
         "fused": views.interleave([a, b], 0, 2),

@@ -156,7 +156,7 @@ def test_damage_that_one_rank_reads_fails_all(ranks: Ranks, tmp_path: Path) -> N
 
 def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
     from ckpt.engine.load.parcels import Carrier
-    from ckpt.engine.load.taking import Taker
+    from ckpt.engine.load.taking import ParcelReceiver
 
     in_small_pieces()
     count = [0]
@@ -171,7 +171,7 @@ def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
         return counting
 
     if dist.get_rank() == 1:
-        Carrier._send, Taker.slot = counted(Carrier._send), counted(Taker.slot)  # type: ignore[method-assign]
+        Carrier._send, ParcelReceiver.slot = counted(Carrier._send), counted(ParcelReceiver.slot)  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         ckpt.load(url, blank(whole()), exchange=True, timeout=timeout)

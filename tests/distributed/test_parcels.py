@@ -139,15 +139,15 @@ def load_large(url: str, dim: int, verify: str, where: str) -> tuple[int, int, i
     if where == "apart":
         apart()
     if where == "slow":
-        from ckpt.engine.load.taking import Taker
+        from ckpt.engine.load.taking import ParcelReceiver
 
-        slot = Taker.slot
+        slot = ParcelReceiver.slot
 
-        def slowly(self: Taker, *args: Any) -> bool:
+        def slowly(self: ParcelReceiver, *args: Any) -> bool:
             time.sleep(0.01)
             return slot(self, *args)
 
-        Taker.slot = slowly  # type: ignore[method-assign]
+        ParcelReceiver.slot = slowly  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(dim)]) for i in range(3)}
     ckpt.load(url, state, verify="off", exchange=False)  # imports

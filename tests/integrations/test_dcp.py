@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckpt
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from ckpt.integrations.dcp import Reader, Writer
+from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.plan import ownership
 from tests.distributed.models import fsdp, mesh_of, trained, whole_model
 from tests.distributed.ranks import Ranks
@@ -50,14 +50,14 @@ def made(seed: int, steps: int) -> tuple[Any, dict[str, Any]]:
 
 def save(path: str, codec: Any = None) -> Full:
     _, state = made(1, 2)
-    dcp.save(state, storage_writer=Writer(path, codec=codec))
+    dcp.save(state, storage_writer=CkptWriter(path, codec=codec))
     return flat(state)
 
 
 def save_async(path: str) -> Full:
     which, state = made(1, 2)
     before = flat(state)
-    future = dcp.async_save(state, storage_writer=Writer(path), process_group=dist.new_group())
+    future = dcp.async_save(state, storage_writer=CkptWriter(path), process_group=dist.new_group())
     which.steps(2)  # what is saved is the state at the time of the call
     future.result()
     return before
@@ -66,7 +66,7 @@ def save_async(path: str) -> Full:
 def load(path: str) -> tuple[Full, Any]:
     which, state = made(2, 1)
     state["step"], state["note"] = 0, {"list": [], "pair": None}
-    dcp.load(state, storage_reader=Reader(path))
+    dcp.load(state, storage_reader=CkptReader(path))
     set_state_dict(which.model, which.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     model, optimizer = get_state_dict(which.model, which.optimizer)
     return flat({"model": model, "optim": optimizer}), (state["step"], state["note"], state["optim"]["param_groups"])
@@ -134,11 +134,11 @@ def odd_shapes(path: str) -> tuple[Full, Full]:
         "list": [torch.ones(2), {"inside": torch.tensor([True, False])}],
         "complex": torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
     }
-    dcp.save(state, storage_writer=Writer(path))
+    dcp.save(state, storage_writer=CkptWriter(path))
     into = {n: torch.zeros_like(t) for n, t in state.items() if n != "list"} | {
         "list": [torch.zeros(2), {"inside": torch.tensor([False, False])}]
     }
-    dcp.load(into, storage_reader=Reader(path))
+    dcp.load(into, storage_reader=CkptReader(path))
     return flat(state), flat(into)
 
 
@@ -162,22 +162,22 @@ def refused(path: str) -> list[str]:
     """Each has to fail on both ranks, and leave nothing that counts as a checkpoint."""
     tensor, mesh = torch.ones(4) * (1 + dist.get_rank()), mesh_of(dp=2)
     attempts = [
-        lambda: dcp.save({"x": object()}, storage_writer=Writer(f"{path}/object")),
-        lambda: dcp.save({"x": (1, tensor)}, storage_writer=Writer(f"{path}/tuple")),
-        lambda: [dcp.save({"x": tensor}, storage_writer=Writer(f"{path}/cached0", overwrite=False)) for _ in range(2)],
-        lambda: dcp.save({"x": io.BytesIO(b"a")}, storage_writer=Writer(f"{path}/object")),
+        lambda: dcp.save({"x": object()}, storage_writer=CkptWriter(f"{path}/object")),
+        lambda: dcp.save({"x": (1, tensor)}, storage_writer=CkptWriter(f"{path}/tuple")),
+        lambda: [dcp.save({"x": tensor}, storage_writer=CkptWriter(f"{path}/cached0", overwrite=False)) for _ in range(2)],
+        lambda: dcp.save({"x": io.BytesIO(b"a")}, storage_writer=CkptWriter(f"{path}/object")),
         lambda: dcp.save(
-            {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=Writer(f"{path}/hole"), planner=Forgets()
+            {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=CkptWriter(f"{path}/hole"), planner=Forgets()
         ),
-        lambda: dcp.load({"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=Reader(f"{path}/cached0")),
-        lambda: dcp.load({"x": torch.zeros(4)}, storage_reader=Reader(f"{path}/nothing")),
+        lambda: dcp.load({"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=CkptReader(f"{path}/cached0")),
+        lambda: dcp.load({"x": torch.zeros(4)}, storage_reader=CkptReader(f"{path}/nothing")),
     ]
     told = []
     for attempt in attempts:
         with pytest.raises(CheckpointException) as caught:
             attempt()
         told.append("; ".join(sorted({f"{type(error).__name__}: {error}"[:220] for error, _ in caught.value.failures.values()})))
-    dcp.load(into := {"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=Reader(f"{path}/cached0", cast=True))
+    dcp.load(into := {"x": torch.zeros(4, dtype=torch.float64)}, storage_reader=CkptReader(f"{path}/cached0", cast=True))
     return [*told, str(into["x"].tolist())]
 
 
@@ -203,9 +203,9 @@ def cached(path: str) -> list[tuple[Full, Full]]:
     for i, size in enumerate((4, 4, 6, 6)):
         mesh = mesh_of(dp=2)
         state = {"x": distribute_tensor(torch.arange(float(size)) + i, mesh, [Shard(0)]), "y": torch.full((3,), float(i)), "n": i}
-        dcp.save(state, storage_writer=Writer(f"{path}/{i}"), planner=DefaultSavePlanner(enable_plan_caching=True))
+        dcp.save(state, storage_writer=CkptWriter(f"{path}/{i}"), planner=DefaultSavePlanner(enable_plan_caching=True))
         into = {"x": distribute_tensor(torch.zeros(size), mesh, [Shard(0)]), "y": torch.zeros(3), "n": -1}
-        dcp.load(into, storage_reader=Reader(f"{path}/{i}"))
+        dcp.load(into, storage_reader=CkptReader(f"{path}/{i}"))
         assert into["n"] == i
         found.append((flat(state), flat(into)))
     return found
@@ -222,13 +222,13 @@ def test_a_planner_may_cache_its_plans(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_arguments_of_the_file_system_writer(tmp_path: Path) -> None:
     """Taken where they make no difference; what asks for something else is refused by name."""
-    made = Writer(tmp_path / "a", thread_count=2, single_file_per_rank=True, sync_files=True, cache_staged_state_dict=False)
+    made = CkptWriter(tmp_path / "a", thread_count=2, single_file_per_rank=True, sync_files=True, cache_staged_state_dict=False)
     assert (made.threads, made.url) == (2, str(tmp_path / "a"))
     for argument in ({"sync_files": False}, {"single_file_per_rank": False}, {"per_thread_copy_ahead": 1}, {"thread_counts": 1}):
         with pytest.raises(ckpt.errors.UsageError, match=next(iter(argument))):
-            Writer("a", **argument)
+            CkptWriter("a", **argument)
     with pytest.raises(ckpt.errors.UsageError, match="thread_count"):
-        Writer("a", threads=1, thread_count=2)
+        CkptWriter("a", threads=1, thread_count=2)
 
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py"

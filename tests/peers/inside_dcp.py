@@ -22,7 +22,7 @@ from ckpt.integrations import dcp as ours
 MODE = os.environ.get("PEERS_MODE", "off")
 
 
-class PathWriter(ours.Writer):
+class PathWriter(ours.CkptWriter):
     """Its first argument is called as that of FileSystemWriter is."""
 
     def __init__(self, path: Any, **options: Any) -> None:

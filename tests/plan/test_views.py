@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.layout.geometry import Box
 from ckpt.plan import views
-from ckpt.plan.views import View
+from ckpt.plan.views import LogicalTensor
 
 Arrays = dict[str, np.ndarray]
-Pair = tuple[View, np.ndarray]
+Pair = tuple[LogicalTensor, np.ndarray]
 
 
-def read(view: View, arrays: Arrays) -> np.ndarray:
+def read(view: LogicalTensor, arrays: Arrays) -> np.ndarray:
     """The view's elements, -1 where it has filling."""
     found = np.full(view.shape, -1, dtype=np.int64)
     for box, source, part, axes in view.pieces:
@@ -33,7 +33,7 @@ def array(shape: tuple[int, ...], first: int) -> np.ndarray:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[View, np.ndarray, Arrays]:
+def programs(draw: st.DrawFn) -> tuple[LogicalTensor, np.ndarray, Arrays]:
     """A random program of operations over a few stored tensors of one shape, beside the same program in numpy."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     arrays = {f"t{i}": array(shape, i * 1000) for i in range(draw(st.integers(1, 4)))}
@@ -73,7 +73,7 @@ def steps(draw: st.DrawFn, now: list[Pair]) -> list[Pair]:
 
 
 @given(programs())
-def test_a_view_gives_what_numpy_gives(program: tuple[View, np.ndarray, Arrays]) -> None:
+def test_a_view_gives_what_numpy_gives(program: tuple[LogicalTensor, np.ndarray, Arrays]) -> None:
     view, expected, arrays = program
     assert view.shape == expected.shape
     assert np.array_equal(read(view, arrays), expected)
@@ -81,7 +81,7 @@ def test_a_view_gives_what_numpy_gives(program: tuple[View, np.ndarray, Arrays])
 
 
 @given(programs(), st.data())
-def test_a_box_of_a_view(program: tuple[View, np.ndarray, Arrays], data: st.DataObject) -> None:
+def test_a_box_of_a_view(program: tuple[LogicalTensor, np.ndarray, Arrays], data: st.DataObject) -> None:
     view, expected, arrays = program
     start = [data.draw(st.integers(0, s - 1)) for s in view.shape]
     box = Box(tuple(start), tuple(data.draw(st.integers(1, s - a)) for s, a in zip(view.shape, start, strict=True)))
@@ -89,7 +89,7 @@ def test_a_box_of_a_view(program: tuple[View, np.ndarray, Arrays], data: st.Data
 
 
 @given(programs())
-def test_turned_round_it_gives_the_sources(program: tuple[View, np.ndarray, Arrays]) -> None:
+def test_turned_round_it_gives_the_sources(program: tuple[LogicalTensor, np.ndarray, Arrays]) -> None:
     view, expected, arrays = program
     back = views.inverse({"all": view}, {name: a.shape for name, a in arrays.items()})
     for name, stored in arrays.items():
@@ -97,7 +97,7 @@ def test_turned_round_it_gives_the_sources(program: tuple[View, np.ndarray, Arra
 
 
 @given(programs())
-def test_there_and_back_is_the_identity(program: tuple[View, np.ndarray, Arrays]) -> None:
+def test_there_and_back_is_the_identity(program: tuple[LogicalTensor, np.ndarray, Arrays]) -> None:
     view, expected, arrays = program
     back = views.inverse({"all": view}, {name: a.shape for name, a in arrays.items()})
     assert np.array_equal(read(views.composed(view, back), {"all": expected}), expected)
@@ -130,7 +130,7 @@ def test_filling_at_the_end_is_padding() -> None:
     assert views.padded(views.padded(w, 0, 5), 1, 4).unpadded == (3, 2)
     assert w.unpadded is None
     assert views.concat([views.padded(w, 0, 5), w], 0).unpadded is None
-    assert View(shape=(2,), pieces=()).unpadded is None
+    assert LogicalTensor(shape=(2,), pieces=()).unpadded is None
 
 
 def test_the_beginning_of_a_tensor_is_not_all_of_it() -> None:

@@ -24,7 +24,7 @@ from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import remove_checkpoint, set_tags
-from ckpt.integrations.dcp import Writer
+from ckpt.integrations.dcp import CkptWriter
 from ckpt.io_backends import open_backend
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.step_listing import list_steps, remove_at, remove_step
@@ -326,7 +326,7 @@ def saved_async(source: Path, target: Path) -> object:
 
 def through_dcp(source: Path, target: Path) -> object:
     try:
-        return dcp.save({"w": torch.ones(3)}, storage_writer=Writer(str(target)), no_dist=True)
+        return dcp.save({"w": torch.ones(3)}, storage_writer=CkptWriter(str(target)), no_dist=True)
     except dcp.api.CheckpointException as err:
         raise next(iter(err.failures.values()))[0] from None
 

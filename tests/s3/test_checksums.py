@@ -15,7 +15,7 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.io_backends.s3.checksums import Checks, Part, check_whole
+from ckpt.io_backends.s3.checksums import Checks, ConfirmedPart, check_whole
 from ckpt.io_backends.s3.client import client_of
 from ckpt.io_backends.s3.errors import ChangedError
 from tests.s3.meddling import Seen, _Raw, answer, watch
@@ -133,7 +133,10 @@ def test_a_store_that_compares_nothing(moto_store: ObjectStore, monkeypatch: pyt
 
 def test_the_whole_object_is_compared_too() -> None:
     halves = (b"one", b"two")
-    parts = [Part(tag=f'"{hashlib.md5(h).hexdigest()}"', crc=base64.b64encode(zlib.crc32(h).to_bytes(4, "big")).decode()) for h in halves]
+    parts = [
+        ConfirmedPart(tag=f'"{hashlib.md5(h).hexdigest()}"', crc=base64.b64encode(zlib.crc32(h).to_bytes(4, "big")).decode())
+        for h in halves
+    ]
     crc = base64.b64encode(zlib.crc32(b"".join(zlib.crc32(h).to_bytes(4, "big") for h in halves)).to_bytes(4, "big")).decode()
     md5 = hashlib.md5(b"".join(hashlib.md5(h).digest() for h in halves)).hexdigest()
     checks = Checks(way="md5", tags=True)
@@ -142,4 +145,4 @@ def test_the_whole_object_is_compared_too() -> None:
     for wrong in ({"ChecksumCRC32": f"AAAA{crc[4:]}-2"}, {"ETag": f'"0{md5[1:]}-2"' if md5[0] != "0" else f'"1{md5[1:]}-2"'}):
         with pytest.raises(ChangedError, match="another object"):
             check_whole(checks, parts, wrong)
-    assert [Part.of_text(part.text) for part in parts] == parts
+    assert [ConfirmedPart.of_text(part.text) for part in parts] == parts

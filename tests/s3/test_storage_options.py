@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt.errors import AccessError, CkptError, ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.integrations.dcp import Reader, Writer
+from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.io_backends import open_backend, storage_options
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.fsspec.backend import FsspecBackend
@@ -81,9 +81,9 @@ def test_options_reach_every_call(object_store: ObjectStore, options: dict[str, 
         c.wait()
         assert c.restore(state(0.0)) == 3
     assert [s.number for s in ckpt.list_steps(root)] == [1, 2, 3]
-    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(f"{root}/dcp"), no_dist=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=CkptWriter(f"{root}/dcp"), no_dist=True)
     found = {"w": torch.zeros(3)}
-    dcp.load(found, storage_reader=Reader(f"{root}/dcp"), no_dist=True)
+    dcp.load(found, storage_reader=CkptReader(f"{root}/dcp"), no_dist=True)
     assert torch.equal(found["w"], torch.ones(3))
     copy_checkpoint(f"{root}/step-1", f"{root}/copy")
     copy_checkpoint(f"{root}/copy", str(tmp_path / "copy"))

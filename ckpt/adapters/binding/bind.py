@@ -52,7 +52,7 @@ def bind(
     seen = survey(state)
     with torch.no_grad():
         placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
-        walk = _Walk(catalog, placer, selection, names_in(seen.modules), cast=cast)
+        walk = _BindWalk(catalog, placer, selection, names_in(seen.modules), cast=cast)
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
         placer.remember()
@@ -64,7 +64,7 @@ def _no_setter(value: object) -> None:
     raise AssertionError("the root of a state is a container and is changed in place")
 
 
-class _Walk(Binder):
+class _BindWalk(Binder):
     def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, placer, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)

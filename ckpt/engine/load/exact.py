@@ -21,7 +21,7 @@ from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.layout.geometry import Box
 
-from .fetch import Chunk, Fetch, damaged
+from .fetch import ChunkName, Fetch, damaged
 
 SMALL = 64 << 10
 """Bytes of a chunk that is read together with its neighbours."""
@@ -46,8 +46,8 @@ class Exact:
     extents: Sequence[Extent]
     addresses: Sequence[int]
 
-    def chunk(self, i: int) -> Chunk:
-        return Chunk(self.jobs[i].entry.name, self.jobs[i].target.parts[0].box, self.extents[i])
+    def chunk(self, i: int) -> ChunkName:
+        return ChunkName(self.jobs[i].entry.name, self.jobs[i].target.parts[0].box, self.extents[i])
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Exact:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class ChunkRun:
     """Small chunks whose bytes follow one another in a file: ``length`` bytes from ``start`` on; ``numbers`` say which they are."""
 
     path: str
@@ -135,7 +135,7 @@ def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
         yield partial(_fill, fetch, exact, i)
 
 
-def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[Batch]:
+def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[ChunkRun]:
     """Chunks in the order of their bytes, neighbours together up to ``most`` bytes. A chunk that several targets want is read once."""
     by_file: dict[str, list[int]] = {}
     for i in small:
@@ -150,11 +150,11 @@ def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[Batch]:
             while first < last:
                 reach = first + int(np.searchsorted(starts[first:last], starts[first] + most - SMALL, side="right"))
                 start, stop = int(starts[first]), int(stops[first:reach].max())
-                yield Batch(path, start, stop - start, numbers[first:reach].tolist())
+                yield ChunkRun(path, start, stop - start, numbers[first:reach].tolist())
                 first = reach
 
 
-def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
+def _move(fetch: Fetch, exact: Exact, batch: ChunkRun) -> None:
     """Read all, check all, then put each in its place."""
     buffer = fetch.scratch(batch.length)
     extents = [exact.extents[i] for i in batch.numbers]
@@ -166,7 +166,7 @@ def _move(fetch: Fetch, exact: Exact, batch: Batch) -> None:
             _memmove(exact.addresses[i], at + extent[1], extent[2])
 
 
-def _read(fetch: Fetch, exact: Exact, batch: Batch, extents: Sequence[Extent], data: memoryview) -> None:
+def _read(fetch: Fetch, exact: Exact, batch: ChunkRun, extents: Sequence[Extent], data: memoryview) -> None:
     start = batch.start
     fetch.fill(batch.path, start, data)
     verified, last = 0, -1

@@ -38,14 +38,14 @@ SPARE = 512
 """Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
 
 
-class Spans(Protocol):
+class SpanRecorder(Protocol):
     """Where the time of a load is recorded."""
 
     def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]: ...
     def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None: ...
 
 
-class Chunk(NamedTuple):
+class ChunkName(NamedTuple):
     """A stored chunk, as messages name it."""
 
     tensor: str
@@ -57,7 +57,7 @@ class Fetch:
     """Reads from one catalog. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``waits`` how
     often a thread gave up its core during the first reads, ``PROBE`` bytes."""
 
-    def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: Spans | None) -> None:
+    def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: SpanRecorder | None) -> None:
         self.catalog = catalog
         self.verify = verify
         self.piece = max(PIECE, catalog.backend.grain.piece)
@@ -122,7 +122,7 @@ class Fetch:
 
         return read_checked(self.catalog.backend, extent.path, attempt, offset=extent.offset, length=extent.length)
 
-    def chunk(self, chunk: Chunk, memory: memoryview) -> None:
+    def chunk(self, chunk: ChunkName, memory: memoryview) -> None:
         """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`checked`.
 
         Raises:
@@ -134,7 +134,7 @@ class Fetch:
             self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + self.stretch], check)
         check.end()
 
-    def look_again(self, chunk: Chunk, damage: CorruptError) -> None:
+    def look_again(self, chunk: ChunkName, damage: CorruptError) -> None:
         """Whether a chunk is damaged that was once, but was put into place meanwhile: its bytes are only checked.
 
         Raises:
@@ -154,7 +154,7 @@ class Fetch:
 
         self.checked(chunk.extent, read)
 
-    def check(self, chunk: Chunk, data: memoryview) -> None:
+    def check(self, chunk: ChunkName, data: memoryview) -> None:
         """Compare bytes that were read with the digest of their chunk, if they are all of it.
 
         Raises:
@@ -175,7 +175,7 @@ class Fetch:
         count: int = getattr(self._local, "unchecked", 0)
         return count
 
-    def decode(self, chunk: Chunk, blob: memoryview, out: memoryview, itemsize: int) -> None:
+    def decode(self, chunk: ChunkName, blob: memoryview, out: memoryview, itemsize: int) -> None:
         """What a coded chunk was coded from.
 
         Raises:
@@ -203,7 +203,7 @@ class Fetch:
 class Check:
     """The digest of one chunk while its bytes come in."""
 
-    def __init__(self, fetch: Fetch, chunk: Chunk) -> None:
+    def __init__(self, fetch: Fetch, chunk: ChunkName) -> None:
         self._fetch = fetch
         self._chunk = chunk
         self._length = 0
@@ -246,7 +246,7 @@ class Check:
         self._fetch.compared(self._length)
 
 
-def damaged(chunk: Chunk, what: str, url: str) -> CorruptError:
+def damaged(chunk: ChunkName, what: str, url: str) -> CorruptError:
     extent = chunk.extent
     return CorruptError(
         f"chunk {chunk.box} of tensor {chunk.tensor} is damaged: {what}",

@@ -29,9 +29,9 @@ from ckpt.transport.peers import Peers, Turn
 from ckpt.transport.shm_pool import PAUSE, Ring
 
 from .exact import SLICE
-from .fetch import Check, Chunk, Fetch
+from .fetch import Check, ChunkName, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
-from .taking import Taker, is_checked, pack, packed_copy, place, straight
+from .taking import ParcelReceiver, is_checked, pack, packed_copy, place, straight
 
 _Digest = xxhash.xxh3_64
 _Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
@@ -50,7 +50,7 @@ class Carrier:
         self._peers = peers
         self._call = call
         self._feeds = {rank: Feed(len(parcels)) for rank, parcels in sharing.gives.items()}
-        self._takers = {rank: Taker(rank, sharing.rank, parcels, fetch) for rank, parcels in sharing.takes.items()}
+        self._takers = {rank: ParcelReceiver(rank, sharing.rank, parcels, fetch) for rank, parcels in sharing.takes.items()}
         self._numbers = {rank: {id(p): i for i, p in enumerate(parcels)} for rank, parcels in sharing.gives.items()}
         self._ring: Ring | None = None
         self.coded = 0
@@ -178,7 +178,7 @@ class Carrier:
         """Pieces of a chunk are handed out before its digest is known. If it does not fit, and that of a second read does, the ranks read
         the chunk themselves at the end."""
         item, cuts = parcel.items[0], parcel.cuts()
-        chunk = Chunk(item.entry.name, item.box, extent)
+        chunk = ChunkName(item.entry.name, item.box, extent)
         if len(cuts) == 1:
 
             def fill_whole(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
@@ -225,7 +225,7 @@ class Carrier:
         for i in run:
             item, extent = parcel.items[i], extents[i]
             stored, into = found[extent.offset - together.offset :][: extent.length], data[item.start : item.start + item.nbytes]
-            chunk = Chunk(item.entry.name, item.box, extent)
+            chunk = ChunkName(item.entry.name, item.box, extent)
             self._fetch.check(chunk, stored.data)
             if extent.codec is None:
                 into[:] = stored
@@ -233,7 +233,7 @@ class Carrier:
                 self._fetch.decode(chunk, stored.data, into.data, item.itemsize)
 
     def _decode(self, item: Item, extent: Extent, out: npt.NDArray[np.uint8]) -> None:
-        chunk = Chunk(item.entry.name, item.box, extent)
+        chunk = ChunkName(item.entry.name, item.box, extent)
         blob = self._fetch.scratch(extent.length, "blob")[: extent.length].data
         self._fetch.chunk(chunk, blob)
         self._fetch.decode(chunk, blob, out.data, item.itemsize)

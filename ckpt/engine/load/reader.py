@@ -26,7 +26,7 @@ from ckpt.plan.pieces import pieces
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
-from .fetch import PAGE, PROBE, Check, Chunk, Fetch, Spans, Verify
+from .fetch import PAGE, PROBE, Check, ChunkName, Fetch, SpanRecorder, Verify
 from .parcels import Carrier
 from .sweep import MAX_CODED, FilePlan, Sweep, by_file, cohorts_of
 
@@ -52,8 +52,8 @@ class _Step:
     extent: Extent
 
     @property
-    def chunk(self) -> Chunk:
-        return Chunk(self.job.entry.name, self.copy.chunk_box, self.extent)
+    def chunk(self) -> ChunkName:
+        return ChunkName(self.job.entry.name, self.copy.chunk_box, self.extent)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ class Reader:
     verify: Verify
     threads: int
     beat: Callable[[], None]
-    spans: Spans | None = None
+    spans: SpanRecorder | None = None
     bytes_needed: int = 0
     _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 

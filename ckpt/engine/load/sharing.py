@@ -19,7 +19,7 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import common_box
 from ckpt.plan.parcels import Shared, reader_of, shared_chunks, wants
-from ckpt.plan.pieces import Piece, pieces
+from ckpt.plan.pieces import CacheBlock, pieces
 
 from .exact import Job
 from .fetch import PIECE
@@ -308,7 +308,7 @@ def _boxes(layout: TensorLayout, shape: tuple[int, ...], stored: Box, chunk: Box
 
 
 @lru_cache(maxsize=4096)
-def _pieces(chunk: Box, limit: int) -> tuple[Piece, ...]:
+def _pieces(chunk: Box, limit: int) -> tuple[CacheBlock, ...]:
     return tuple(pieces(chunk, chunk, limit))
 
 

@@ -28,7 +28,7 @@ from ckpt.plan.join import Copy
 
 from .copying import Stored, copy_box
 from .exact import Job
-from .fetch import Chunk, Fetch, damaged
+from .fetch import ChunkName, Fetch, damaged
 
 MAX_CODED = 64 << 20
 """Bytes of a coded chunk, before coding."""
@@ -54,7 +54,7 @@ class ByFile(Protocol):
     def drop(self, file: int) -> None: ...
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """What one chunk gives one part of each target of a cohort: where it lies in the chunk and in the part's memory."""
 
     copy: Copy
@@ -101,7 +101,7 @@ class Cohort:
         parts = self.jobs[0].target.parts
         return [(number, box.offset, box.end, parts[number].box.offset) for number, box in self.wanted]
 
-    def parts(self, chunk: int) -> list[Part]:
+    def parts(self, chunk: int) -> list[ChunkPart]:
         """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
         stored = self.jobs[0].entry.grid.box(chunk)
         low, high = stored.offset, stored.end
@@ -112,7 +112,7 @@ class Cohort:
             if min(shape, default=1) > 0:
                 source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
                 into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
-                found.append(Part(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
+                found.append(ChunkPart(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
         return found
 
     @property
@@ -151,7 +151,7 @@ class Shelf(NamedTuple):
     """One chunk of each tensor of a cohort, in one file; it has at least one part."""
 
     cohort: Cohort
-    parts: Sequence[Part]
+    parts: Sequence[ChunkPart]
 
     @property
     def box(self) -> Box:
@@ -163,7 +163,7 @@ class Other(NamedTuple):
     """A chunk that goes by itself: coded, long, or under a key that had to be looked for."""
 
     job: Job
-    parts: Sequence[Part]
+    parts: Sequence[ChunkPart]
     extent: Extent
 
 
@@ -292,7 +292,7 @@ class Sweep:
         alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
         shelf = plan.shelves[int(alike.groups[i])]
         extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
-        chunk = Chunk(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
+        chunk = ChunkName(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
         return damaged(chunk, f"digest {found}, should be {digest}", self.fetch.catalog.url)
 
 

@@ -33,7 +33,7 @@ def _notice(text: str) -> None:
         log.warning(text)
 
 
-class Taker:
+class ParcelReceiver:
     """Takes what this rank wants of the parcels that another one reads."""
 
     def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: Fetch) -> None:

@@ -35,8 +35,8 @@ from .merge import Merge
 from .plan import Batch, RankPlan
 from .quiescence import GracePeriod
 from .replicas import Replicas
-from .sources import Source
-from .staging import Stage
+from .sources import ChunkSource
+from .staging import StagedBatches
 from .writer import MANY
 
 SMALL = 256 << 10
@@ -52,7 +52,14 @@ class Capture:
     """Copies one rank's share of a state into a stage. ``done`` is set when the state may change again, or capturing failed."""
 
     def __init__(
-        self, plan: RankPlan, placer: Placer, source: Source, stage: Stage, merge: Merge | None, replicas: Replicas | None, spans: Spans
+        self,
+        plan: RankPlan,
+        placer: Placer,
+        source: ChunkSource,
+        stage: StagedBatches,
+        merge: Merge | None,
+        replicas: Replicas | None,
+        spans: Spans,
     ) -> None:
         self.plan = plan
         self.placer = placer

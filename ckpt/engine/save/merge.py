@@ -15,14 +15,14 @@ from ckpt.plan.merge import Fragment
 from ckpt.transport.peers import Peers
 
 from .plan import RankPlan
-from .sources import Source
+from .sources import ChunkSource
 
 
 class Merge:
     """The fragments of one rank and one save. ``take`` them before the state changes; ``run`` moves them; who writes a mixed chunk
     waits."""
 
-    def __init__(self, plan: RankPlan, source: Source, peers: Peers) -> None:
+    def __init__(self, plan: RankPlan, source: ChunkSource, peers: Peers) -> None:
         self.plan = plan
         self.source = source
         self.peers = peers

@@ -13,7 +13,7 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.layout.geometry import Box
 
 from .plan import RankPlan
-from .sources import Source
+from .sources import ChunkSource
 
 GROUP = 64
 """Tensors that are hashed in one task."""
@@ -22,7 +22,7 @@ GROUP = 64
 class Replicas:
     """Hashes the replicated tensors of one rank. Chunks that the rank writes are hashed when they are written."""
 
-    def __init__(self, plan: RankPlan, source: Source, rank: int) -> None:
+    def __init__(self, plan: RankPlan, source: ChunkSource, rank: int) -> None:
         self.plan = plan
         self.source = source
         self.rank = rank

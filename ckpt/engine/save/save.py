@@ -44,8 +44,8 @@ from .merge import Merge
 from .plan import APART, Plans, RankPlan
 from .progress import ProgressWriter, Signer
 from .replicas import Replicas
-from .sources import Source
-from .staging import Arena, Stage, lay_out
+from .sources import ChunkSource
+from .staging import Arena, StagedBatches, lay_out
 from .writer import Alive, RankWriter
 
 log = logging.getLogger("ckpt")
@@ -177,7 +177,7 @@ class Save:
                 merge=self.options.merge and group.size > 1,
                 codec=self.options.codec,
             )
-            self.source = Source(self.plan, self.collected.placer.tensors)
+            self.source = ChunkSource(self.plan, self.collected.placer.tensors)
         moves = self.plan.sends or self.plan.receives
         self.merge = Merge(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
         checked = self.options.check_replicas and group.size > 1
@@ -203,7 +203,7 @@ class Save:
             segments, nbytes = lay_out(self.plan.batches, self.options.staging)
             self.devices = devices_of(placer.tensors.values())
             refuse_in_graph(self.devices, self.call.url)
-            stage = Stage(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
+            stage = StagedBatches(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
         self.capture = Capture(self.plan, placer, self.source, stage, self.merge, self.replicas, self.spans)
         return self.capture
 

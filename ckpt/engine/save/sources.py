@@ -25,7 +25,7 @@ _move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_small.restype = None
 
 
-class Source:
+class ChunkSource:
     """Reads chunks of one rank out of the tensors of its state. ``received``: what other ranks sent of merged chunks, by chunk number."""
 
     def __init__(self, plan: RankPlan, tensors: Mapping[str, LocalTensor]) -> None:

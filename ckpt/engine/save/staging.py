@@ -116,7 +116,7 @@ def _pages_of(start: int, last: Batch) -> int:
     return -(-(last.start + last.length - start) // PAGE) * PAGE
 
 
-class Stage:
+class StagedBatches:
     """The batches of one save on their way through the arena. One thread captures; writers wait for each batch and release it."""
 
     def __init__(self, segments: Sequence[Segment], memory: torch.Tensor) -> None:

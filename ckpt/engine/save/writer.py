@@ -21,8 +21,8 @@ from ckpt.tracing.spans import Spans
 
 from .merge import Merge
 from .plan import BATCH, Batch, RankPlan
-from .sources import Source
-from .staging import Stage
+from .sources import ChunkSource
+from .staging import StagedBatches
 
 BLOCK = 1 << 20
 """Least bytes that are hashed and written at once."""
@@ -50,13 +50,13 @@ class RankWriter:
         *,
         backend: Backend,
         plan: RankPlan,
-        source: Source,
+        source: ChunkSource,
         id: str,
         position: int,
         threads: int,
         alive: Alive,
         spans: Spans,
-        stage: Stage | None = None,
+        stage: StagedBatches | None = None,
         merge: Merge | None = None,
     ) -> None:
         self.backend = backend

@@ -18,7 +18,7 @@ from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABU
 from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
 from ckpt.formats.megatron.stages import layers_of_chunks
 from ckpt.layout.geometry import Box
-from ckpt.plan.views import View, concat, padded, part, stack, transpose
+from ckpt.plan.views import LogicalTensor, concat, padded, part, stack, transpose
 
 _OUTSIDE = -1
 """The number of no layer, and of no expert."""
@@ -38,7 +38,7 @@ class RankParam(NamedTuple):
 
     name: str
     source: str
-    view: View
+    view: LogicalTensor
     dtype: DType
     shape: tuple[int, ...]
     of_expert: bool = False
@@ -212,7 +212,7 @@ class Ranks:
         called = self.local_names.name(name, first_layer=first, first_expert=at.expert * self._own)
         return RankParam(called, source, blocks[0] if len(blocks) == 1 else concat(blocks, 0), wanted.dtype, local, expert)
 
-    def _with_rows(self, view: View) -> View:
+    def _with_rows(self, view: LogicalTensor) -> LogicalTensor:
         """The view with as many rows as the job pads the vocabulary to: what padding is stored stays, the rest is zeros."""
         rows = self.padded_rows
         if rows >= view.shape[0]:
