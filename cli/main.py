@@ -22,8 +22,8 @@ from ckpt._version import __version__
 from ckpt.errors import CkptError, StorageError
 from ckpt.text.printable import printable
 
+from .interrupts import INTERRUPTED, quit_at_once
 from .output import Output, unwritable
-from .start import INTERRUPTED, quit_at_once
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",

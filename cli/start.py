@@ -6,11 +6,9 @@ has been begun that would need an end, so the process just ends. :mod:`ckpt.cli.
 
 from __future__ import annotations
 
-import os
 import signal
-from types import FrameType
 
-INTERRUPTED = 130
+from .interrupts import quit_at_once
 
 
 def main() -> None:
@@ -20,9 +18,3 @@ def main() -> None:
     from .main import cli
 
     cli.main()
-
-
-def quit_at_once(signum: int, frame: FrameType | None) -> None:
-    """The handler of SIGINT until a command runs."""
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
