@@ -490,7 +490,7 @@ HASHED_AGAIN = """
 import sys, threading
 import torch
 import ckpt
-from ckpt.engine import capture
+from ckpt.engine.save import capture
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.spans import read_spans
 from ckpt.formats.native.writer import read_record

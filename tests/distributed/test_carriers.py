@@ -82,9 +82,9 @@ def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
     in_small_pieces()
     fill, lengths = Fetch.fill, []
 
-    def counted(self: Fetch, path: str, offset: int, memory: memoryview) -> None:
+    def counted(self: Fetch, path: str, offset: int, memory: memoryview, *more: Any) -> None:
         lengths.append(len(memory))
-        fill(self, path, offset, memory)
+        fill(self, path, offset, memory, *more)
 
     Fetch.fill = counted  # type: ignore[method-assign]
     as_from(Grain(piece=pieces[dist.get_rank()]))

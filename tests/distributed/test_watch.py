@@ -31,11 +31,11 @@ MIB = 1 << 18
 
 
 class SlowWrites(FaultyProcess):
-    """A process whose storage takes a tenth of a second for each write of a data file."""
+    """A process whose storage takes half a second for each write of a data file."""
 
     def operate(self, what: str, effect: Callable[[], Any], half: Callable[[], None] | None = None) -> Any:
         if half is not None:
-            time.sleep(0.1)
+            time.sleep(0.5)
         return super().operate(what, effect, half)
 
 

@@ -98,7 +98,7 @@ def test_a_full_disk(mount: Path) -> None:
     spoilt(loop, fill, filler.unlink, NoSpaceError)
     loop.check(10, 12)
     files = {p.relative_to(mount / "run").parts[0] for p in mount.rglob("*") if p.is_file()}
-    assert files == {"step-00000010", "step-00000012"}, "what failed is removed"
+    assert files == {"step-00000010", "step-00000012", "ckpt-log.json"}, "what failed is removed, and noted"
 
 
 def test_a_file_system_that_becomes_read_only(mount: Path) -> None:

@@ -21,8 +21,9 @@ from tests.faults.proxy import FaultProxy
 from tests.io_backends.counted import counting
 from tests.s3.stores import ObjectStore
 
-MOST = {"counted": {"save": 23, "restore": 9, "load": 6, "list": 5}, "local": {"save": 32, "restore": 9, "load": 6, "list": 5}}
-"""Calls of the file system, of a run of two steps. A save asks of each object whether its name is free, and whether all of it arrived."""
+MOST = {"counted": {"save": 23, "restore": 12, "load": 6, "list": 5}, "local": {"save": 32, "restore": 16, "load": 6, "list": 5}}
+"""Calls of the file system, of a run of two steps. A save asks of each object whether its name is free, and whether all of it arrived; a
+restore leaves a note in the log of the run."""
 MANY = 20_000
 
 
@@ -49,10 +50,14 @@ def test_a_run_of_two_steps(scheme: str, tmp_path: Path, calls: Counter[str]) ->
         with ckpt.Checkpointer(root) as c:
             c.save(step, state)
 
+    def restore() -> None:
+        with ckpt.Checkpointer(root) as c:  # at the end all is done, the note of the load too
+            c.restore(found)
+
     save(1)
     cost = {
         "save": _cost(calls, lambda: save(2)),
-        "restore": _cost(calls, lambda: ckpt.Checkpointer(root).restore(found)),
+        "restore": _cost(calls, restore),
         "load": _cost(calls, lambda: ckpt.load(f"{root}/step-00000001", {**found})),
         "list": _cost(calls, lambda: ckpt.list_steps(root)),
     }
@@ -106,19 +111,24 @@ def test_a_run_over_s3fs(s3_url: str, object_store: ObjectStore, monkeypatch: py
     state = {"w": torch.arange(4_000_000, dtype=torch.int32), "n": 1}
     found = {"w": torch.zeros(4_000_000, dtype=torch.int32), "n": 0}
     cost = []
+
+    def restore() -> None:
+        with ckpt.Checkpointer(root) as c:
+            c.restore(found)
+
     with FaultProxy(object_store.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         ckpt.save(f"{root}/step-1", state)
         for act in (
             lambda: ckpt.save(f"{root}/step-2", state),
-            lambda: ckpt.Checkpointer(root).restore(found),
+            restore,
             lambda: ckpt.list_steps(root),
         ):
             before = proxy.requests
             act()
             cost.append(proxy.requests - before)
     assert torch.equal(found["w"], state["w"])
-    assert all(n <= most for n, most in zip(cost, (40, 12, 6), strict=True)), cost
+    assert all(n <= most for n, most in zip(cost, (40, 16, 6), strict=True)), cost
 
 
 @contextmanager

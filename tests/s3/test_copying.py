@@ -81,10 +81,10 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
 DYING = """
 import os, signal, sys
 from ckpt.cli.start import main
-from ckpt.io_backends import s3_client
+from ckpt.io_backends.s3 import client
 from ckpt.io_backends.s3.backend import S3Backend
 
-make, operation = s3_client._make, sys.argv.pop(1)
+make, operation = client._make, sys.argv.pop(1)
 
 def die(http_response, **_):
     if "/.prepare-" not in http_response.url:
@@ -96,7 +96,7 @@ def made(*args):
     return boto
 
 S3Backend.__init__.__kwdefaults__["single"] = 16 << 20
-s3_client._make = made
+client._make = made
 main()
 """
 """Runs a command and is killed by the first answer to one operation, the trial of what the store can do apart."""
