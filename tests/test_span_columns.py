@@ -114,6 +114,17 @@ def test_groups_that_cannot_be(change: dict[str, Any]) -> None:
         list(decode_groups([{**GROUP, **change}], 3))
 
 
+@pytest.mark.parametrize(("groups", "ranks"), [(1, 1 << 40), (8, 1 << 20), (2, 3)])
+def test_few_bytes_do_not_stand_for_very_many_ranks(groups: int, ranks: int) -> None:
+    figures: dict[str, Any] = {name: [1] * len(GROUP["phases"]) for name in ("count", "bytes", "busy", "first", "more")}
+    given = [{**GROUP, **figures, "ranks": [[0, ranks]], "offsets": 0} for _ in range(groups)]
+    assert len(list(decode_groups([{**given[0], "ranks": [[0, 3]]}], 3))) == 3
+    began = time.process_time()
+    with pytest.raises(ValueError, match="ranks"):
+        list(decode_groups(given, ranks))
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize(
     "change",
     [

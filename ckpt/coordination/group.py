@@ -125,6 +125,7 @@ class Call:
     _phase: str = "start"
     _signs: int = 0
     _sign_at: float = field(default_factory=lambda: time.monotonic() + FIRST_SIGN)
+    _signing: threading.Lock = field(default_factory=threading.Lock)
     _beaten: float = field(default_factory=time.monotonic)
     _look_at: float = field(default_factory=lambda: time.monotonic() + 0.5)
 
@@ -170,8 +171,11 @@ class Call:
     def beat(self) -> None:
         """Give a sign of life. Cheap: at most a few messages per deadline; in a long call that has a signer, one each second."""
         now = time.monotonic()
-        if now >= self._sign_at and self.signer is not None:
-            self._sign(now, self.signer)
+        if now >= self._sign_at and self.signer is not None and self._signing.acquire(blocking=False):
+            try:
+                self._sign(now, self.signer)
+            finally:
+                self._signing.release()
         if self.group.store is None or now - self._beaten < self.timeout / 8:
             return
         self._beaten = now

@@ -83,13 +83,14 @@ class SaveWatcher:
         for name in names:
             self._commits(name)
         newest = max(self._ids, key=lambda name: self._ids[name], default=None)
-        for name in names:
-            within = f"{name}/" if name else ""
-            path = find_progress(self.backend, within)
-            progress = read_progress(self.backend, path) if path is not None else None
-            if path is None or progress is None or (newest is not None and progress.id < self._ids[newest]):
+        notes = ((name, find_progress(self.backend, f"{name}/" if name else "")) for name in names)
+        paths = {path: name for name, path in notes if path is not None}
+        # The newest first, not that of the highest step: a job that was killed left one, and began again at a lower step.
+        for path in sorted(paths, key=lambda path: path.split("/")[-2], reverse=True):
+            progress, name = read_progress(self.backend, path), paths[path]
+            if progress is None or (newest is not None and progress.id < self._ids[newest]):
                 continue
-            self._following = _Following(self.backend, self._url(name), within, path, progress)
+            self._following = _Following(self.backend, self._url(name), f"{name}/" if name else "", path, progress)
             return self._following.look()
         seen, self._first = self._first, self._ids[newest] if newest is not None else ""
         if newest is not None and seen is not None and self._ids[newest] != seen:

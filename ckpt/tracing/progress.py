@@ -9,7 +9,6 @@ Times are seconds, and only differences of one clock are ever taken.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -244,7 +243,8 @@ class Standing:
 
 def printable_host(name: str) -> str:
     """A host's name as a terminal may show it."""
-    return printable(name[:HOST], one_line=True)[:HOST]
+    text = name[:HOST].encode(errors="backslashreplace").decode()  # the system takes any bytes for a name
+    return "".join(c if c.isprintable() else "?" for c in printable(text, one_line=True)[:HOST])
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
@@ -272,7 +272,7 @@ def _integer(fields: Mapping[str, Any], name: str, most: int = _MOST) -> int:
 
 def _number(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
-    if not (type(value) is int or type(value) is float) or not math.isfinite(value) or not 0 <= value < _SECONDS:
+    if not (type(value) is int or type(value) is float) or not 0 <= value < _SECONDS:  # which no NaN is
         raise ValueError(f"its {name} is no number of seconds")
     return float(value)
 

@@ -7,7 +7,6 @@ texts of bounded length, phases of few ranks.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +66,8 @@ _FIELDS = ("kind", "at", "rank", "ranks", "step", "url", "seconds", "tensor_byte
 
 
 def _short(text: str | None) -> str | None:
-    return None if text is None else text[:_TEXT]
+    """Paths of files whose names are no text hold lone surrogates, which nobody reads back."""
+    return None if text is None else text[:_TEXT].encode(errors="backslashreplace").decode()[:_TEXT]
 
 
 def _slowest(tables: Mapping[int, SpanTable]) -> dict[int, SpanTable]:
@@ -167,7 +167,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return (type(value) is int or type(value) is float) and math.isfinite(value) and 0 <= value < 1e11
+    return (type(value) is int or type(value) is float) and 0 <= value < 1e11  # which no NaN is
 
 
 def entry_line(entry: LogEntry) -> str:

@@ -20,6 +20,8 @@ Ints = npt.NDArray[np.int64]
 
 _FIGURES = ("count", "bytes", "busy", "first", "more")
 _HOST = 64
+_MOST_SUMS = 1 << 22
+"""Phases of all ranks that are read: a column of one number stands for any number of ranks."""
 _DIMENSIONS, _NAME = 16, 64
 
 
@@ -108,14 +110,18 @@ def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTa
     """
     if not isinstance(groups, list) or len(groups) > world_size:
         raise ValueError("its groups are no array")
+    left, sums = world_size, _MOST_SUMS  # no rank is in two groups
     for group in groups:
         if not isinstance(group, dict):
             raise ValueError("a group is no object")
-        ranks, phases = _ranks(group.get("ranks"), world_size), group.get("phases")
+        ranks, phases = _ranks(group.get("ranks"), world_size, min(left, sums)), group.get("phases")
         if not isinstance(phases, list) or len(phases) > _NAME or not all(isinstance(p, str) for p in phases):
             raise ValueError("its phases are no names")
         if not are_phases(tuple(phases)):
             raise ValueError("its phases are no names")
+        left, sums = left - len(ranks), sums - len(ranks) * max(1, len(phases))
+        if sums < 0:
+            raise ValueError(f"it has more than {_MOST_SUMS:,} phases of ranks")
         began = began_of(group)
         offsets = _numbers(group.get("offsets"), len(ranks), -MICROS, MICROS)
         columns = {name: _matrix(group.get(name), len(phases), len(ranks)) for name in _FIGURES}
@@ -134,13 +140,15 @@ def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTa
             yield rank, SpanTable(began=max(0.0, began + offset / 1e6), threads=(), spans=(), folded=folded)
 
 
-def _ranks(runs: object, world_size: int) -> list[int]:
+def _ranks(runs: object, world_size: int, most: int) -> list[int]:
     if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 and {*map(type, run)} == {int} for run in runs):
         raise ValueError("the ranks of a group are no runs")
     ranks: list[int] = []
     for first, count in runs:
         if not (ranks[-1] if ranks else -1) < first or not 0 < count <= world_size - first:
             raise ValueError(f"a group has a rank that is none of {world_size:,}")
+        if len(ranks) + count > most:
+            raise ValueError("its groups have more ranks than there can be")
         ranks += range(first, first + count)
     return ranks
 

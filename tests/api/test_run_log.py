@@ -100,6 +100,7 @@ ENTRY = {"kind": "save", "at": 1.0, "rank": 0, "ranks": 1, "error": "E", "reason
                 {"ranks": None},
                 {"step": 1.5},
                 {"reason": ["x"]},
+                {"at": 10**400},
                 {"url": "\ud800"},
                 {"failed_ranks": [-1]},
                 {"spans": {"x": {}}},
@@ -120,6 +121,14 @@ def test_control_characters_stay_text(tmp_path: Path) -> None:
     entry = LogEntry(kind="save", at=1.0, rank=0, ranks=1, step=5, error="E", reason="a\x1b[31m\nb", failed_ranks=(3,))
     add_entry(open_backend(str(tmp_path)), entry)
     assert entry_line(log_of(tmp_path)[0]) == "step 5 failed on rank 3: E: a\\x1b[31m\\nb"
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
+    backend = open_backend(str(tmp_path))
+    for step in range(2):
+        add_entry(backend, LogEntry(kind="save", at=1.0, rank=0, ranks=1, step=step, error="E", url="/x/\udcff", reason="\udcff" * 900))
+    first, second = log_of(tmp_path)
+    assert (first.step, second.step, first.url) == (0, 1, "/x/\\udcff")
 
 
 def test_reports_and_stats_show_it(tmp_path: Path) -> None:

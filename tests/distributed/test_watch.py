@@ -122,3 +122,18 @@ def test_ranks_say_where_they_are(ranks: Ranks, tmp_path: Path) -> None:
     (load,) = read_log(open_backend(str(tmp_path)))
     assert (load.kind, load.step, load.ranks, load.error) == ("load", 1, 4, None)
     assert set(load.tables) == {0, 1, 2, 3} and all("match" in table.sums for table in load.tables.values())
+
+
+def save_with_a_wrong_setting(folder: str) -> None:
+    os.environ["CKPT_PROGRESS"] = "soon"
+    for save in (ckpt.save, ckpt.save_async):
+        began = time.monotonic()
+        with pytest.raises(ckpt.errors.UsageError, match="soon"):
+            save(f"{folder}/a", {"x": torch.zeros(4)}, timeout=20)
+        assert time.monotonic() - began < 5
+    del os.environ["CKPT_PROGRESS"]
+    ckpt.save(f"{folder}/b", {"x": torch.zeros(4)}, timeout=20)
+
+
+def test_a_wrong_setting_fails_on_all_ranks_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save_with_a_wrong_setting, str(tmp_path))

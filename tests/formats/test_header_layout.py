@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,15 @@ def test_what_is_no_json_as_a_whole_is_damage(old: bytes, new: bytes) -> None:
         with pytest.raises(CorruptError):
             parse_header(data, file, "there")
         parse_header(*file_of(3, ["w"]), "there")
+
+
+def test_a_shape_of_thousands_of_digits_is_damage() -> None:
+    data, file = file_of(3, ["w"])
+    text = data[8:].rstrip().replace(b'"shape":[', b'"shape":[' + b"1" * 5000)
+    long = (8184).to_bytes(8, "little") + text.ljust(8184)
+    digest = header_module.xxhash.xxh3_128_hexdigest(long)
+    with pytest.raises(CorruptError, match="not JSON"):
+        parse_header(long, replace(file, size=file.size + 4096, header=8192, digest=digest), "there")
 
 
 def test_a_digest_that_is_not_hex_is_damage() -> None:

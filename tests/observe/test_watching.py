@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.coordination.group import Group
+from ckpt.coordination.store import part_of
+from ckpt.engine.save.progress import Signer
 from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.tracing.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
@@ -62,6 +69,46 @@ def test_an_old_note_says_that_the_leader_hangs(tmp_path: Path) -> None:
     assert "step-8: committed" in watch(str(tmp_path)).stdout
 
 
+def test_the_newest_note_is_followed(tmp_path: Path) -> None:
+    os.utime(note(tmp_path, step=9), (time.time() - 60, time.time() - 60))  # its job was killed, and began again before that step
+    note(tmp_path, replace(NOTE, id="0mws5q40zmyejgar"), step=8)
+    result = watch(str(tmp_path))
+    assert result.exit_code == 0 and result.stdout.startswith("step-8: write")
+
+
+@pytest.mark.parametrize("name", ["", "node\udcff", "a\x1b[31mb", "a\xa0b", "h" * 200])
+def test_whatever_a_host_is_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    sign = RankSign(count=1, phase=WRITE, done=0, total=1, host=Signer().host)
+    assert RankSign.from_bytes(sign.to_bytes()).host == sign.host
+    ckpt.save(str(tmp_path / "c"), {"x": torch.zeros(4)})
+    (rank,) = json.loads(CliRunner().invoke(cli, ["stats", "--ranks", "--json", str(tmp_path / "c")]).stdout)["ranks"]
+    assert (rank["host"] or "") == sign.host
+
+
+def test_threads_that_sign_at_once_are_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    leader, other = (Group(rank, (0, 1), part_of(store, "signs", rank)).call("save", "somewhere", 20.0) for rank in range(2))
+    meeting = Barrier(2)
+
+    def meet(*_: object) -> None:
+        with suppress(BrokenBarrierError):
+            meeting.wait(0.5)
+
+    def signer(count: int) -> RankSign:
+        meet()
+        return RankSign(count=count, phase=WRITE, done=1, total=2, host="h")
+
+    monkeypatch.setattr("ckpt.coordination.group.sign_interval", lambda ranks: meet() or 1.0)
+    other.signer, other._sign_at = signer, 0.0
+    threads = [Thread(target=other.beat) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leader.awaited()[1] is not None
+
+
 def test_a_run_that_has_nothing(tmp_path: Path) -> None:
     assert watch(str(tmp_path)).exit_code == 10
     (tmp_path / "notes.txt").write_text("x")
@@ -90,6 +137,7 @@ HOSTILE: dict[str, Any] = {
     "enormous": {"ranks": 10**30},
     "infinite": b'{"version":1,"began":1e999}',
     "not a number": {"at": float("nan")},
+    "too large for a float": {"at": 10**400},
     "text for a list": {"phases": "write"},
     "many slow ranks": {"slowest": [NOTE.to_json()["slowest"][0]] * 9},
     "a slow rank that is none": {"slowest": [3]},

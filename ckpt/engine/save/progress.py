@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from ckpt import settings
 from ckpt.coordination.group import FIRST_SIGN, Call
 from ckpt.errors import CkptError
 from ckpt.formats.native.clearing import check_no_link
@@ -68,19 +67,23 @@ class Signer:
 
 
 class ProgressWriter:
-    """The leader's thread of one save. ``id`` is set when the save has one; a save whose ranks do not all come is noted under another."""
+    """The leader's thread of one save. ``id`` is set when the save has one; a save whose ranks do not all come is noted under another.
+    ``interval``: see ``settings.progress``."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, interval: float | None) -> None:
         self.id: str | None = None
         self._call = call
-        self._interval = settings.progress()
+        self._interval = interval
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckpt-progress", daemon=True)
 
     def start(self) -> None:
         """Begin to note, unless that is turned off."""
         if self._interval != 0:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as err:  # the system gives no more threads
+                log.debug("how far the save %s is is not noted: %s", self._call.url, err)
 
     def stop(self) -> None:
         """Remove what was noted. Again: nothing happens."""

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt import tree
+from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
@@ -141,7 +141,8 @@ class Save:
         self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
         self.pulse = Pulse(call)
         self.signer = call.signer = Signer()
-        self.progress = ProgressWriter(call) if call.is_leader else None
+        interval = settings.progress()  # on all ranks: one that cannot be read fails the call on each of them
+        self.progress = ProgressWriter(call, interval) if call.is_leader else None
         self.writer: RankWriter | None = None
         self.capture: Capture | None = None
         self.devices: set[torch.device] = set()
@@ -330,7 +331,7 @@ class Save:
             return row
         layout, meshes = self.options.layout, self.collected.placer.meshes
         at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, self.rank)
-        return {**row, "host": self.signer.host, "at": at, "storage": list(retries.total().since(self._retries)), **self.stalled()}
+        return {**row, "host": self.signer.host or None, "at": at, "storage": list(retries.total().since(self._retries)), **self.stalled()}
 
     def stalled(self) -> dict[str, int]:
         """For how many microseconds training has waited, where that is another time than the save's."""

@@ -51,10 +51,11 @@ _ENTRY = re.compile(
 """Name, box, dtype, shape, begin and end."""
 _FORM = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
 _BOX = re.compile(rb"\[[0-9:,]*\]|")
-_SHAPE = re.compile(rb"(?:(?:0|[1-9][0-9]*)(?:,(?:0|[1-9][0-9]*))*)?")
 _GLANCE, _BLOCK = 8 << 10, 128 << 10
 _MOST_DIGITS = 18
 """Of a number that is read here: it fits into 64 bits."""
+_SIZE = rb"(?:0|[1-9][0-9]{0,%d})" % (_MOST_DIGITS - 1)
+_SHAPE = re.compile(rb"(?:" + _SIZE + rb"(?:," + _SIZE + rb")*)?")
 
 
 @dataclass(frozen=True, eq=False)
