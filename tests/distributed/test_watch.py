@@ -48,8 +48,9 @@ def save_slowly(folder: str) -> None:
     with wrap_backends(SlowWrites().wrap):
         ckpt.save(f"{folder}/run/step-1", {"own": ckpt.PerRank(torch.full((16 * MIB,), float(rank)))}, threads=1)
     dist.barrier()
-    if rank == 2:
-        time.sleep(2.2)
+    end = time.monotonic() + 30
+    while rank == 2 and not Path(folder, "seen").exists() and time.monotonic() < end:
+        time.sleep(0.05)
     ckpt.save(f"{folder}/run/step-2", {"x": torch.zeros(8)})
 
 
@@ -100,6 +101,7 @@ def test_a_save_is_watched_and_a_rank_that_stops_is_named(ranks: Ranks, tmp_path
     assert not list((tmp_path / "run").rglob("progress.json"))
 
     code, seen = until(lambda seen: bool(seen["url"].endswith("step-2") and seen["progress"]), run)  # rank 2 comes late
+    (tmp_path / "seen").touch()
     assert seen["progress"]["phase"] == "begin" and [one["rank"] for one in seen["progress"]["slowest"]] == [2]
     job.join(30)
     assert not job.is_alive() and watch("--once", run)[1]["state"] == "committed"
