@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.errors import UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.span_columns import decode_about, decode_groups, encode_about, encode_groups
 from ckpt.formats.native.spans import MANY, SLOWEST, read_spans, write_spans
@@ -59,6 +60,19 @@ def test_what_is_read_is_what_was_given() -> None:
         assert [found.retries, found.throttled] == row["storage"]
     single = [rank for rank, table in tables.items() if table.spans]
     assert MANY < 300 and single == sorted({0, *sorted(rows, key=lambda rank: -seconds[rank])[:SLOWEST]})
+
+
+def test_no_spans_are_written_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, record, rows = MemoryBackend("memory://many-sums"), record_of(300), rows_of(300)
+    sums = sum(len(SpanTable.from_row(row).sums) for row in rows.values())
+    monkeypatch.setattr("ckpt.formats.native.spans.MOST_SUMS", sums - 1)
+    with pytest.raises(UsageError, match=f"{sums:,} phases of ranks; at most {sums - 1:,}"):
+        write_spans(backend, record.id, rows)
+    assert list(backend.list()) == []
+    monkeypatch.setattr("ckpt.formats.native.spans.MOST_SUMS", sums)
+    monkeypatch.setattr("ckpt.formats.native.span_columns.MOST_SUMS", sums)
+    write_spans(backend, record.id, rows)
+    assert len(read_spans(backend, record)) == 300
 
 
 def test_16_384_ranks_stay_small_and_cheap() -> None:

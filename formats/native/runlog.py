@@ -86,6 +86,9 @@ def add_entry(backend: Backend, entry: LogEntry) -> None:
             before = backend.read_whole(PATH, SIZE_LIMIT)
         except NotFoundError:
             before = None
+        except CorruptError:  # longer than any log: it cannot be read to be replaced
+            backend.delete(PATH)
+            before = None
         try:
             entries = [one.to_json() for one in _decode(before)] if before is not None else []
         except ValueError:

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 _FIGURES = ("count", "bytes", "busy", "first", "more")
 _HOST = 64
-_MOST_SUMS = 1 << 22
+MOST_SUMS = 1 << 22
 """Phases of all ranks that are read: a column of one number stands for any number of ranks."""
 _DIMENSIONS, _NAME = 16, 64
 
@@ -110,7 +110,7 @@ def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTa
     """
     if not isinstance(groups, list) or len(groups) > world_size:
         raise ValueError("its groups are no array")
-    left, sums = world_size, _MOST_SUMS  # no rank is in two groups
+    left, sums = world_size, MOST_SUMS  # no rank is in two groups
     for group in groups:
         if not isinstance(group, dict):
             raise ValueError("a group is no object")
@@ -121,7 +121,7 @@ def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTa
             raise ValueError("its phases are no names")
         left, sums = left - len(ranks), sums - len(ranks) * max(1, len(phases))
         if sums < 0:
-            raise ValueError(f"it has more than {_MOST_SUMS:,} phases of ranks")
+            raise ValueError(f"it has more than {MOST_SUMS:,} phases of ranks")
         began = began_of(group)
         offsets = _numbers(group.get("offsets"), len(ranks), -MICROS, MICROS)
         columns = {name: _matrix(group.get(name), len(phases), len(ranks)) for name in _FIGURES}

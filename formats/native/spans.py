@@ -14,7 +14,7 @@ from ckpt.reread import read_checked
 from ckpt.tracing.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
-from .span_columns import About, SpanGroups, decode_about, decode_groups, encode_about, encode_groups
+from .span_columns import MOST_SUMS, About, SpanGroups, decode_about, decode_groups, encode_about, encode_groups
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -57,6 +57,9 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int,
     except _WRONG as err:
         raise CorruptError(f"these are not the spans of a rank: {err}", where=path, hint=UNNEEDED) from err
     members = {"id": id, "version": VERSION, "ranks": {str(rank): row for rank, row in kept.items()}, "groups": columns.groups, **about}
+    sums = sum(count * max(1, len(group["phases"])) for group in columns.groups for _, count in group["ranks"])
+    if sums > MOST_SUMS:
+        raise UsageError(f"the spans of {len(rows):,} ranks have {sums:,} phases of ranks; at most {MOST_SUMS:,} are kept", where=path)
     data = _encode(members)
     if len(data) > SIZE_LIMIT:
         raise UsageError(f"the spans of {len(rows):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)

@@ -12,7 +12,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CkptError, CorruptError
-from ckpt.formats.native.runlog import NEWEST, PATH, LogEntry, add_entry, entry_line, read_log
+from ckpt.formats.native.runlog import NEWEST, PATH, SIZE_LIMIT, LogEntry, add_entry, entry_line, read_log
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 
@@ -112,6 +112,14 @@ ENTRY = {"kind": "save", "at": 1.0, "rank": 0, "ranks": 1, "error": "E", "reason
 def test_a_damaged_log_is_said_to_be_and_begun_anew(text: str, tmp_path: Path) -> None:
     (tmp_path / PATH).write_text(text)
     with pytest.raises(CorruptError, match="log of the run"):
+        log_of(tmp_path)
+    add_entry(open_backend(str(tmp_path)), LogEntry(kind="save", at=1.0, rank=0, ranks=1, error="E", reason="r"))
+    assert len(log_of(tmp_path)) == 1
+
+
+def test_a_log_that_is_too_long_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / PATH).write_bytes(b" " * (SIZE_LIMIT + 1))
+    with pytest.raises(CorruptError):
         log_of(tmp_path)
     add_entry(open_backend(str(tmp_path)), LogEntry(kind="save", at=1.0, rank=0, ranks=1, error="E", reason="r"))
     assert len(log_of(tmp_path)) == 1
