@@ -205,7 +205,9 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+    # also its modules: one that another test has imported is taken from sys.modules without asking for its package
+    for name in {library, *(name for name in sys.modules if name.startswith(f"{library}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"ckpt.integrations.{library}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'ckpt-toolkit\[{library}\]'"):
         importlib.import_module(f"ckpt.integrations.{library}")
