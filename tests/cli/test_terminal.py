@@ -107,6 +107,7 @@ class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script was started deaf to it
 sys.meta_path.insert(0, Interrupt())
 from ckpt.cli.start import main
 sys.argv[1:] = ["inspect", {checkpoint!r}]

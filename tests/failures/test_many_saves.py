@@ -89,7 +89,7 @@ def check(before: Used, after: Used, saves: int) -> None:
     text = f"{asdict(before)} → {asdict(after)} in {saves} saves"
     print(text)
     assert after.memory - before.memory < 3 * 2**20 + 1000 * saves, text  # the state has 50 KB, and asking costs a megabyte
-    assert after.objects - before.objects < saves / 4, text
+    assert after.objects - before.objects < 10 + saves / 4, text  # a warm process makes a few of its own
     assert after.descriptors <= before.descriptors, text
     assert after.threads <= before.threads, text
     assert after.files == before.files and after.disk <= 1.02 * before.disk, text
