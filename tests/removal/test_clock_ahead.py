@@ -74,7 +74,7 @@ def test_a_root_that_does_not_answer_is_not_waited_for_again(
     def silent(backend: Any) -> Any:
         if backend.url.startswith(str(tmp_path / "root")):
             asked.append(backend.url)
-            time.sleep(0.6)
+            time.sleep(2)
             raise StorageError("no answer", where=backend.url)
         return backend
 
@@ -82,7 +82,7 @@ def test_a_root_that_does_not_answer_is_not_waited_for_again(
     with wrap_backends(silent):
         began = time.monotonic()
         assert [tiers.earlier(n) for n in (1, 2, 3)] == [None] * 3
-        assert time.monotonic() - began < 0.6
+        assert time.monotonic() - began < 1.5
     assert len(asked) == 1 and "cannot be seen" in caplog.text
     ckpt.save(str(tmp_path / "root" / "step-00000007"), state_of(1))
     (step,) = tiers.steps()
