@@ -19,7 +19,8 @@ import xxhash
 
 from ckpt.adapters.collect import Collected
 from ckpt.concurrency.gc_paused import uncollected
-from ckpt.coordination.group import Call, Row
+from ckpt.coordination.call import Call
+from ckpt.coordination.rows import Row
 from ckpt.dtypes import dtype
 from ckpt.engine.save.leader import Leader, Tables
 from ckpt.engine.save.plan import APART, Plans
@@ -91,7 +92,7 @@ class Followers:
                 group=SimpleNamespace(ranks=tuple(range(job.ranks)), size=job.ranks),
                 fetch=self.blobs.__getitem__,
                 fetch_all=lambda digests: [self.blobs[digest] for digest in digests],
-                beat=lambda: None,
+                heartbeat=lambda: None,
                 url="memory://scale",
             ),
         )

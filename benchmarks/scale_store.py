@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckpt.concurrency.gc_paused import uncollected
-from ckpt.coordination.calls import ControlChannel
-from ckpt.coordination.group import Call, Group
+from ckpt.coordination.call import Call
+from ckpt.coordination.channel import ControlChannel
+from ckpt.coordination.group import Group
 from ckpt.coordination.key_values import KeyValues
 from ckpt.coordination.store import Connection, Store
 from ckpt.tracing.spans import Spans
@@ -143,7 +144,7 @@ def rows(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def save(call: Call, *, said: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """The phases of a save."""
     for phase, row in zip(("begin", "write"), said, strict=True):
-        call.agree(phase, lambda row=row: row, len)  # type: ignore[misc]
+        call.map_reduce(phase, lambda row=row: row, len)  # type: ignore[misc]
 
 
 def played(ranks: int) -> dict[str, float]:
@@ -166,7 +167,7 @@ def played(ranks: int) -> dict[str, float]:
             asked, before, of_server, said = calls(), cpu_seconds(), server.cpu(), rows(0)
             with uncollected():
                 save(call, said=said)
-                call.see_off()
+                call.linger()
             found |= {f"{name} save, CPU s": cpu_seconds() - before, f"{name} save, calls": calls() - asked}
             found |= {f"{name} save, server's CPU s": server.cpu() - of_server}
         return found
@@ -186,7 +187,7 @@ def _clients(port: int, ranks: int, mine: range, pipe: Any) -> None:
         def work(group: Group) -> None:
             call = group.call("save", "run/step", 600.0)
             save(call, said=rows(group.rank))
-            call.see_off()
+            call.linger()
 
         threads = [threading.Thread(target=work, args=(group,)) for group in groups]
         for thread in threads:

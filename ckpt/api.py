@@ -252,4 +252,4 @@ def _told(group: Group, kind: str, url: str) -> Iterator[None]:
         def fail() -> dict[str, Any]:
             raise mistake
 
-        group.call(kind, url, settings.DEFAULT_TIMEOUT).agree("options", fail, lambda rows: None)
+        group.call(kind, url, settings.DEFAULT_TIMEOUT).map_reduce("options", fail, lambda rows: None)

@@ -202,10 +202,10 @@ class _CollectWalk:
             raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         placer = self.found.placer
-        placer.stepped.update(placer.add(join(path, name), part).info.name for name, part in parts.flat.items())
+        placer.optimizer_updated.update(placer.add(join(path, name), part).info.name for name, part in parts.flat.items())
         for name, tensor in parts.tensors.items():
             stored = placer.add(join(path, name), tensor).info.name
-            (placer.stepped if isinstance(tensor, torch.nn.Parameter) else placer.forwarded).add(stored)
+            (placer.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else placer.forward_mutable).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
             extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]
@@ -236,7 +236,7 @@ class _CollectWalk:
         for key, value in state.items():
             said = f"{prefix}.{name}.{key}"
             if isinstance(value, torch.Tensor):
-                self.found.placer.stepped.add(self.found.placer.add_state(said, value, param, name, prefix).info.name)
+                self.found.placer.optimizer_updated.add(self.found.placer.add_state(said, value, param, name, prefix).info.name)
             else:
                 rest[key] = encode(value, said, self.leaf)
         return rest
@@ -247,7 +247,7 @@ class _CollectWalk:
         for key, value in state.items() if part.count else ():
             at = f"{said}.{key}"
             if isinstance(value, torch.Tensor):
-                self.found.placer.stepped.add(self.found.placer.add(at, part.state(value, at)).info.name)
+                self.found.placer.optimizer_updated.add(self.found.placer.add(at, part.state(value, at)).info.name)
             else:
                 rest[key] = encode(value, at, self.leaf)
         return rest

@@ -41,9 +41,9 @@ class Placer:
     """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
     own: set[str] = field(default_factory=set)
     """Stored names of what belongs to this rank alone, tied names too."""
-    stepped: set[str] = field(default_factory=set)
+    optimizer_updated: set[str] = field(default_factory=set)
     """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
-    forwarded: set[str] = field(default_factory=set)
+    forward_mutable: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
     placements: Placements = field(default_factory=Placements)
     """What earlier walks of the same context found."""

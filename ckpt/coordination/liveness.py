@@ -12,7 +12,7 @@ Heard = Callable[[Collection[int]], dict[int, int]]
 """Counts the signs of life of ranks, by their positions in the group."""
 
 
-class Watch:
+class FailureDetector:
     """Finds ranks of which nothing was heard for the call's timeout."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from .calls import ControlChannel, looks
+from .channel import ControlChannel, looks
 
 
 class NotSentError(Exception):
@@ -57,15 +57,15 @@ class Offers:
             self.channel.give(digest, data)
         return digest
 
-    def told(self) -> list[str]:
-        """What is offered since this was asked last."""
+    def new_digests(self) -> list[str]:
+        """The digests of what was offered since the last row."""
         new, self._new = self._new, []
         return new
 
-    def hear(self, told: Mapping[int, Sequence[str]]) -> None:
-        """Leader: what all ranks told with their rows, by position."""
-        self._latest = told
-        self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in told.items()}
+    def hear(self, digests_of: Mapping[int, Sequence[str]]) -> None:
+        """Leader: the digests that came with the rows, by position."""
+        self._latest = digests_of
+        self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in digests_of.items()}
 
     def give(self, asks: Mapping[str, Any]) -> None:
         """Leave in the store what the leader asks this rank for."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import DeadlineError
 
-from .calls import longest_pause
+from .channel import longest_pause
 from .group import Group
 from .store import Store
 
@@ -42,7 +42,7 @@ class Due:
 
 
 @dataclass(eq=False)
-class Notices:
+class StepAgreement:
     """One rank's end. ``asked``: some rank has been told that the job will be stopped."""
 
     group: Group

@@ -24,12 +24,13 @@ from torch.futures import Future
 
 from ckpt import settings, tree
 from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
-from ckpt.coordination.group import Group, Row
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
 from ckpt.dtypes import dtype as dtype_named
-from ckpt.engine.save.coded import CodedWriter
+from ckpt.engine.save.encoded_writer import EncodedWriter
 from ckpt.engine.save.leader import Leader, Tables
 from ckpt.engine.save.plan import plan_given
-from ckpt.engine.save.sources import ChunkSource
+from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import Alive, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.coding.codecs import CODECS
@@ -141,7 +142,7 @@ class CkptWriter(StorageWriter):
 
     def _write(self, place: _Place, mine: Assigned, tensors: Mapping[str, LocalTensor]) -> Row:
         ranked = plan_given(list(mine.tensors.values()), mine.owned, rank=place.position, position=place.position, codec=self.codec)
-        writer = (RankWriter if self.codec is None else CodedWriter)(
+        writer = (RankWriter if self.codec is None else EncodedWriter)(
             backend=open_backend(self.url),
             plan=ranked,
             source=ChunkSource(ranked, tensors),
@@ -151,10 +152,10 @@ class CkptWriter(StorageWriter):
             alive=Alive(beat=lambda: None, during=lambda work, seconds: work()),
             spans=Spans(on=False),
         )
-        if isinstance(writer, CodedWriter) and self.codec is not None:
+        if isinstance(writer, EncodedWriter) and self.codec is not None:
             writer.codec = self.codec
         row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
-        if isinstance(writer, CodedWriter):
+        if isinstance(writer, EncodedWriter):
             row["coded"] = writer.coded
         return row
 

@@ -82,14 +82,14 @@ class AnyBoth(JoinedPolicy, BothPolicy):
         return AnySave(self.policies).reason(now)
 
     @property
-    def local(self) -> SavePolicy | None:
-        """See :attr:`SavePolicy.local`."""
-        return AnySave(self.policies).local
+    def rank_part(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.rank_part`."""
+        return AnySave(self.policies).rank_part
 
     @property
-    def led(self) -> SavePolicy | None:
-        """See :attr:`SavePolicy.led`."""
-        return AnySave(self.policies).led
+    def leader_part(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.leader_part`."""
+        return AnySave(self.policies).leader_part
 
     def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
         """See :meth:`KeepPolicy.explain`."""

@@ -3,8 +3,9 @@
 A policy has no memory: all that it needs to know about the past is in the moment. So asking twice gives one answer, and a save that was
 due and put off is still due at the next step.
 
-All ranks must decide alike. ``local`` is the part of a policy that looks at step numbers only: every rank computes it alike, without a
-message. ``led`` is the part that looks at clocks and signals, which differ between ranks: only the leader asks it, and tells the others.
+All ranks must decide alike. ``rank_part`` is the part of a policy that looks at step numbers only: every rank computes it for itself, and
+comes to the same. ``leader_part`` looks at clocks and signals, which differ between ranks: only the leader evaluates it, and then the ranks
+agree on a step (``coordination/step_agreement.py``).
 """
 
 from __future__ import annotations
@@ -78,17 +79,17 @@ class SavePolicy(Policy, ABC):
         return None if now.last_saved_step == now.step else self.reason(now)
 
     @property
-    def local(self) -> SavePolicy | None:
+    def rank_part(self) -> SavePolicy | None:
         """The part that every rank answers alike; None if there is none."""
         return None if self.needs_leader else self
 
     @property
-    def led(self) -> SavePolicy | None:
+    def leader_part(self) -> SavePolicy | None:
         """The part that only the leader may answer; None if there is none, and then no rank ever has to ask another."""
         return self if self.needs_leader else None
 
     @property
-    def heeds_notices(self) -> bool:
+    def watches_preemption(self) -> bool:
         """Whether it looks at ``Moment.preempted``: only then are signals watched. A policy of your own that does says so here."""
         return False
 
@@ -159,8 +160,8 @@ class OnPreemption(SavePolicy):
         return "preempted" if now.preempted else None
 
     @property
-    def heeds_notices(self) -> bool:
-        """See :attr:`SavePolicy.heeds_notices`."""
+    def watches_preemption(self) -> bool:
+        """See :attr:`SavePolicy.watches_preemption`."""
         return True
 
 
@@ -187,19 +188,19 @@ class AnySave(JoinedPolicy, SavePolicy):
         return "; ".join(reason for policy in self.policies if (reason := policy.reason(now))) or None
 
     @property
-    def local(self) -> SavePolicy | None:
-        """See :attr:`SavePolicy.local`."""
-        return self._part([policy.local for policy in self.policies])
+    def rank_part(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.rank_part`."""
+        return self._part([policy.rank_part for policy in self.policies])
 
     @property
-    def led(self) -> SavePolicy | None:
-        """See :attr:`SavePolicy.led`."""
-        return self._part([policy.led for policy in self.policies])
+    def leader_part(self) -> SavePolicy | None:
+        """See :attr:`SavePolicy.leader_part`."""
+        return self._part([policy.leader_part for policy in self.policies])
 
     @property
-    def heeds_notices(self) -> bool:
-        """See :attr:`SavePolicy.heeds_notices`."""
-        return any(policy.heeds_notices for policy in self.policies)
+    def watches_preemption(self) -> bool:
+        """See :attr:`SavePolicy.watches_preemption`."""
+        return any(policy.watches_preemption for policy in self.policies)
 
     @staticmethod
     def _part(parts: list[SavePolicy | None]) -> SavePolicy | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ckpt import settings
 from ckpt.api import load
 from ckpt.coordination.group import current_group
-from ckpt.coordination.step_agreement import Due, Notices, own_store
+from ckpt.coordination.step_agreement import Due, StepAgreement, own_store
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, settle, start_save
 from ckpt.engine.save.save import SaveOptions
@@ -134,14 +134,14 @@ class Checkpointer:
         self._last_at: float | None = None
         self._before: tuple[int | None, float | None] = None, None
         self._answered = False
-        self._local, self._led = save.local, save.led
+        self._rank_part, self._leader_part = save.rank_part, save.leader_part
         self._preemption = Preemption(signals)
-        self._notices: Notices | None = None
-        if save.heeds_notices:
+        self._step_agreement: StepAgreement | None = None
+        if save.watches_preemption:
             self._preemption.watch()
-        if self._led is not None and self.group.size > 1:
-            self._notices = Notices(self.group, own_store(self.group), self.timeout)
-            self._notices.start()
+        if self._leader_part is not None and self.group.size > 1:
+            self._step_agreement = StepAgreement(self.group, own_store(self.group), self.timeout)
+            self._step_agreement.start()
 
     # ---- going on
 
@@ -242,26 +242,26 @@ class Checkpointer:
             measuring=self._costs.measuring,
             saves=self._costs.saves,
         )
-        reason = self._local.due(moment) if self._local is not None else None
-        if self._led is None:
+        reason = self._rank_part.due(moment) if self._rank_part is not None else None
+        if self._leader_part is None:
             return Due(reason=reason) if reason is not None else None
-        if self._notices is None:
-            reason = reason or self._led.due(moment)
+        if self._step_agreement is None:
+            reason = reason or self._leader_part.due(moment)
             return Due(reason=reason, final=noticed) if reason is not None else None
-        if self.group.rank == self.group.leader and not self._notices.pending:
-            led = self._led.due(moment)
-            if led is not None:
-                self._notices.propose(n, Due(reason=led, final=noticed))
+        if self.group.rank == self.group.leader and not self._step_agreement.pending:
+            reason_of_leader = self._leader_part.due(moment)
+            if reason_of_leader is not None:
+                self._step_agreement.propose(n, Due(reason=reason_of_leader, final=noticed))
         # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
-        return self._notices.due(n) or (Due(reason=reason) if reason is not None else None)
+        return self._step_agreement.due(n) or (Due(reason=reason) if reason is not None else None)
 
     def _noticed(self) -> bool:
         mine = self._preemption.noticed.is_set()
-        if self._notices is None:
+        if self._step_agreement is None:
             return mine
         if mine:
-            self._notices.ask()
-        return mine or self._notices.asked.is_set()
+            self._step_agreement.ask()
+        return mine or self._step_agreement.asked.is_set()
 
     def save(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
@@ -390,8 +390,8 @@ class Checkpointer:
 
     def _stop(self) -> None:
         self._preemption.restore()
-        if self._notices is not None:
-            self._notices.stop()
+        if self._step_agreement is not None:
+            self._step_agreement.stop()
         self._reporter.close()
 
     def __enter__(self: C) -> C:

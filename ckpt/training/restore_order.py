@@ -31,7 +31,7 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
     while True:
         # Listed anew each time: what could not be read may have been removed because something newer is there.
         call = group.call("restore", tiers.root, timeout)
-        copies: list[list[Any]] = call.agree("list", dict, lambda rows: tiers.copies(step, tried))
+        copies: list[list[Any]] = call.map_reduce("list", dict, lambda rows: tiers.copies(step, tried))
         if not copies:
             break
         number, url, id = copies[0]
@@ -59,4 +59,4 @@ def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: 
     """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
     mine = raised(err, *kinds)
     call = group.call("restore", url, timeout)
-    return bool(call.agree("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))
+    return bool(call.map_reduce("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

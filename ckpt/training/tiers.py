@@ -18,7 +18,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from ckpt.coordination.group import Group, Row
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
@@ -239,9 +240,9 @@ class Tiers:
             return
         call = group.call("local tier", self.root, timeout)
         backend = open_backend(self.local)
-        path = call.agree("write", dict, lambda rows: _leave_file(backend))
+        path = call.map_reduce("write", dict, lambda rows: _leave_file(backend))
         try:
-            call.agree("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
+            call.map_reduce("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
         finally:
             if call.is_leader:
                 backend.delete(path)

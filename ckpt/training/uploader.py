@@ -16,7 +16,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.coordination.group import Call, Group, Row
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError
 from ckpt.io_backends.registry import join_url, open_backend
@@ -131,19 +133,19 @@ class Publisher:
         call = self._group.call("publish", self._tiers.root, self._timeout)
         step, id = None, None
         try:
-            seen = call.agree("choose", dict, lambda rows: self._unconfirmed(turn))
+            seen = call.map_reduce("choose", dict, lambda rows: self._unconfirmed(turn))
             if seen["gave_up"]:
-                call.see_off()
+                call.linger()
                 return False
             self.unpublished, step = tuple(seen["steps"]), max(seen["steps"], default=None)
-            found = call.agree("look", dict, lambda rows: self._choose())
+            found = call.map_reduce("look", dict, lambda rows: self._choose())
             self.unpublished, step, id = tuple(found["behind"]), found["step"], found["id"]
             # what failed and need not be published any more counts no longer
             turn.failed = {n: e for n, e in turn.failed.items() if n in self.unpublished}
             if step is None:
-                call.see_off()
+                call.linger()
                 return False
-            call.agree("copy", lambda: self._copy(call, found["name"]), self._commit)
+            call.map_reduce("copy", lambda: self._copy(call, found["name"]), self._commit)
             turn.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
             if self._leads:
@@ -203,7 +205,7 @@ class Publisher:
         mine = {f.path for f in self._transfer.catalog.files if f.rank % size == position}
         if self._leads:
             mine |= self._transfer.index.keys()
-        beat: Callable[[int, int], None] = lambda done, total: call.beat()  # noqa: E731
+        beat: Callable[[int, int], None] = lambda done, total: call.heartbeat()  # noqa: E731
         self._transfer.copy(mine, self._threads, beat)
         return {"made_room": self._transfer.made_room}
 

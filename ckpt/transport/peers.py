@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 import xxhash
 
 from ckpt import settings
-from ckpt.coordination.calls import FEW
-from ckpt.coordination.group import Group
+from ckpt.coordination.channel import FEW
+from ckpt.coordination.members import Members
 from ckpt.errors import CkptError, DeadlineError, GroupError, UsageError
 from ckpt.plan.tables import ranks_text
 
@@ -42,7 +42,7 @@ class Peers:
     All ranks make the same exchanges in the same order. Once an exchange has failed on a rank there are no further ones.
     """
 
-    def __init__(self, group: Group, timeout: float, name: str = "peers") -> None:
+    def __init__(self, group: Members, timeout: float, name: str = "peers") -> None:
         """``name`` tells these connections from others of the same call."""
         self._name = name
         self.call = group.calls
@@ -208,10 +208,10 @@ def _digest(views: Sequence[memoryview]) -> bytes:
     return digest.digest()
 
 
-_peers: WeakKeyDictionary[Group, Peers] = WeakKeyDictionary()
+_peers: WeakKeyDictionary[Members, Peers] = WeakKeyDictionary()
 
 
-def peers_of(group: Group, *, timeout: float | None = None) -> Peers:
+def peers_of(group: Members, *, timeout: float | None = None) -> Peers:
     """The connections of this rank for the call of ``group`` that is going on; all ranks of the group ask for them in that call.
 
     Calls are numbered alike on all ranks, so those of a call that failed somewhere are never mixed with those of the next one. Asking does

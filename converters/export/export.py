@@ -22,7 +22,9 @@ from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, apart
 from ckpt.converters.select.selection import OutputSet, SelectOptions
 from ckpt.converters.targets.hf import INDEX, TARGET
 from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_configuration
-from ckpt.coordination.group import Call, Row, current_group
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import current_group
+from ckpt.coordination.rows import Row
 from ckpt.engine.save.background import settle
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
@@ -176,8 +178,8 @@ class _Export:
     def run(self, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportReport:
         """Agree, write, publish."""
         try:
-            agreed = self.call.agree("begin", lambda: self.begin(state, layout), self.leader_begin)
-            self.call.agree("write", lambda: self.write(agreed), self.leader_publish)
+            agreed = self.call.map_reduce("begin", lambda: self.begin(state, layout), self.leader_begin)
+            self.call.map_reduce("write", lambda: self.write(agreed), self.leader_publish)
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
@@ -189,7 +191,7 @@ class _Export:
         if self.sinks is not None:
             self.sinks.close()
         if self.call.is_leader:
-            self.call.see_off()
+            self.call.linger()
         return self.report()
 
     # ---- begin
@@ -275,7 +277,7 @@ class _Export:
         for number in _opened(planner, gathering, group.rank):
             self.sinks.open(number)
         peers = peers_of(group, timeout=self.call.timeout) if group.size > 1 and gathering.rounds else None
-        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.look)
+        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.check_failures)
         receipts = self.call.alive_while(self.sinks.flush, self.call.timeout)
         return {
             "receipts": {str(f): receipt for f, receipt in receipts.items()},

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.catalog import Catalog
-from ckpt.coordination.calls import ControlChannel
+from ckpt.coordination.channel import ControlChannel
 from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
 from ckpt.engine.load.load import LoadOptions, load_state

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.save.sources import ChunkSource
 from ckpt.engine.save.staging import Arena
+from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import ConsistencyError, NotFoundError
 
 

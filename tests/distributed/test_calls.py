@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt.coordination import calls
-from ckpt.coordination.calls import FEW, TEAM, ControlChannel, longest_pause
+from ckpt.coordination import channel
+from ckpt.coordination.channel import FEW, TEAM, ControlChannel, longest_pause
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.key_values import MOST, KeyValues
 from ckpt.coordination.offers import asked_of, whom_to_ask
-from ckpt.coordination.step_agreement import Due, Notices
+from ckpt.coordination.step_agreement import Due, StepAgreement
 from ckpt.coordination.store import PUT_OFF, Connection, Store, part_of
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
 from tests.distributed.ranks import Ranks
@@ -85,11 +85,11 @@ def test_the_leader_has_the_rows_of_all_ranks_in_their_order(size: int) -> None:
         for turn in range(3):
             row = {"rank": group.rank, "large": large if group.rank == 7 else ""} if turn else {"same": 1}
             sums.append(
-                call.agree(
+                call.map_reduce(
                     "x", lambda row=row: row, lambda rows: [[r, row.get("rank"), len(row.get("large", ""))] for r, row in rows.items()]
                 )
             )
-        call.see_off()
+        call.linger()
         return sums
 
     found = play(ranks, HashStore(), work)
@@ -105,7 +105,7 @@ def test_a_rank_that_raises_is_named_on_all_others(size: int) -> None:
                 raise ValueError("my own defect")
             return {}
 
-        group.call("test", "u", 20.0).agree("x", fail, lambda rows: None)
+        group.call("test", "u", 20.0).map_reduce("x", fail, lambda rows: None)
 
     began = time.monotonic()
     found = play(range(size), HashStore(), work)
@@ -129,10 +129,10 @@ def test_only_the_rank_that_is_silent_is_named(size: int) -> None:
             end = time.monotonic() + (2.5 if group.rank == 1 else 0)
             while time.monotonic() < end:
                 time.sleep(0.05)
-                call.beat()
+                call.heartbeat()
             return {}
 
-        call.agree("x", late, lambda rows: None)
+        call.map_reduce("x", late, lambda rows: None)
 
     found = play(range(size), HashStore(), work)
     for error in [*found[:2], *found[3:]]:
@@ -142,7 +142,7 @@ def test_only_the_rank_that_is_silent_is_named(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_different_calls_are_found(size: int) -> None:
     def work(group: Group) -> None:
-        group.call("save" if group.rank == 1 else "load", "u", 20.0).agree("x", dict, lambda rows: None)
+        group.call("save" if group.rank == 1 else "load", "u", 20.0).map_reduce("x", dict, lambda rows: None)
 
     for error in play(range(size), HashStore(), work):
         assert isinstance(error, ConsistencyError) and "rank 1 calls save('u') while rank 0 calls load('u')" in str(error)
@@ -156,10 +156,10 @@ def test_a_look_finds_what_ended_the_call_elsewhere() -> None:
             if group.rank == 2:
                 raise OSError("the disk is on fire")
             while True:
-                call.look()
+                call.check_failures()
                 time.sleep(0.05)
 
-        call.agree("x", wait_or_fail, lambda rows: None)
+        call.map_reduce("x", wait_or_fail, lambda rows: None)
 
     found = play(range(3), HashStore(), work)
     assert isinstance(found[1], RankFailedError) and "rank 2 failed: the disk is on fire" in str(found[1])
@@ -185,9 +185,9 @@ def test_the_leader_asks_for_what_it_does_not_know_once(size: int) -> None:
             return [[call.fetch(row[key]).decode() for key in keys] for row in rows.values()]
 
         row = dict(zip(("own", "half", "all"), map(call.share, blobs), strict=True))
-        first = call.agree("x", lambda: row, lambda rows: decide(("half", "all"), rows))
-        second = call.agree("y", lambda: row, lambda rows: decide(("own",), rows))
-        call.see_off()
+        first = call.map_reduce("x", lambda: row, lambda rows: decide(("half", "all"), rows))
+        second = call.map_reduce("y", lambda: row, lambda rows: decide(("own",), rows))
+        call.linger()
         return first, second
 
     found = play(range(size), inner, work)
@@ -204,7 +204,7 @@ def test_a_leader_that_fetches_one_after_another_asks_twice() -> None:
         group.store = store_over(counting if group.rank == 0 else inner)
         call = group.call("test", "u", 20.0)
         row = {"it": call.share(f"{group.rank}".encode())}
-        return call.agree("x", lambda: row, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])
+        return call.map_reduce("x", lambda: row, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])
 
     assert play(range(12), inner, work) == [[f"{rank}" for rank in range(12)]] * 12
     assert [key for (method, key) in counting.asked if "/word/" in key] == ["1/1/word/0", "1/1/word/1", "1/1/word/2"]
@@ -218,7 +218,7 @@ def test_bytes_that_are_too_large_for_one_message_arrive() -> None:
     def work(group: Group) -> Any:
         call = group.call("test", "u", 60.0)
         shared = call.share(large if group.rank else b"small")
-        taken = call.agree("x", lambda: {"it": shared}, lambda rows: call.leave(call.fetch(rows[1]["it"])))
+        taken = call.map_reduce("x", lambda: {"it": shared}, lambda rows: call.leave(call.fetch(rows[1]["it"])))
         return call.fetch(taken) == large
 
     assert play(range(2), served, work) == [True, True]
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_with_what_it_offered_is_named() -> None:
             call._own_channel.next_turn()
             call._own_channel.post(json.dumps(message).encode())
             return None
-        return call.agree("x", lambda: {"it": call.share(b"mine")}, lambda rows: call.fetch(rows[1]["it"]).decode())
+        return call.map_reduce("x", lambda: {"it": call.share(b"mine")}, lambda rows: call.fetch(rows[1]["it"]).decode())
 
     leader, _, other = play(range(3), HashStore(), work)
     for error in (leader, other):
@@ -267,9 +267,9 @@ def calls_of_a_leader(ranks: int) -> int:
             channel.post(json.dumps({"kind": "save", "url": "u", "row": {"rank": rank}, "offers": []}).encode())
             channel.confirm()
     for phase in ("begin", "write"):
-        assert call.agree(phase, lambda: {"rank": 0}, lambda rows: [row["rank"] for row in rows.values()]) == list(range(ranks))
+        assert call.map_reduce(phase, lambda: {"rank": 0}, lambda rows: [row["rank"] for row in rows.values()]) == list(range(ranks))
     asked = sum(counting.asked.values())
-    call.see_off()
+    call.linger()
     return asked + 1
 
 
@@ -281,15 +281,15 @@ def test_the_leader_hears_from_teams_not_from_ranks() -> None:
 
 def test_ranks_of_a_large_job_look_seldom() -> None:
     for size in (1024, 16_384, 100_000):
-        assert size / longest_pause(size) <= calls.QUESTIONS
-        notices = Notices(Group(1, tuple(range(size)), None), store_over(HashStore()), 20.0)
+        assert size / longest_pause(size) <= channel.QUESTIONS
+        notices = StepAgreement(Group(1, tuple(range(size)), None), store_over(HashStore()), 20.0)
         assert size / notices._pause * 20e-6 <= 0.05, "of one thread, at 20 µs a look"
 
 
 def test_a_look_for_notices_is_one_request() -> None:
     counting = Counting(HashStore())
     for rank in (0, 1):
-        notices = Notices(Group(rank, (0, 1, 2), None), store_over(counting), 20.0)
+        notices = StepAgreement(Group(rank, (0, 1, 2), None), store_over(counting), 20.0)
         counting.asked.clear()
         (notices._follow if rank else notices._lead)()
         assert sum(counting.asked.values()) == 1, counting.asked
@@ -301,7 +301,7 @@ def steps_with_notices(size: int) -> list[tuple[list[int], float]]:
 
     def work(group: Group) -> tuple[list[int], float]:
         assert group.store is not None
-        notices = Notices(group, group.store.part("own"), 20.0)
+        notices = StepAgreement(group, group.store.part("own"), 20.0)
         saved, longest = [], 0.0
         notices.start()
         for n in range(1, 120):
@@ -334,10 +334,10 @@ def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeyp
 
 def hears_late() -> str:
     """Rank 1 looks seldom, as one of many does; rank 0 serves the store, decides just after a look, and ends at once."""
-    calls.QUESTIONS = 2 / 1.5
+    channel.QUESTIONS = 2 / 1.5
     call = current_group().call("test", "u", 20.0)
-    call.agree("x", dict, lambda rows: time.sleep(1.2))
-    call.see_off(0.1)
+    call.map_reduce("x", dict, lambda rows: time.sleep(1.2))
+    call.linger(0.1)
     if dist.get_rank() == 0:
         os._exit(0)
     return "heard"
@@ -360,10 +360,10 @@ def test_nothing_is_left_in_the_store() -> None:
         for _ in range(12):
             call = group.call("test", "u", 20.0)
             shared = call.share(f"{group.rank}".encode())
-            call.agree(
+            call.map_reduce(
                 "x", lambda shared=shared: {"it": shared}, lambda rows, call=call: [call.fetch(row["it"]).decode() for row in rows.values()]
             )
-            call.see_off()
+            call.linger()
 
     play(range(FEW + 4), inner, work)
     end = time.monotonic() + 10
@@ -415,9 +415,9 @@ def test_kinds_of_stores(tmp_path: Path, kind: str) -> None:
             group.store = store_over(inner)
         call = group.call("test", "u", 30.0)
         shared = call.share(f"{group.rank}".encode())
-        taken = call.agree("x", lambda: {"it": shared}, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])
-        call.beat()
-        call.see_off()
+        taken = call.map_reduce("x", lambda: {"it": shared}, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])
+        call.heartbeat()
+        call.linger()
         return taken
 
     size = 3 if kind.endswith("libuv") else FEW + 2

@@ -117,7 +117,7 @@ def test_the_store_does_not_fill_up(ranks: Ranks, tmp_path: Path) -> None:
 def one_rank_is_slow(folder: str) -> list[str]:
     """Rank 1 looks for answers once a second. Rank 0 ends the second call by itself at once and begins the third."""
     if dist.get_rank() == 1:
-        ckpt.coordination.group.time.sleep = lambda seconds, sleep=time.sleep: sleep(1.0)
+        ckpt.coordination.call.time.sleep = lambda seconds, sleep=time.sleep: sleep(1.0)
     found = []
     for n in range(3):
         try:

@@ -15,7 +15,7 @@ import ckpt
 from ckpt.adapters import tensors as adapted
 from ckpt.adapters.dtensor import placement_types
 from ckpt.coordination import group
-from ckpt.coordination.calls import ControlChannel
+from ckpt.coordination.channel import ControlChannel
 from ckpt.errors import LayoutError, NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 from tests.distributed.ranks import Ranks

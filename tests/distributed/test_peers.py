@@ -366,7 +366,7 @@ def forgotten() -> tuple[int, int]:
     for n in range(5):
         call = group.call("test", f"{n}", 10.0)
         peers_of(group)
-        call.agree("a", dict, lambda rows: None)
+        call.map_reduce("a", dict, lambda rows: None)
     return sum(r() is not None for r in used), len(os.listdir("/proc/self/fd")) - open_before
 
 

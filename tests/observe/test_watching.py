@@ -99,9 +99,9 @@ def test_threads_that_sign_at_once_are_one_rank(monkeypatch: pytest.MonkeyPatch)
         meet()
         return RankSign(count=count, phase=WRITE, done=1, total=2, host="h")
 
-    monkeypatch.setattr("ckpt.coordination.group.sign_interval", lambda ranks: meet() or 1.0)
+    monkeypatch.setattr("ckpt.coordination.call.sign_interval", lambda ranks: meet() or 1.0)
     other.signer, other._sign_at = signer, 0.0
-    threads = [Thread(target=other.beat) for _ in range(2)]
+    threads = [Thread(target=other.heartbeat) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

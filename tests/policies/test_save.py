@@ -148,28 +148,28 @@ moments = st.builds(
 
 @given(any_of(saving), moments)
 def test_the_two_parts_make_the_whole(policy: SavePolicy, now: Moment) -> None:
-    parts = [part for part in (policy.local, policy.led) if part is not None]
+    parts = [part for part in (policy.rank_part, policy.leader_part) if part is not None]
     assert parts
     assert (policy.due(now) is not None) == any(part.due(now) is not None for part in parts)
-    assert (policy.local is None) == all(
+    assert (policy.rank_part is None) == all(
         isinstance(p, EveryMinutes | EveryBudget | EveryOptimal | OnPreemption) for p in getattr(policy, "policies", (policy,))
     )
-    assert (policy.led is None) == all(isinstance(p, EverySteps | AtSteps) for p in getattr(policy, "policies", (policy,)))
+    assert (policy.leader_part is None) == all(isinstance(p, EverySteps | AtSteps) for p in getattr(policy, "policies", (policy,)))
 
 
 @given(any_of(saving), moments, moments)
 def test_the_local_part_looks_at_steps_only(policy: SavePolicy, now: Moment, other: Moment) -> None:
-    if policy.local is not None:
+    if policy.rank_part is not None:
         elsewhere = dataclasses.replace(now, seconds=other.seconds, last_saved_at=other.last_saved_at, preempted=other.preempted)
-        assert policy.local.due(now) == policy.local.due(elsewhere)
+        assert policy.rank_part.due(now) == policy.rank_part.due(elsewhere)
 
 
 def test_the_parts_are_policies_themselves() -> None:
     policy = AnyOf(EverySteps(5), EveryMinutes(3), AtSteps(1), OnPreemption())
-    assert policy.local == EverySteps(5) | AtSteps(1)
-    assert policy.led == EveryMinutes(3) | OnPreemption()
-    assert (EverySteps(5) | EverySteps(7)).led is None
-    assert (EverySteps(5) | EverySteps(7)).local == EverySteps(5) | EverySteps(7)
+    assert policy.rank_part == EverySteps(5) | AtSteps(1)
+    assert policy.leader_part == EveryMinutes(3) | OnPreemption()
+    assert (EverySteps(5) | EverySteps(7)).leader_part is None
+    assert (EverySteps(5) | EverySteps(7)).rank_part == EverySteps(5) | EverySteps(7)
 
 
 def test_a_policy_of_ones_own_is_the_leaders() -> None:
@@ -179,7 +179,7 @@ def test_a_policy_of_ones_own_is_the_leaders() -> None:
 
     hot = WhenHot()
     policy = EverySteps(10) | hot
-    assert policy.led is hot
+    assert policy.leader_part is hot
     assert policy.due(Moment(step=3, started_step=0, seconds=101)) == "hot"
     assert policy.due(Moment(step=3, started_step=0, seconds=99)) is None
 

@@ -24,7 +24,10 @@ from ckpt.adapters.placements import Placements
 from ckpt.adapters.stateful import take_all
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency.gc_paused import uncollected
-from ckpt.coordination.group import Call, Group, Row
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.members import Members
+from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.errors import CkptError, ConflictError, ConsistencyError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.replaced import replacement
@@ -123,7 +126,7 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
     )
 
 
-_placements: WeakKeyDictionary[Group, Placements] = WeakKeyDictionary()
+_placements: WeakKeyDictionary[Members, Placements] = WeakKeyDictionary()
 """What earlier loads of a job found out about where its tensors lie."""
 
 recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
@@ -150,19 +153,19 @@ class _Load:
 
     def run(self, state: object) -> Row:
         for _ in range(_TRIES):
-            names = self.call.agree("match", lambda: self.noticing(lambda: self.match(state)), self.judge)
+            names = self.call.map_reduce("match", lambda: self.noticing(lambda: self.match(state)), self.judge)
             if "replaced" not in names:
                 break
         else:
             raise ConsistencyError("it was replaced again and again while ranks opened it", where=self.call.url, hint="load another step")
         try:
-            again = self.call.agree("read", lambda: self.noticing(lambda: self.read(names)), self.end_reading)
+            again = self.call.map_reduce("read", lambda: self.noticing(lambda: self.read(names)), self.end_reading)
             if names["refused"] is not None:
-                self.call.agree("set", lambda: self.noticing(lambda: self.correct(again)), lambda rows: None)
+                self.call.map_reduce("set", lambda: self.noticing(lambda: self.correct(again)), lambda rows: None)
         except CkptError as err:
             err.message += f"; {_TOUCHED if self.touched else _UNTOUCHED}"
             raise
-        self.call.see_off()
+        self.call.linger()
         return names
 
     def span(self, phase: str) -> AbstractContextManager[object]:
@@ -243,7 +246,9 @@ class _Load:
         assert self.binding is not None and self.catalog is not None
         options = self.options
         self.ask()
-        self.reader = Reader(catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.beat, spans=options.spans)
+        self.reader = Reader(
+            catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.heartbeat, spans=options.spans
+        )
         self.touched = bool(self.binding.create or self.binding.objects)
         run_each(self.binding.create)
         if self.sharing is not None and names["refused"] is not None:
@@ -289,7 +294,9 @@ class _Load:
         if not jobs:
             return
         left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
-        reader = Reader(catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.beat, spans=self.options.spans)
+        reader = Reader(
+            catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.heartbeat, spans=self.options.spans
+        )
         reader.run(replace(reader.plan(jobs, left_out), padding=()))
         settle_devices(devices_of(job.target for job in jobs), self.call.url)
         self.reader.fetch.read += reader.fetch.read

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Catalog
-from ckpt.coordination.group import Call
+from ckpt.coordination.call import Call
 from ckpt.errors import CkptError
 from ckpt.formats.native.catalog import open_native, read_index, read_index_file
 from ckpt.formats.native.commit import CommitRecord
@@ -98,7 +98,7 @@ class _Node:
                     raise
                 self.hand_on()
 
-        peers.relay(self.feeds, inlets, work, alive=self.call.look)
+        peers.relay(self.feeds, inlets, work, alive=self.call.check_failures)
 
     def read(self, sources: Sequence[str] | None) -> None:
         """Open the checkpoint, and keep the bytes of its index."""

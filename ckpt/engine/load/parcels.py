@@ -20,7 +20,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Extent
 from ckpt.concurrency.workers import Pending, run_tasks
-from ckpt.coordination.group import Call
+from ckpt.coordination.call import Call
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box
 from ckpt.plan.parcels import MOST
@@ -144,7 +144,7 @@ class Carrier:
         if self._ended and self._reading is not None:
             self._reading.result()
         self._nudge()
-        self._call.look()
+        self._call.check_failures()
 
     def _nudge(self) -> None:
         """Tell those that wait for this rank that it goes on, if it does."""

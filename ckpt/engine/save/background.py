@@ -22,7 +22,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
-from ckpt.coordination.group import Call, Group
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.members import Members
 from ckpt.engine.devices import watch_graphs
 from ckpt.errors import BusyError
 from ckpt.io_backends.retries import Retries
@@ -75,7 +77,7 @@ class _Untold(NamedTuple):
         return max(0.0, self.stall.seconds - self.told)
 
 
-_untold: WeakKeyDictionary[Group, _Untold] = WeakKeyDictionary()
+_untold: WeakKeyDictionary[Members, _Untold] = WeakKeyDictionary()
 """Of the last save in the background of each job."""
 
 
@@ -100,7 +102,7 @@ class BackgroundSave(Save):
         assert self.capture is not None
         self.capture.result()
         self.capture.compare(writer.digests)
-        self.pulse.beat()
+        self.heartbeat.give()
         return super().compared(writer)
 
 
@@ -159,7 +161,7 @@ class SaveHandle:
         """Somebody waits."""
         save = self._save
         if save is not None and save.capture is not None:
-            save.capture.stage.pace.hurry()
+            save.capture.stage.throttle.hurry()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
@@ -212,7 +214,7 @@ class SaveHandle:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
         save = self._save
         if save is not None:
-            save.pulse.cancelled.set()
+            save.heartbeat.cancelled.set()
 
     # ---- the work
 
@@ -238,7 +240,7 @@ class SaveHandle:
     def _capture(self, save: BackgroundSave, capture: Capture, threads: int) -> None:
         error: BaseException | None = None
         try:
-            capture.run(threads, save.pulse.beat)
+            capture.run(threads, save.heartbeat.give)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
         self._captured(error)
@@ -267,7 +269,7 @@ class SaveHandle:
                     capturing.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
-            self.failed_in, self.ran, self._save = save.call.phase, time.perf_counter() - save.began, None
+            self.failed_in, self.ran, self._save = save.call.phase_name, time.perf_counter() - save.began, None
             if not self.captured.done():  # no thread could be started for it
                 self._captured(err)
             self.durable.set_exception(err)
@@ -276,7 +278,7 @@ class SaveHandle:
             self.durable.set_result(report)
 
 
-_in_flight: WeakKeyDictionary[Group, SaveHandle] = WeakKeyDictionary()
+_in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
 """The last save in the background of each job."""
 _capturing: set[SaveHandle] = set()
 _lock = threading.Lock()
@@ -318,7 +320,7 @@ def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
     handle = _in_flight.get(group)
     mine = handle is not None and not handle.done()
     call = group.call("save", url, timeout, overlaps=True)
-    if call.agree("busy", lambda: {"busy": mine}, lambda rows: any(row["busy"] for row in rows.values())):
+    if call.map_reduce("busy", lambda: {"busy": mine}, lambda rows: any(row["busy"] for row in rows.values())):
         raise BusyError("a save of this job is still going on", where=url, hint='wait for its handle, or save with when_busy="wait"')
 
 
@@ -349,14 +351,14 @@ def start_save(
             save.prepare(state)
             capture = save.stage()
             if when == "lazy":
-                capture.what_may_change()
+                capture.capture_volatile()
     except BaseException as err:
         mistake = err
 
         def fail() -> dict[str, Any]:
             raise mistake
 
-        save.call.agree("begin", fail, lambda rows: None)
+        save.call.map_reduce("begin", fail, lambda rows: None)
         raise
     handle = SaveHandle(save)
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.

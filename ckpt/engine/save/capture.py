@@ -31,12 +31,12 @@ from ckpt.errors import ConsistencyError
 from ckpt.tracing.profiling import in_trace
 from ckpt.tracing.spans import Spans
 
-from .merge import Merge
+from .flat_merge import FragmentExchange
 from .plan import Batch, RankPlan
 from .quiescence import GracePeriod
 from .replicas import Replicas
-from .sources import ChunkSource
 from .staging import StagedBatches
+from .tensor_source import ChunkSource
 from .writer import MANY
 
 SMALL = 256 << 10
@@ -57,7 +57,7 @@ class Capture:
         placer: Placer,
         source: ChunkSource,
         stage: StagedBatches,
-        merge: Merge | None,
+        merge: FragmentExchange | None,
         replicas: Replicas | None,
         spans: Spans,
     ) -> None:
@@ -84,7 +84,7 @@ class Capture:
 
     # ---- in the caller's thread
 
-    def what_may_change(self) -> None:
+    def capture_volatile(self) -> None:
         """Capture what a forward pass may change, or set it aside, and note what everything else is like."""
         with self.spans.span("stage"):
             self._what_may_change()
@@ -94,8 +94,8 @@ class Capture:
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
         self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
-        self.doubtful = {name for name, *_ in self._versions} - self.placer.stepped
-        self.source.set_aside(eager - self._captured_now(eager))
+        self.doubtful = {name for name, *_ in self._versions} - self.placer.optimizer_updated
+        self.source.clone_volatile(eager - self._captured_now(eager))
         self._follow()
         self.source.note_addresses()
 
@@ -139,7 +139,7 @@ class Capture:
                 stream.synchronize()
 
     def _eager(self) -> set[str]:
-        placer, stepped, forwarded = self.placer, self.placer.stepped, self.placer.forwarded
+        placer, stepped, forwarded = self.placer, self.placer.optimizer_updated, self.placer.forward_mutable
         found = set()
         for name, local in placer.tensors.items():
             memories = [part.memory for part in local.parts]
@@ -184,7 +184,7 @@ class Capture:
 
     def _fill(self, batch: Batch, at: int) -> None:
         many = len(batch.numbers) >= MANY
-        with self.stage.pace.work() if many else nullcontext(), self.spans.span("capture", batch.length):
+        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length):
             if self._streams:
                 with self._aside():
                     self.source.fill_batch(batch, self.stage.memory, at)

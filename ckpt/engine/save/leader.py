@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.coordination.group import Call, Row
+from ckpt.coordination.call import Call
+from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import APART, CODED
@@ -193,7 +194,7 @@ class Leader:
             rows_bytes=sum(row.get("own_bytes", 0) for row in self._begun.values()),
         )
         self._longest = max((f.size for f in files), default=0)
-        self.call.beat()
+        self.call.heartbeat()
         features = (*((CODED,) if any(row.get("coded") for row in rows.values()) else ()), *((APART,) if contents.rows else ()))
         record = write_index(
             self.backend,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from ckpt.coordination.group import FIRST_SIGN, Call
+from ckpt.coordination.call import FIRST_SIGN, Call
 from ckpt.errors import CkptError
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import new_id
@@ -145,7 +145,7 @@ class _Notes:
         signs = self._call.awaited()
         now = time.monotonic()
         self._standing.hear({position: sign for position, sign in signs.items() if sign is not None}, now)
-        phase = BEGIN if self._call.phase == PHASES[BEGIN] else WRITE
+        phase = BEGIN if self._call.phase_name == PHASES[BEGIN] else WRITE
         self._count += 1
         return SaveProgress(
             id=id,

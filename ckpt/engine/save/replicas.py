@@ -13,7 +13,7 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.layout.geometry import Box
 
 from .plan import RankPlan
-from .sources import ChunkSource
+from .tensor_source import ChunkSource
 
 GROUP = 64
 """Tensors that are hashed in one task."""

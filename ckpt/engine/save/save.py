@@ -23,7 +23,10 @@ from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
-from ckpt.coordination.group import Call, Group, Row
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.members import Members
+from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
 from ckpt.errors import CancelledError, CkptError
 from ckpt.formats.native.ranks import encode_row
@@ -38,14 +41,14 @@ from ckpt.tracing.spans import Spans, limit_for
 from ckpt.transport.peers import peers_of
 
 from .capture import Capture
-from .coded import CodedWriter
+from .encoded_writer import EncodedWriter
+from .flat_merge import FragmentExchange
 from .leader import Leader, Tables
-from .merge import Merge
 from .plan import APART, Plans, RankPlan
 from .progress import ProgressWriter, Signer
 from .replicas import Replicas
-from .sources import ChunkSource
 from .staging import Arena, StagedBatches, lay_out
+from .tensor_source import ChunkSource
 from .writer import Alive, RankWriter
 
 log = logging.getLogger("ckpt")
@@ -93,10 +96,10 @@ class Memory:
     arena: Arena = field(default_factory=Arena)
 
 
-_memories: WeakKeyDictionary[Group, Memory] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Members, Memory] = WeakKeyDictionary()
 
 
-def memory_of(group: Group) -> Memory:
+def memory_of(group: Members) -> Memory:
     return _memories.setdefault(group, Memory())
 
 
@@ -114,7 +117,7 @@ def _save(save: Save, state: object) -> SaveReport:
     return save.run(prepare)
 
 
-class Pulse:
+class Heartbeat:
     """Signs of life of one save. Not the save itself: what it starts holds this, and a circle would keep the state's memory until the
     collector finds it."""
 
@@ -122,11 +125,11 @@ class Pulse:
         self.call = call
         self.cancelled = threading.Event()
 
-    def beat(self) -> None:
+    def give(self) -> None:
         """A sign of life, from a rank that is meant to go on."""
         if self.cancelled.is_set():
             raise CancelledError("the save was cancelled", where=self.call.url)
-        self.call.beat()
+        self.call.heartbeat()
 
 
 class Save:
@@ -139,7 +142,7 @@ class Save:
         self.rank = call.group.rank
         self.memory = memory_of(call.group)
         self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
-        self.pulse = Pulse(call)
+        self.heartbeat = Heartbeat(call)
         self.signer = call.signer = Signer()
         interval = settings.progress()  # on all ranks: one that cannot be read fails the call on each of them
         self.progress = ProgressWriter(call, interval) if call.is_leader else None
@@ -180,7 +183,7 @@ class Save:
             )
             self.source = ChunkSource(self.plan, self.collected.placer.tensors)
         moves = self.plan.sends or self.plan.receives
-        self.merge = Merge(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
+        self.merge = FragmentExchange(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
         checked = self.options.check_replicas and group.size > 1
         self.replicas = Replicas(self.plan, self.source, self.rank) if checked else None
         self.leader = Leader(
@@ -222,12 +225,12 @@ class Save:
 
     def _run(self, prepare: Callable[[], None]) -> SaveReport:
         with self.spans.span("agree"):
-            begin = self.call.agree("begin", lambda: self.begin(prepare), self.leader_check)
+            begin = self.call.map_reduce("begin", lambda: self.begin(prepare), self.leader_check)
         if not self.call.is_leader and begin["storage"] is not None:
             self.backend.assume(begin["storage"])
         self.writer = writer = self.make_writer(begin["id"])
         try:
-            found = self.call.agree("write", lambda: self.write(writer), lambda rows: self.leader_commit(begin["id"], rows))
+            found = self.call.map_reduce("write", lambda: self.write(writer), lambda rows: self.leader_commit(begin["id"], rows))
         except BaseException:
             # A leader that is slow, not dead, may commit later: files that it counts on must stay.
             if not self.call.undecided and not self.is_committed(begin["id"]):
@@ -238,7 +241,7 @@ class Save:
             self._rows[0] = self.row_of_spans()
             self.busy = self.leader.keep_spans(begin["id"], self._rows)
             self.retries = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in self._rows.values()), strict=True)))
-            self.call.see_off()
+            self.call.linger()
         return self.report(found)
 
     def report(self, found: Row) -> SaveReport:
@@ -288,7 +291,7 @@ class Save:
             return self.leader.commit(id, rows)
 
     def make_writer(self, id: str) -> RankWriter:
-        kind = RankWriter if self.options.codec is None else CodedWriter
+        kind = RankWriter if self.options.codec is None else EncodedWriter
         writer = kind(
             backend=self.backend,
             plan=self.plan,
@@ -296,12 +299,12 @@ class Save:
             id=id,
             position=self.call.group.ranks.index(self.rank),
             threads=max(self.options.threads, self.backend.grain.calls),
-            alive=Alive(beat=self.pulse.beat, during=self.call.alive_while),
+            alive=Alive(beat=self.heartbeat.give, during=self.call.alive_while),
             spans=self.spans,
             stage=self.capture.stage if self.capture is not None else None,
             merge=self.merge,
         )
-        if isinstance(writer, CodedWriter) and self.options.codec is not None:
+        if isinstance(writer, EncodedWriter) and self.options.codec is not None:
             writer.codec = self.options.codec
             writer.doubtful = self.capture.doubtful if self.capture is not None else frozenset()
         self.signer.begin(writer, self.capture, self.plan.nbytes)
@@ -318,7 +321,7 @@ class Save:
             exchange.result()
         self.rank_bytes = sum(f.size for f in files)
         row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in files], "replicas": self.compared(writer)}
-        if isinstance(writer, CodedWriter):
+        if isinstance(writer, EncodedWriter):
             row["coded"] = writer.coded
         if not self.call.is_leader:
             row["spans"] = self.row_of_spans()
@@ -346,7 +349,7 @@ class Save:
 
         def move() -> None:
             with self.spans.span("exchange", merge.moved):
-                merge.run(self.pulse.beat)
+                merge.run(self.heartbeat.give)
 
         return Pending(move, "ckpt-exchange")
 
@@ -356,7 +359,7 @@ class Save:
             return {}
         if self.capture is None:
             with self.spans.span("hash"):
-                self.replicas.hash(self.options.threads, self.pulse.beat)
+                self.replicas.hash(self.options.threads, self.heartbeat.give)
         return {ranks: self.call.share(json.dumps(digests).encode()) for ranks, digests in self.replicas.found(writer.digests).items()}
 
     def is_committed(self, id: str) -> bool:

@@ -18,8 +18,8 @@ import torch
 from ckpt.engine.devices import no_memory, pin
 from ckpt.errors import UsageError
 
-from .pace import Pace
 from .plan import Batch
+from .throttle import Throttle
 
 PAGE = 4096
 
@@ -121,7 +121,7 @@ class StagedBatches:
 
     def __init__(self, segments: Sequence[Segment], memory: torch.Tensor) -> None:
         self.memory = memory
-        self.pace = Pace()
+        self.throttle = Throttle()
         self.segments = segments
         self._segment_of = {id(batch): number for number, segment in enumerate(segments) for batch in segment.batches}
         self._captured: set[int] = set()

@@ -19,10 +19,10 @@ from ckpt.formats.native.datafiles.datafile import DataFilePlan
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.tracing.spans import Spans
 
-from .merge import Merge
+from .flat_merge import FragmentExchange
 from .plan import BATCH, Batch, RankPlan
-from .sources import ChunkSource
 from .staging import StagedBatches
+from .tensor_source import ChunkSource
 
 BLOCK = 1 << 20
 """Least bytes that are hashed and written at once."""
@@ -57,7 +57,7 @@ class RankWriter:
         alive: Alive,
         spans: Spans,
         stage: StagedBatches | None = None,
-        merge: Merge | None = None,
+        merge: FragmentExchange | None = None,
     ) -> None:
         self.backend = backend
         self.plan = plan
@@ -170,7 +170,7 @@ class RankWriter:
 
     def _paced(self, batch: Batch) -> AbstractContextManager[None]:
         """In the background, small chunks are worked on in a pace that leaves training its speed."""
-        return nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.pace.work()
+        return nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.throttle.work()
 
     def staged(self, batch: Batch) -> memoryview | None:
         """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""

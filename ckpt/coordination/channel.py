@@ -198,7 +198,7 @@ class ControlChannel:
 
     # ---- signs of life
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Give one. The store answers: a rank that is cut off from it finds that out while it works."""
         self._store.append(self._key(f"beats/{self._position // TEAM}"), bytes([self._position % TEAM]))
         self._store.check([self._key("beats/0")])

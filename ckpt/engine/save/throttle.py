@@ -17,7 +17,7 @@ LONGEST = 0.05
 """Seconds of one rest."""
 
 
-class Pace:
+class Throttle:
     """The pace of one save. Without haste, :meth:`work` rests after its block; :meth:`hurry` ends all rests."""
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class ChunkSource:
             )
         return local
 
-    def set_aside(self, names: AbstractSet[str]) -> None:
+    def clone_volatile(self, names: AbstractSet[str]) -> None:
         """Read these tensors from a copy that is made now."""
         self.tensors = {**self.tensors, **{name: _copied(self.tensors[name]) for name in names}}
 

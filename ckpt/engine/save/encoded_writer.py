@@ -18,7 +18,7 @@ from .plan import Batch
 from .writer import BLOCK, RankWriter
 
 
-class CodedWriter(RankWriter):
+class EncodedWriter(RankWriter):
     """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
 
     ``digests`` of tensors that other ranks have too, and of ``doubtful`` ones, are those of the bytes before coding: that is what replicas

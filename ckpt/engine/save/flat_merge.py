@@ -15,10 +15,10 @@ from ckpt.plan.merge import Fragment
 from ckpt.transport.peers import Peers
 
 from .plan import RankPlan
-from .sources import ChunkSource
+from .tensor_source import ChunkSource
 
 
-class Merge:
+class FragmentExchange:
     """The fragments of one rank and one save. ``take`` them before the state changes; ``run`` moves them; who writes a mixed chunk
     waits."""
 
