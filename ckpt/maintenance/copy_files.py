@@ -16,6 +16,7 @@ from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.datafiles.header import Header, StoredChunk, parse_header
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.plan.reads import group_sorted
 from ckpt.reread import READS, read_checked
 
 BUFFER = 16 << 20
@@ -43,7 +44,7 @@ class _ChunkRun:
 
     @property
     def stop(self) -> int:
-        return self.chunks[-1].offset + self.chunks[-1].length
+        return max(chunk.offset + chunk.length for chunk in self.chunks)
 
 
 class FileCopy:
@@ -177,12 +178,13 @@ def _whole(backend: Backend, file: DataFile, where: str, take: Take) -> int:
 
 def _runs(chunks: Iterable[StoredChunk]) -> list[_ChunkRun]:
     """Runs of at most ``BUFFER`` bytes; a longer chunk is alone."""
-    runs: list[list[StoredChunk]] = []
-    for chunk in sorted(chunks, key=lambda c: (c.offset, c.length)):
-        if not runs or chunk.offset + chunk.length - runs[-1][0].offset > BUFFER:
-            runs.append([])
-        runs[-1].append(chunk)
-    return [_ChunkRun(tuple(run)) for run in runs]
+    order = sorted(chunks, key=lambda c: (c.offset, -c.length))
+    starts, stops = [c.offset for c in order], [c.offset + c.length for c in order]
+    runs: list[_ChunkRun] = []
+    for first, last, stop in group_sorted(starts, stops, max_bytes=BUFFER):
+        members = tuple(order[first:last])
+        runs += [_ChunkRun(members)] if stop - starts[first] <= BUFFER else [_ChunkRun((chunk,)) for chunk in members]
+    return runs
 
 
 def _run_once(backend: Backend, file: DataFile, where: str, run: _ChunkRun, take: Take) -> int:

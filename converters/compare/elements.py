@@ -16,8 +16,8 @@ from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.layout.geometry import Box, find_fault, row_major_strides
-from ckpt.plan.coalesce import parts_of
 from ckpt.plan.join import Copy, join
+from ckpt.plan.reads import parts_of
 from ckpt.plan.views import LogicalTensor
 
 Raw = npt.NDArray[Any]

@@ -19,6 +19,7 @@ from ckpt.converters.pipeline.windows import FileSegment, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.layout.geometry import strided_blocks
+from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.transport.peers import Peers
 
@@ -169,11 +170,9 @@ class Delivery:
         """What of a window is written: all of it, or, if other ranks write between its segments, these."""
         if self.gathering.heads[window.file] is None:
             return [(window.start, window.stop)]
-        runs: list[tuple[int, int]] = []
-        for segment in window.segments:
-            begins = runs.pop()[0] if runs and runs[-1][1] == segment.start else segment.start
-            runs.append((begins, segment.start + segment.length))
-        return runs
+        starts = [segment.start for segment in window.segments]
+        stops = [segment.start + segment.length for segment in window.segments]
+        return [(starts[first], stop) for first, _, stop in group_sorted(starts, stops)]
 
     # ---- straight into the file
 

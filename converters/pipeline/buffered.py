@@ -7,7 +7,7 @@ A window is an image of a range of a file, so that it is written as it lies, and
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
 from ckpt.engine.load.reader import Reader
 from ckpt.io_backends.protocol import Backend
+from ckpt.plan.reads import group_sorted
 
 from .passthrough import PAGE
 from .view_reader import ViewBox, read_views
@@ -95,20 +96,9 @@ class WindowFiller:
 def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.Tensor) -> None:
     base = start // PAGE * PAGE
     data = buffer.numpy().data
-    for run in _runs(segments):
-        put(run, data[run[0].start - base : run[-1].start + run[-1].length - base])
-
-
-def _runs(segments: Sequence[FileSegment]) -> Iterator[list[FileSegment]]:
-    """Segments between which there is nothing."""
-    run: list[FileSegment] = []
-    for segment in segments:
-        if run and run[-1].start + run[-1].length != segment.start:
-            yield run
-            run = []
-        run.append(segment)
-    if run:
-        yield run
+    starts = [segment.start for segment in segments]
+    for first, last, stop in group_sorted(starts, [segment.start + segment.length for segment in segments]):
+        put(segments[first:last], data[starts[first] - base : stop - base])
 
 
 def _useful(*backends: Backend) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.catalog import Extent, TensorEntry
@@ -16,6 +16,7 @@ from ckpt.converters.select.selection import OutputSet
 from ckpt.engine.load.fetch import Check, ChunkName, Fetch
 from ckpt.layout.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
+from ckpt.plan.reads import RangeGroup, group_ranges, group_sizes
 from ckpt.plan.views import ViewPiece, in_order, within
 
 from .windows import FileItem
@@ -29,7 +30,7 @@ JOB = 32 << 20
 GAP = 32 << 10
 """Bytes between two small runs that are read rather than skipped."""
 MANY = 2048
-"""Runs that it does."""
+"""Runs that it does at most, unless one item has more."""
 PAGE = 4096
 _AT_ONCE = 256
 
@@ -133,16 +134,10 @@ def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
 
 def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
     """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
-    job: list[ByteRun] = []
-    size = 0
-    for item in ([run] for runs_of_item in runs for run in _parts(runs_of_item)) if apart else runs:
-        job += item
-        size += sum(run.length for run in item)
-        if size >= JOB or len(job) >= MANY:
-            yield job
-            job, size = [], 0
-    if job:
-        yield job
+    units = [[run] for runs_of_item in runs for run in _parts(runs_of_item)] if apart else runs
+    sizes = [max(sum(run.length for run in unit), len(unit) * (JOB // MANY)) for unit in units]  # small runs take time, too
+    for group in group_sizes(sizes, JOB):
+        yield [run for unit in units[group.start : group.stop] for run in unit]
 
 
 def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
@@ -162,12 +157,13 @@ def pour(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink) -> int:
     """
     memory = memoryview(mmap.mmap(-1, PIECE + PAGE))
     times = Counter(run.item for run in runs)
-    small = {run for run in runs if run.length <= min(SMALL, PIECE) and times[run.item] == 1}
-    for group in _near(small):
-        _pour_together(fetch, group, put, memory)
+    small, large = list[ByteRun](), list[ByteRun]()
     for run in runs:
-        if run not in small:
-            _pour_one(fetch, run, put, memory)
+        (small if run.length <= min(SMALL, PIECE) and times[run.item] == 1 else large).append(run)
+    for group in group_ranges([Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=PIECE, max_gap=GAP):
+        _pour_together(fetch, [small[i] for i in group.members], group, put, memory)
+    for run in large:
+        _pour_one(fetch, run, put, memory)
     return sum(run.length for run in runs)
 
 
@@ -194,32 +190,14 @@ def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) ->
     check.end()
 
 
-def _near(runs: Iterable[ByteRun]) -> Iterator[list[ByteRun]]:
-    """Runs that are near each other in a file of the source, in groups of at most ``PIECE`` bytes."""
-    group: list[ByteRun] = []
-    first, reach = 0, 0
-    for run in sorted(runs, key=lambda r: (r.chunk.extent.path, r.offset)):
-        path, stop = run.chunk.extent.path, run.offset + run.length
-        if group and (path != group[0].chunk.extent.path or run.offset > reach + GAP or stop - first > PIECE):
-            yield group
-            group = []
-        if not group:
-            first, reach = run.offset, stop
-        group.append(run)
-        reach = max(reach, stop)
-    if group:
-        yield group
-
-
-def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink, memory: memoryview) -> None:
-    path, first, length = runs[0].chunk.extent.path, runs[0].offset, max(run.offset + run.length for run in runs) - runs[0].offset
-    pieces = [memory[run.offset - first : run.offset - first + run.length] for run in runs]
+def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
+    pieces = [memory[run.offset - group.offset : run.offset - group.offset + run.length] for run in runs]
 
     def read() -> None:
-        fetch.fill(path, first, memory[:length])
+        fetch.fill(group.path, group.offset, memory[: group.length])
         for run, piece in zip(runs, pieces, strict=True):
             fetch.check(run.chunk, piece)
 
-    fetch.checked(Extent(path, first, length, None), read)
+    fetch.checked(Extent(group.path, group.offset, group.length, None), read)
     for run, piece in zip(runs, pieces, strict=True):
         put.take(run.item, run.start, piece)

@@ -133,15 +133,3 @@ def publish_once(backend: Backend, path: str, data: bytes) -> None:
     except ConflictError:
         if backend.read(path) != data:
             raise
-
-
-def in_groups(sizes: Sequence[int], most: int) -> list[range]:
-    """Neighbours together, up to ``most`` bytes each; a longer one is alone."""
-    groups: list[range] = []
-    start = size_so_far = 0
-    for i, size in enumerate(sizes):
-        if i > start and size_so_far + size > most:
-            groups.append(range(start, i))
-            start, size_so_far = i, 0
-        size_so_far += size
-    return [*groups, range(start, len(sizes))] if sizes else []

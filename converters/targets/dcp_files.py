@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt.converters.pipeline.target import OutputFile, in_groups
+from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.windows import FileItem, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.layout.geometry import Box
+from ckpt.plan.reads import group_sizes
 
 from .torch_archive import ArchivePlan, StorageStub
 
@@ -93,7 +94,7 @@ def index_of(fqn: str, box: Box | None) -> MetadataIndex:
 def data_files(stored: Sequence[Stored], size: int | None, *, folder: str = "") -> tuple[tuple[OutputFile, ...], Places]:
     """Files of about ``size`` bytes below ``folder``, one item after another, and where each item is."""
     places: Places = {}
-    groups = in_groups([s.nbytes for s in stored], size or FILE)
+    groups = group_sizes([s.nbytes for s in stored], size or FILE)
     files = [_file(folder, f"__{n}_0.distcp", [stored[i] for i in group], places) for n, group in enumerate(groups)]
     return tuple(files), places
 

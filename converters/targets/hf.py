@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, in_groups, publish_once
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, publish_once
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
@@ -21,6 +21,7 @@ from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
+from ckpt.plan.reads import group_sizes
 
 SHARD = 5_000_000_000
 """Bytes of a shard, at most, unless the caller says: what transformers does."""
@@ -48,7 +49,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
         message = f"safetensors files have no tensor called {reserved[0]!r}"
         raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
     alone = layout.name is not None
-    groups = [range(len(members))] if alone else in_groups([w.nbytes for w in members], layout.shard_size or SHARD)
+    groups = [range(len(members))] if alone else group_sizes([w.nbytes for w in members], layout.shard_size or SHARD)
     names = [layout.name or SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(len(groups))]
     shards = [[members[i] for i in group] for group in groups]
     files = tuple(_file(name, shard) for name, shard in zip(names, shards, strict=True))

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, in_groups
+from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.pipeline.windows import FileItem, cuts_at
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose, seams_of
 from ckpt.errors import CkptError, ConflictError
@@ -19,6 +19,7 @@ from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, previous_files, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import row_major_strides
+from ckpt.plan.reads import group_sizes
 from ckpt.reread import read_alike
 
 CHUNK = 64 << 20
@@ -37,7 +38,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     plans: list[DataFilePlan] = []
     places: dict[str, list[int]] = {}
     files: list[OutputFile] = []
-    for group in in_groups([s.nbytes for s in specs], layout.shard_size or FILE):
+    for group in group_sizes([s.nbytes for s in specs], layout.shard_size or FILE):
         members = [specs[i] for i in group]
         for made in plan_data_files(members, id=layout.id, rank=0, limit=HEADER_LIMIT):
             made = replace(made, path=data_path(layout.id, 0, len(plans)))

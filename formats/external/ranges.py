@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.concurrency.workers import run_tasks
+from ckpt.plan.reads import RangeGroup, group_ranges
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -34,28 +35,13 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
         CorruptError: a range reaches beyond the end of its file.
         StorageError: the storage failed.
     """
-    order = sorted(range(len(ranges)), key=lambda i: ranges[i])
-    groups: list[list[int]] = []
-    end = 0
-    for i in order:
-        wanted = ranges[i]
-        first = ranges[groups[-1][0]] if groups else None
-        reach = wanted.offset + wanted.length
-        near = first is not None and first.path == wanted.path and wanted.offset - end <= MAX_GAP
-        if first is not None and near and reach - first.offset <= max(MAX_READ, end - first.offset):
-            groups[-1].append(i)
-            end = max(end, reach)
-        else:
-            groups.append([i])
-            end = reach
+    groups = group_ranges(ranges, max_bytes=MAX_READ, max_gap=MAX_GAP)
     contents: list[bytes] = [b""] * len(ranges)
 
-    def read(group: list[int]) -> None:
-        start = ranges[group[0]].offset
-        stop = max(ranges[i].offset + ranges[i].length for i in group)
-        data = backend.read(ranges[group[0]].path, start, stop - start)
-        for i in group:
-            at = ranges[i].offset - start
+    def read(group: RangeGroup) -> None:
+        data = backend.read(group.path, group.offset, group.length)
+        for i in group.members:
+            at = ranges[i].offset - group.offset
             contents[i] = data[at : at + ranges[i].length]
 
     at, waits = 0, _waits()

@@ -26,10 +26,10 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.splits import Flat, Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
-from ckpt.plan.coalesce import coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.reads import group_ranges, parts_of
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 
 ID = "0123456789abcdef"
@@ -188,7 +188,7 @@ def load_rank(targets: list[Target], owned: dict[str, Owned], files: Files, gap:
         for i, ((t, c), extent) in enumerate(zip(jobs, where, strict=True))
         for part in parts_of(i, c, extent, t.wanted.dtype.itemsize, whole_chunks=whole, max_gap=gap)
     ]
-    reads = coalesce(parts, max_gap=gap, max_length=length)
+    reads = group_ranges(parts, max_gap=gap, max_bytes=length)
     needed = {path: np.zeros(len(data), dtype=bool) for path, data in files.data.items()}
     times = {path: np.zeros(len(data), dtype=np.int64) for path, data in files.data.items()}
     for (t, c), extent in zip(jobs, where, strict=True):
@@ -202,7 +202,7 @@ def load_rank(targets: list[Target], owned: dict[str, Owned], files: Files, gap:
         assert longest_run(unneeded) <= gap
         assert not unneeded[0]
         assert not unneeded[-1]
-        for part in (parts[i] for i in read.parts):
+        for part in (parts[i] for i in read.members):
             (t, copy), extent, itemsize = jobs[part.copy], where[part.copy], jobs[part.copy][0].wanted.dtype.itemsize
             blocks = strided_blocks(copy.chunk_box.shape, part.box.relative_to(copy.chunk_box.offset))
             starts = (extent.offset + blocks.starts() * itemsize - read.offset).tolist()

@@ -10,16 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from ckpt.adapters.memory import writable_bytes
 from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.layout.geometry import Box
+from ckpt.plan.reads import RangeGroup, group_ranges
 
 from .fetch import ChunkName, Fetch, damaged
 
@@ -52,16 +52,6 @@ class Exact:
     @property
     def nbytes(self) -> int:
         return sum(e[2] for e in self.extents)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkRun:
-    """Small chunks whose bytes follow one another in a file: ``length`` bytes from ``start`` on; ``numbers`` say which they are."""
-
-    path: str
-    start: int
-    length: int
-    numbers: Sequence[int]
 
 
 def find_exact(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) -> tuple[Exact, list[Job]]:
@@ -129,49 +119,36 @@ def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
     large: list[int] = []
     for i, extent in enumerate(exact.extents):
         (small if extent[2] <= longest else large).append(i)
-    for batch in batches(exact, small, most):
-        yield partial(_move, fetch, exact, batch)
+    for group in small_reads(exact, small, most):
+        yield partial(_move, fetch, exact, group)
     for i in large:
         yield partial(_fill, fetch, exact, i)
 
 
-def batches(exact: Exact, small: Sequence[int], most: int) -> Iterator[ChunkRun]:
-    """Chunks in the order of their bytes, neighbours together up to ``most`` bytes. A chunk that several targets want is read once."""
-    by_file: dict[str, list[int]] = {}
-    for i in small:
-        by_file.setdefault(exact.extents[i][0], []).append(i)
-    for path, members in by_file.items():
-        numbers = np.array(members, dtype=np.int64)
-        starts, lengths = np.array([exact.extents[i][1:3] for i in members], dtype=np.int64).T
-        order = np.argsort(starts, kind="stable")
-        numbers, starts, stops = numbers[order], starts[order], (starts + lengths)[order]
-        ends = [0, *(np.flatnonzero(starts[1:] > np.maximum.accumulate(stops)[:-1]) + 1).tolist(), len(members)]
-        for first, last in pairwise(ends):
-            while first < last:
-                reach = first + int(np.searchsorted(starts[first:last], starts[first] + most - SMALL, side="right"))
-                start, stop = int(starts[first]), int(stops[first:reach].max())
-                yield ChunkRun(path, start, stop - start, numbers[first:reach].tolist())
-                first = reach
+def small_reads(exact: Exact, small: Sequence[int], max_bytes: int) -> Iterator[RangeGroup]:
+    """What to read of these chunks, neighbours together; members are chunks of ``exact``."""
+    for group in group_ranges([exact.extents[i] for i in small], max_bytes=max_bytes):
+        yield group._replace(members=[small[i] for i in group.members])
 
 
-def _move(fetch: Fetch, exact: Exact, batch: ChunkRun) -> None:
+def _move(fetch: Fetch, exact: Exact, group: RangeGroup) -> None:
     """Read all, check all, then put each in its place."""
-    buffer = fetch.scratch(batch.length)
-    extents = [exact.extents[i] for i in batch.numbers]
-    together = Extent(batch.path, batch.start, batch.length, None)
-    fetch.checked(together, partial(_read, fetch, exact, batch, extents, buffer.data[: batch.length]))
-    with fetch.span("copy", batch.length):
-        at = buffer.ctypes.data - batch.start
-        for i, extent in zip(batch.numbers, extents, strict=True):
+    buffer = fetch.scratch(group.length)
+    extents = [exact.extents[i] for i in group.members]
+    together = Extent(group.path, group.offset, group.length, None)
+    fetch.checked(together, partial(_read, fetch, exact, group, extents, buffer.data[: group.length]))
+    with fetch.span("copy", group.length):
+        at = buffer.ctypes.data - group.offset
+        for i, extent in zip(group.members, extents, strict=True):
             _memmove(exact.addresses[i], at + extent[1], extent[2])
 
 
-def _read(fetch: Fetch, exact: Exact, batch: ChunkRun, extents: Sequence[Extent], data: memoryview) -> None:
-    start = batch.start
-    fetch.fill(batch.path, start, data)
+def _read(fetch: Fetch, exact: Exact, group: RangeGroup, extents: Sequence[Extent], data: memoryview) -> None:
+    start = group.offset
+    fetch.fill(group.path, start, data)
     verified, last = 0, -1
-    with fetch.span("verify", batch.length):
-        for i, (_, offset, length, digest, _, _) in zip(batch.numbers, extents, strict=True):
+    with fetch.span("verify", group.length):
+        for i, (_, offset, length, digest, _, _) in zip(group.members, extents, strict=True):
             if digest is None or fetch.verify == "off" or offset == last:
                 continue
             if (found := _digest(data[offset - start : offset - start + length])) != digest:

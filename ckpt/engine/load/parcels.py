@@ -24,6 +24,7 @@ from ckpt.coordination.call import Call
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box
 from ckpt.plan.parcels import MOST
+from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.transport.framing import Feed, Inlet
 from ckpt.transport.peers import Peers, Turn
 from ckpt.transport.shm_pool import PAUSE, Ring
@@ -204,27 +205,23 @@ class Carrier:
 
     def _read_small(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
         """Chunks that lie together in a file are read together."""
-        order = sorted(range(len(extents)), key=lambda i: extents[i][:2])
         (cut,) = parcel.cuts()
 
         def fill(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
-            for run in _runs(order, extents):
-                start, end = extents[run[0]].offset, max(extents[i].offset + extents[i].length for i in run)
-                together = Extent(extents[run[0]].path, start, end - start, None)
-                self._fetch.checked(together, partial(self._read_run, parcel, extents, run, together, data))
+            for group in group_ranges(extents):
+                together = Extent(group.path, group.offset, group.length, None)
+                self._fetch.checked(together, partial(self._read_group, parcel, extents, group, data))
             if also is not None:
                 also.update(data.data)
 
         self._hand_out(parcel, 0, cut, fill)
 
-    def _read_run(
-        self, parcel: Parcel, extents: Sequence[Extent], run: Sequence[int], together: Extent, data: npt.NDArray[np.uint8]
-    ) -> None:
-        found = self._fetch.scratch(together.length)[: together.length]
-        self._fetch.fill(together.path, together.offset, found.data)
-        for i in run:
+    def _read_group(self, parcel: Parcel, extents: Sequence[Extent], group: RangeGroup, data: npt.NDArray[np.uint8]) -> None:
+        file_bytes = self._fetch.scratch(group.length)[: group.length]
+        self._fetch.fill(group.path, group.offset, file_bytes.data)
+        for i in group.members:
             item, extent = parcel.items[i], extents[i]
-            stored, into = found[extent.offset - together.offset :][: extent.length], data[item.start : item.start + item.nbytes]
+            stored, into = file_bytes[extent.offset - group.offset :][: extent.length], data[item.start : item.start + item.nbytes]
             chunk = ChunkName(item.entry.name, item.box, extent)
             self._fetch.check(chunk, stored.data)
             if extent.codec is None:
@@ -321,15 +318,3 @@ def _copy(stored: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8], also: _Dig
     np.copyto(data, stored)
     if also is not None:
         also.update(data.data)
-
-
-def _runs(order: Sequence[int], extents: Sequence[Extent]) -> list[list[int]]:
-    """Those that follow one another without a gap in a file."""
-    runs: list[list[int]] = []
-    for i in order:
-        last = extents[runs[-1][-1]] if runs else None
-        if last is not None and last.path == extents[i].path and last.offset + last.length >= extents[i].offset:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs

@@ -19,10 +19,10 @@ from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box, find_fault
-from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.pieces import pieces
+from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
@@ -71,7 +71,7 @@ class ReadPlan:
     exact: Exact
     steps: Sequence[_Step]
     parts: Sequence[Part]
-    reads: Sequence[Read]
+    reads: Sequence[RangeGroup]
     padding: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
     sweep: Sweep | None = None
@@ -182,10 +182,10 @@ class Reader:
         filled = [held.memory for target, _ in jobs for held in target.parts]
         return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
 
-    def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[Read]]:
+    def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[RangeGroup]]:
         """What to read for these copies."""
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
-        return parts, coalesce(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_length=self.max_read)
+        return parts, group_ranges(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_bytes=self.max_read)
 
     def read_file(self, sweep: Sweep, number: int) -> None:
         """Look one file up, and read what is wanted of it."""
@@ -247,8 +247,8 @@ class Reader:
 
     # ---- one read
 
-    def read(self, read: Read, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
-        mine = [parts[i] for i in read.parts]
+    def read(self, read: RangeGroup, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
+        mine = [parts[i] for i in read.members]
         if read.length <= self.max_read and len(mine) > 1:
             whole = Extent(read.path, read.offset, read.length, None)
             self.fetch.checked(whole, partial(self._together, read, mine, steps))
@@ -257,7 +257,7 @@ class Reader:
                 members = list(group)
                 self.fetch.checked(steps[members[0].copy].extent, partial(self._alone, members, steps))
 
-    def _together(self, read: Read, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
         """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""
         shift = read.offset % PAGE
         buffer = self.fetch.scratch(shift + read.length)

@@ -7,7 +7,6 @@ for all of them. Offsets, lengths and digests are columns. Objects for a single 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,6 +24,7 @@ from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
 from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
 from ckpt.layout.geometry import Box, IntArray
 from ckpt.plan.join import Copy
+from ckpt.plan.reads import group_sorted
 
 from .copying import Stored, copy_box
 from .exact import Job
@@ -243,23 +243,11 @@ class Sweep:
     def runs(self, alike: Alike) -> list[tuple[int, int, int]]:
         """Rows that are read together, since their bytes follow one another: the first, one past the last, and where their bytes end in
         the data."""
-        found = self._runs.get(alike)
-        if found is None:
-            found = self._runs[alike] = list(self._found_runs(alike.offsets, alike.lengths))
-        return found
-
-    def _found_runs(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[int, int, int]]:
-        """The same. Where bytes follow one another for more than ``most``, they are cut: each run has at most so many, or a single row."""
-        reached = np.maximum.accumulate(offsets + lengths)
-        ends = [0, *(np.flatnonzero(offsets[1:] > reached[:-1]) + 1).tolist(), len(reached)]
-        starts, stops = offsets.tolist(), reached.tolist()
-        for first, end in pairwise(ends):
-            while first < end:
-                last = (
-                    end if stops[end - 1] - starts[first] <= self.most else bisect_right(stops, starts[first] + self.most, first + 1, end)
-                )
-                yield first, last, stops[last - 1]
-                first = last
+        runs = self._runs.get(alike)
+        if runs is None:
+            starts, stops = alike.offsets.tolist(), (alike.offsets + alike.lengths).tolist()
+            runs = self._runs[alike] = list(group_sorted(starts, stops, max_bytes=self.most))
+        return runs
 
     def _read(self, plan: FilePlan, first: int, last: int, stop: int) -> None:
         """Read neighbours, check all, then put each in its places."""

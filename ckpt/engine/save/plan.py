@@ -22,6 +22,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.merge import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.reads import group_sizes
 from ckpt.plan.tables import Table
 
 BATCH = 1 << 20
@@ -225,13 +226,7 @@ def _batches(number: int, plan: DataFilePlan) -> list[Batch]:
     """Chunks in the order of the file, small neighbours together."""
     order = plan.offsets.argsort(kind="stable")
     numbers, starts, lengths = (order + plan.first).tolist(), plan.offsets[order].tolist(), plan.lengths[order].tolist()
-    batches: list[Batch] = []
-    first = size = 0
-    for i, length in enumerate(lengths):
-        if i > first and size + length > BATCH:
-            batches.append(Batch(number, starts[first], size, numbers[first:i], lengths[first:i]))
-            first, size = i, 0
-        size += length
-    if lengths:
-        batches.append(Batch(number, starts[first], size, numbers[first:], lengths[first:]))
-    return batches
+    return [
+        Batch(number, starts[g.start], sum(lengths[g.start : g.stop]), numbers[g.start : g.stop], lengths[g.start : g.stop])
+        for g in group_sizes(lengths, BATCH)
+    ]

@@ -27,6 +27,7 @@ from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.plan.reads import group_ranges
 from ckpt.reread import read_checked
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
@@ -177,10 +178,11 @@ def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[i
 
 
 def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
-    total = sum(c.extent.length for c in chunks)
+    jobs = _jobs(chunks)
+    total = sum(_end(job) - job[0].extent.offset for job in jobs)
     reader = _Reader(backend)
     bytes_done, problems = 0, list[Problem]()
-    for result in spread((partial(reader.check, job) for job in _jobs(chunks)), threads, "ckpt-verify"):
+    for result in spread((partial(reader.check, job) for job in jobs), threads, "ckpt-verify"):
         bytes_done += result.bytes
         problems += result.problems
         if progress is not None:
@@ -188,19 +190,19 @@ def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Pr
     return _Result(bytes_done, problems)
 
 
-def _jobs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
+def _jobs(chunks: list[_Chunk]) -> list[list[_Chunk]]:
     """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
-    job: list[_Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: (c.extent.path, c.extent.offset, c.extent.length)):
-        if job:
-            last = job[-1]
-            fits = last.extent.path == chunk.extent.path and last.end == chunk.extent.offset and chunk.end - job[0].extent.offset <= BUFFER
-            if not fits or chunk.extent.codec is not None or last.extent.codec is not None:
-                yield job
-                job = []
-        job.append(chunk)
-    if job:
-        yield job
+    plain = [chunk for chunk in chunks if chunk.extent.codec is None]
+    jobs = [[chunk] for chunk in chunks if chunk.extent.codec is not None]
+    for group in group_ranges([chunk.extent for chunk in plain], max_bytes=BUFFER):
+        members = [plain[i] for i in group.members]
+        jobs += [members] if group.length <= BUFFER else [[chunk] for chunk in members]
+    return sorted(jobs, key=lambda job: job[0].extent[:2])
+
+
+def _end(job: Sequence[_Chunk]) -> int:
+    """One past the last byte of a job."""
+    return max(chunk.end for chunk in job)
 
 
 class _Wrong(CorruptError):
@@ -220,7 +222,7 @@ class _Reader:
 
     def check(self, job: list[_Chunk]) -> _Result:
         """What is wrong with the chunks of a job, looked at again if anything is."""
-        start, end = job[0].extent.offset, job[-1].end
+        start, end = job[0].extent.offset, _end(job)
 
         def read() -> _Result:
             result = self._look(job)
@@ -234,7 +236,7 @@ class _Reader:
             return err.result
 
     def _look(self, job: list[_Chunk]) -> _Result:
-        start, end = job[0].extent.offset, job[-1].end
+        start, end = job[0].extent.offset, _end(job)
         if job[0].extent.codec is not None:
             return self._check_coded(job[0])
         if end - start > BUFFER:

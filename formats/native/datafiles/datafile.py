@@ -22,6 +22,7 @@ from ckpt.errors import CoverageError, StateError
 from ckpt.formats.native.coding.codecs import CODECS
 from ckpt.formats.native.paths import data_path, data_prefix
 from ckpt.layout.geometry import Box, IntArray
+from ckpt.plan.reads import group_sizes
 
 from .keys import METADATA, box_text, coded_key, is_bare, name_problem
 
@@ -130,14 +131,7 @@ def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
 
     It depends on the sizes before coding alone, so that every rank can tell where another one's chunks are.
     """
-    groups: list[slice] = []
-    start = size = 0
-    for i, length in enumerate(raw_lengths):
-        if i > start and (size + length > CODED_FILE or i - start == CODED_CHUNKS):
-            groups.append(slice(start, i))
-            start, size = i, 0
-        size += length
-    return [*groups, slice(start, len(raw_lengths))] if len(raw_lengths) else []
+    return [slice(g.start, g.stop) for g in group_sizes(raw_lengths, CODED_FILE, CODED_CHUNKS)]
 
 
 class CodedFiles:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box, strided_blocks
-from ckpt.plan.coalesce import Part, Read, coalesce, parts_of
 from ckpt.plan.join import Copy, join
+from ckpt.plan.reads import Part, RangeGroup, group_ranges, group_sizes, group_sorted, parts_of
 from tests.box_strategies import boxes_in, grids, shapes
 
 ITEM_SIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -106,9 +106,9 @@ def test_a_hundred_thousand_runs() -> None:
     assert [p.offset for p in parts] == list(range(16, n * 128, 128))
     assert {p.length for p in parts} == {32}
     assert parts[-1].box == Box((n - 1, 8), (1, 16))
-    reads = coalesce(parts, max_gap=96, max_length=1 << 20)
+    reads = group_ranges(parts, max_gap=96, max_bytes=1 << 20)
     assert len(reads) == math.ceil(n * 128 / (1 << 20))
-    assert [i for r in reads for i in r.parts] == list(range(n))
+    assert [i for r in reads for i in r.members] == list(range(n))
 
 
 def test_an_empty_box_needs_no_bytes() -> None:
@@ -124,7 +124,7 @@ def test_an_extent_that_does_not_fit_its_chunk_is_named() -> None:
     assert caught.value.where == "data/x"
 
 
-# ------------------------------------------------------------------------------------------------------------------ coalesce
+# ------------------------------------------------------------------------------------------------------------------ group_ranges
 
 FILE_SIZE = 300
 
@@ -138,7 +138,7 @@ def byte_ranges(draw: st.DrawFn) -> list[Part]:
     return [Part(path=p, offset=o, length=n, copy=i, box=Box((), ())) for i, (p, o, n) in enumerate(draw(st.permutations(drawn)))]
 
 
-def count_bytes(ranges: list[Part] | list[Read]) -> dict[str, np.ndarray]:
+def count_bytes(ranges: list[Part] | list[RangeGroup]) -> dict[str, np.ndarray]:
     """How often each byte of each file is in a range."""
     times = {path: np.zeros(FILE_SIZE, dtype=np.int64) for path in "ab"}
     for r in ranges:
@@ -148,19 +148,19 @@ def count_bytes(ranges: list[Part] | list[Read]) -> dict[str, np.ndarray]:
 
 @given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
 def test_each_part_is_in_one_read_that_covers_it(parts: list[Part], max_gap: int, max_length: int) -> None:
-    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
-    assert sorted(i for r in reads for i in r.parts) == list(range(len(parts)))
+    reads = group_ranges(parts, max_gap=max_gap, max_bytes=max_length)
+    assert sorted(i for r in reads for i in r.members) == list(range(len(parts)))
     assert [(r.path, r.offset) for r in reads] == sorted((r.path, r.offset) for r in reads)
     for read in reads:
-        members = [parts[i] for i in read.parts]
+        members = [parts[i] for i in read.members]
         assert {p.path for p in members} == {read.path}
         assert (read.offset, read.offset + read.length) == (min(p.offset for p in members), max(p.end for p in members))
 
 
 @given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
 def test_reads_keep_the_limits(parts: list[Part], max_gap: int, max_length: int) -> None:
-    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
-        members = [parts[i] for i in read.parts]
+    for read in group_ranges(parts, max_gap=max_gap, max_bytes=max_length):
+        members = [parts[i] for i in read.members]
         assert read.length <= max_length or (read.offset, read.length) in {(p.offset, p.length) for p in members}
         needed = count_bytes(members)[read.path][read.offset : read.offset + read.length] > 0
         unneeded = np.flatnonzero(np.diff(np.concatenate([[True], needed, [True]]).astype(int)))
@@ -169,16 +169,16 @@ def test_reads_keep_the_limits(parts: list[Part], max_gap: int, max_length: int)
 
 @given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
 def test_reads_are_joined_wherever_the_limits_allow(parts: list[Part], max_gap: int, max_length: int) -> None:
-    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
+    reads = group_ranges(parts, max_gap=max_gap, max_bytes=max_length)
     for read, after in itertools.pairwise(reads):
-        first = parts[after.parts[0]]
+        first = parts[after.members[0]]
         near = read.path == after.path and first.offset - (read.offset + read.length) <= max_gap
         assert not near or first.end - read.offset > max_length
 
 
 @given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
 def test_over_read_is_bounded(parts: list[Part], max_gap: int, max_length: int) -> None:
-    reads = coalesce(parts, max_gap=max_gap, max_length=max_length)
+    reads = group_ranges(parts, max_gap=max_gap, max_bytes=max_length)
     needed, read, twice = count_bytes(parts), count_bytes(reads), halves(parts)
     assert all((read[path][needed[path] > 0] > 0).all() for path in "ab")
     assert all(twice[path][read[path] > 1].all() for path in "ab")
@@ -198,7 +198,7 @@ def halves(parts: list[Part]) -> dict[str, np.ndarray]:
 
 @given(byte_ranges(), st.integers(0, 30))
 def test_without_a_limit_on_length_no_byte_is_read_twice(parts: list[Part], max_gap: int) -> None:
-    reads = coalesce(parts, max_gap=max_gap, max_length=FILE_SIZE)
+    reads = group_ranges(parts, max_gap=max_gap, max_bytes=FILE_SIZE)
     needed, read = count_bytes(parts), count_bytes(reads)
     assert all((times <= 1).all() for times in read.values())
     assert sum(r.length for r in reads) <= sum(np.count_nonzero(t) for t in needed.values()) + max_gap * (len(parts) - len(reads))
@@ -206,9 +206,9 @@ def test_without_a_limit_on_length_no_byte_is_read_twice(parts: list[Part], max_
 
 @given(byte_ranges(), st.integers(0, 30), st.integers(1, 120))
 def test_a_covered_part_opens_no_read(parts: list[Part], max_gap: int, max_length: int) -> None:
-    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
-        first = parts[read.parts[0]]
-        others = [p for i, p in enumerate(parts) if p.path == first.path and i not in read.parts]
+    for read in group_ranges(parts, max_gap=max_gap, max_bytes=max_length):
+        first = parts[read.members[0]]
+        others = [p for i, p in enumerate(parts) if p.path == first.path and i not in read.members]
         assert not any(p.offset <= first.offset and first.end <= p.end for p in others)
 
 
@@ -220,24 +220,68 @@ def test_a_chunk_that_two_targets_want_is_read_once() -> None:
         for i, box in enumerate(wanted)
         for p in parts_of(i, Copy(chunk=0, chunk_box=Box((0, 0), (10, 10)), box=box), extent, 8, whole_chunks=True, max_gap=0)
     ]
-    assert coalesce(parts, max_gap=0, max_length=100) == [Read(path="f", offset=4096, length=800, parts=(0, 1))]
+    assert group_ranges(parts, max_gap=0, max_bytes=100) == [RangeGroup("f", 4096, 800, [0, 1])]
 
 
 def test_a_long_part_stays_alone() -> None:
     parts = [Part(path="f", offset=o, length=n, copy=0, box=Box((), ())) for o, n in [(0, 10), (10, 500), (510, 10), (520, 10)]]
-    reads = coalesce(parts, max_gap=0, max_length=100)
-    assert [(r.offset, r.length, r.parts) for r in reads] == [(0, 10, (0,)), (10, 500, (1,)), (510, 20, (2, 3))]
+    reads = group_ranges(parts, max_gap=0, max_bytes=100)
+    assert [(r.offset, r.length, r.members) for r in reads] == [(0, 10, [0]), (10, 500, [1]), (510, 20, [2, 3])]
 
 
 def test_limits_are_inclusive() -> None:
     parts = [Part(path="f", offset=o, length=n, copy=0, box=Box((), ())) for o, n in [(0, 60), (65, 35)]]
-    assert coalesce(parts, max_gap=5, max_length=100) == [Read(path="f", offset=0, length=100, parts=(0, 1))]
-    assert len(coalesce(parts, max_gap=5, max_length=99)) == 2
-    assert len(coalesce(parts, max_gap=4, max_length=100)) == 2
+    assert group_ranges(parts, max_gap=5, max_bytes=100) == [RangeGroup("f", 0, 100, [0, 1])]
+    assert len(group_ranges(parts, max_gap=5, max_bytes=99)) == 2
+    assert len(group_ranges(parts, max_gap=4, max_bytes=100)) == 2
 
 
 def test_nothing_to_read() -> None:
-    assert coalesce([], max_gap=0, max_length=1) == []
+    assert group_ranges([], max_gap=0, max_bytes=1) == []
+
+
+def naive_groups(ranges: list[Part], max_gap: int, max_bytes: int | None) -> list[tuple[str, int, int, list[int]]]:
+    """The rule, byte by byte: the bytes of a group are a set, and a gap is counted out."""
+    groups: list[tuple[str, set[int], list[int]]] = []
+    for i in sorted(range(len(ranges)), key=lambda i: (ranges[i].path, ranges[i].offset, -ranges[i].length, i)):
+        mine = set(range(ranges[i].offset, ranges[i].end))
+        if groups and groups[-1][0] == ranges[i].path:
+            _, span, members = groups[-1]
+            together = set(range(min(span), max(span | mine) + 1))
+            gap = len(together - span - mine)
+            if mine <= span or (gap <= max_gap and (max_bytes is None or len(together) <= max_bytes)):
+                span |= together
+                members.append(i)
+                continue
+        groups.append((ranges[i].path, mine, [i]))
+    return [(path, min(span), len(span), members) for path, span, members in groups]
+
+
+@given(byte_ranges(), st.integers(0, 30), st.none() | st.integers(1, 120))
+def test_groups_are_those_of_the_naive_rule(parts: list[Part], max_gap: int, max_bytes: int | None) -> None:
+    groups = group_ranges(parts, max_gap=max_gap, max_bytes=max_bytes)
+    assert [(g.path, g.offset, g.length, list(g.members)) for g in groups] == naive_groups(parts, max_gap, max_bytes)
+    order = sorted((p for p in parts if p.path == "a"), key=lambda p: (p.offset, -p.length))
+    sorted_groups = group_sorted([p.offset for p in order], [p.end for p in order], max_gap=max_gap, max_bytes=max_bytes)
+    naive = naive_groups(order, max_gap, max_bytes)
+    assert [(order[f].offset, stop, last - f) for f, last, stop in sorted_groups] == [(o, o + n, len(m)) for _, o, n, m in naive]
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 100), st.none() | st.integers(1, 5))
+def test_sizes_fill_each_group(sizes: list[int], max_bytes: int, max_count: int | None) -> None:
+    """Each group is the longest prefix of what is left that fits, and at least one."""
+    left, expected = list(range(len(sizes))), []
+    while left:
+        fits = [n for n in range(1, len(left) + 1) if sum(sizes[i] for i in left[:n]) <= max_bytes and n <= (max_count or n)]
+        expected.append(left[: max(fits, default=1)])
+        left = left[len(expected[-1]) :]
+    assert [list(g) for g in group_sizes(sizes, max_bytes, max_count)] == expected
+
+
+def test_numbers_beyond_64_bits_are_grouped_too() -> None:
+    """Offsets out of a damaged directory: the storage refuses them, with a clear error."""
+    parts = [Part(path="f", offset=o, length=9, copy=0, box=Box((), ())) for o in (1 << 70, 3)]
+    assert [g.offset for g in group_ranges(parts, max_gap=5, max_bytes=100)] == [3, 1 << 70]
 
 
 # ------------------------------------------------------------------------------------------------------- from join to bytes
@@ -245,7 +289,7 @@ def test_nothing_to_read() -> None:
 
 @given(shapes(min_side=1), st.data())
 def test_what_is_read_rebuilds_every_target(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Two targets of one tensor whose chunks lie in two files, through join, parts_of and coalesce, with numpy as memory and files."""
+    """Two targets of one tensor whose chunks lie in two files, through join, parts_of and group_ranges, with numpy as memory and files."""
     grid, itemsize = data.draw(grids(shape)), 4
     targets = [data.draw(boxes_in(shape, min_side=1)) for _ in range(2)]
     whole, max_gap, max_length = data.draw(st.booleans()), data.draw(st.integers(0, 40)), data.draw(st.integers(1, 300))
@@ -264,9 +308,9 @@ def test_what_is_read_rebuilds_every_target(shape: tuple[int, ...], data: st.Dat
     ]
     memory = [np.zeros(t.shape, dtype="<u4") for t in targets]
     times = [np.zeros(t.shape, dtype=np.int64) for t in targets]
-    for read in coalesce(parts, max_gap=max_gap, max_length=max_length):
+    for read in group_ranges(parts, max_gap=max_gap, max_bytes=max_length):
         buffer = bytes(files[read.path][read.offset : read.offset + read.length])
-        for part in (parts[i] for i in read.parts):
+        for part in (parts[i] for i in read.members):
             t, copy = jobs[part.copy]
             blocks = strided_blocks(copy.chunk_box.shape, part.box.relative_to(copy.chunk_box.offset))
             runs = extents[copy.chunk].offset + blocks.starts() * itemsize - read.offset
