@@ -153,7 +153,7 @@ def _act(act: Callable[[str], None], url: str) -> dict[str, Any]:
 
 def _remove(url: str) -> None:
     backend = open_backend(url)
-    for entry in list(backend.list()):
+    for entry in list(backend.list_prefix()):
         backend.delete(entry.path)
 
 

@@ -28,7 +28,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
 from ckpt.io_backends.memory import MemoryBackend
-from ckpt.io_backends.protocol import Entry
+from ckpt.io_backends.protocol import ObjectMeta
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
@@ -73,11 +73,11 @@ class Storage(MemoryBackend):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.pretended: list[Entry] = []
+        self.pretended: list[ObjectMeta] = []
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         yield from (entry for entry in self.pretended if entry.path.startswith(prefix))
-        yield from super().list(prefix)
+        yield from super().list_prefix(prefix)
 
 
 class Followers:
@@ -167,7 +167,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
             id = leader.check(followers.begun)["id"]
             found[f"check_{save}"] = cpu_seconds() - began
             rows = followers.written(id, save, spans=spans)
-            storage.pretended = [Entry(path, size) for row in rows.values() for path, size, _, _ in row["files"]]
+            storage.pretended = [ObjectMeta(path, size) for row in rows.values() for path, size, _, _ in row["files"]]
             began = cpu_seconds()
             leader.commit(id, rows)
             found[f"commit_{save}"] = cpu_seconds() - began

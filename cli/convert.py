@@ -148,7 +148,7 @@ def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) ->
         output.talk(
             "names are still those of Megatron, which transformers does not load: --names llama --convention huggingface, or another"
         )
-    if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).children():
+    if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).list_dir():
         output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
 
 

@@ -60,7 +60,7 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
         seen = (watcher.newest() or seen) if seen.state == "idle" else seen
         screen.show(seen, last=True)
     else:
-        seen = _follow(watcher, screen, interval or (5.0 if watcher.backend.grain.gap else 1.0), patience)
+        seen = _follow(watcher, screen, interval or (5.0 if watcher.backend.io_hints.coalesce_gap else 1.0), patience)
     if seen.state == "idle":
         raise NotFoundError("no save goes on here", where=url, hint="saves of less than a second are not seen; CKPT_PROGRESS=off hides all")
     code = HANGS if seen.state == "hangs" else 0 if seen.state in ("committed", "saving") else NOT_COMMITTED

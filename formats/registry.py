@@ -136,7 +136,7 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
 
     if root in known:
         return {}
-    urls = [join_url(root, name.rstrip("/")) for name in open_backend(root).children() if name.endswith("/")]
+    urls = [join_url(root, name.rstrip("/")) for name in open_backend(root).list_dir() if name.endswith("/")]
     for group in ([root], [url for url in urls if url not in known]):
         formats_of = {url: name for url in group if (name := find_format(url)) is not None}
         if formats_of:
@@ -152,7 +152,7 @@ def _look(url: str) -> tuple[Backend, list[str]]:
     from .native.commit import COMMIT_PATH
 
     backend: Backend = open_backend(url)
-    names = [name for name in backend.children() if not name.startswith(".") or name == ".metadata"]
+    names = [name for name in backend.list_dir() if not name.startswith(".") or name == ".metadata"]
     single = open_single(url) if not names else None
     if single is None or single.name == COMMIT_PATH:  # a commit record is no checkpoint by itself
         return backend, names

@@ -8,16 +8,16 @@ from __future__ import annotations
 from .faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
 from .memory import MemoryBackend
 from .posix.backend import PosixBackend
-from .protocol import Backend, Entry, Writer
+from .protocol import Backend, ObjectMeta, Writer
 from .registry import join_url, open_backend, wrap_backends
 
 __all__ = [
     "Backend",
-    "Entry",
     "Fault",
     "FaultyBackend",
     "FaultyProcess",
     "MemoryBackend",
+    "ObjectMeta",
     "PosixBackend",
     "SimulatedCrash",
     "Writer",

@@ -5,7 +5,6 @@ Invariant: after a simulated crash no operation of the process reaches the stora
 
 from __future__ import annotations
 
-import builtins
 import errno
 import random
 import threading
@@ -18,7 +17,7 @@ from typing import Literal, TypeVar
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 
 from .checks import byte_views
-from .protocol import Backend, Entry, Grain, Unfinished, Writer
+from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 
 _T = TypeVar("_T")
 
@@ -68,7 +67,7 @@ class FaultyProcess:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """The operations, as ``"publish checkpoint.json"``; entry n is operation number n."""
+        """The operations, as ``"put_if checkpoint.json"``; entry n is operation number n."""
         with self._lock:
             return tuple(self._log)
 
@@ -170,8 +169,8 @@ class FaultyBackend(Backend):
         return self._inner.url
 
     @property
-    def grain(self) -> Grain:
-        return self._inner.grain
+    def io_hints(self) -> IOHints:
+        return self._inner.io_hints
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self.process.operate(f"read {path}", lambda: self._inner.read(path, offset, length))
@@ -185,16 +184,16 @@ class FaultyBackend(Backend):
     def size(self, path: str) -> int:
         return self.process.operate(f"size {path}", lambda: self._inner.size(path))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        return self.process.operate(f"list {prefix}", lambda: self._listed(self._inner.list(prefix)))
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return self.process.operate(f"list_prefix {prefix}", lambda: self._listed(self._inner.list_prefix(prefix)))
 
-    def _listed(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+    def _listed(self, entries: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
         for entry in entries:
             self.process.check_alive()
             yield entry
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        return self.process.operate(f"children {prefix}", lambda: self._inner.children(prefix))
+    def list_dir(self, prefix: str = "") -> list[str]:
+        return self.process.operate(f"list_dir {prefix}", lambda: self._inner.list_dir(prefix))
 
     def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
         return self.process.operate(f"version_tokens {name}", lambda: self._inner.version_tokens(name, skip=skip))
@@ -202,8 +201,8 @@ class FaultyBackend(Backend):
     def create(self, path: str, size: int) -> Writer:
         return self.process.operate(f"create {path}", lambda: FaultyWriter(self._inner, path, size, self.process))
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        self.process.operate(f"publish {path}", lambda: self._inner.publish(path, data, replaces=replaces))
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        self.process.operate(f"put_if {path}", lambda: self._inner.put_if(path, data, expected=expected))
 
     def delete(self, path: str) -> None:
         self.process.operate(f"delete {path}", lambda: self._inner.delete(path))
@@ -220,11 +219,11 @@ class FaultyBackend(Backend):
     def modified(self, path: str) -> float | None:
         return self.process.operate(f"modified {path}", lambda: self._inner.modified(path))
 
-    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        return self.process.operate(f"unfinished {prefix}", lambda: self._inner.unfinished(prefix))
+    def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
+        return self.process.operate(f"pending_uploads {prefix}", lambda: self._inner.pending_uploads(prefix))
 
-    def forget(self, unfinished: Unfinished) -> None:
-        self.process.operate(f"forget {unfinished.path}", lambda: self._inner.forget(unfinished))
+    def abort_upload(self, upload: PendingUpload) -> None:
+        self.process.operate(f"abort_upload {upload.path}", lambda: self._inner.abort_upload(upload))
 
 
 class FaultyWriter(Writer):
@@ -240,8 +239,8 @@ class FaultyWriter(Writer):
         process.opened(self)
 
     @property
-    def block(self) -> int:
-        return self._inner.block
+    def block_size(self) -> int:
+        return self._inner.block_size
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         self._process.operate(

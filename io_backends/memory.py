@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import builtins
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import ClassVar
 from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
 
 from .checks import byte_view, byte_views, check_path, check_prefix, check_read, check_size, check_write, past_end
-from .protocol import Backend, Entry, Writer
+from .protocol import Backend, ObjectMeta, Writer
 from .written import Written
 
 
@@ -93,22 +92,22 @@ class MemoryBackend(Backend):
         with self._store.lock:
             return len(self._get(key))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``. The objects are those of the moment of the call."""
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
         start = f"{self._root}/{check_prefix(prefix)}"
         with self._store.lock:
             found = [
-                Entry(key.removeprefix(f"{self._root}/"), len(content))
+                ObjectMeta(key.removeprefix(f"{self._root}/"), len(content))
                 for key, content in self._store.objects.items()
                 if key.startswith(start)
             ]
         return iter(sorted(found))
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        """See ``Backend.children``."""
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
         directory = check_prefix(prefix).removesuffix("/")
         start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list(start))
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
         return sorted({name + slash for name, slash, _ in heads})
 
     def create(self, path: str, size: int) -> Writer:
@@ -124,13 +123,13 @@ class MemoryBackend(Backend):
             self._store.objects[key] = content
         return MemoryWriter(store=self._store, key=key, content=content)
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """See ``Backend.publish``."""
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
         key = self._key(path)
         with self._store.lock:
-            if self._store.objects.get(key) != replaces:
+            if self._store.objects.get(key) != expected:
                 message = (
-                    "cannot publish: the name is taken" if replaces is None else "cannot replace: it is absent or holds something else now"
+                    "cannot publish: the name is taken" if expected is None else "cannot replace: it is absent or holds something else now"
                 )
                 raise ConflictError(message, where=f"memory://{key}", hint="another save was first; read it again and decide anew")
             self._store.objects[key] = bytes(data)

@@ -12,7 +12,6 @@ systems do not. ``conformance.py`` tests every row that shows through the port.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +24,7 @@ _W = TypeVar("_W", bound="Writer")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class ObjectMeta:
     """A stored object: ``path`` relative to the backend's root, ``size`` in bytes."""
 
     path: str
@@ -33,30 +32,30 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grain:
-    """What a storage is used in best, where that is more than suits files. It changes how fast bytes go, never which."""
+class IOHints:
+    """How a storage is used best, where that differs from local files. Hints change how fast bytes move, never which bytes."""
 
-    piece: int = 0
-    """Bytes of a long range that one call asks for, where they are put into place afterwards."""
-    stretch: int = 0
-    """The same where they are read straight into place; the storage cuts the call up and reads its parts at once."""
-    gap: int = 0
-    """Bytes between two ranges that are read rather than skipped: one more call takes as long."""
-    calls: int = 0
-    """Reads or writes that one process has to have going on at once, however few cores it has."""
-    single: int = 0
-    """Bytes of an object that is written all at once: a Writer of one that is not longer leaves nothing unfinished."""
+    read_size: int = 0
+    """Bytes that one call asks for of a long range that is copied into place afterwards."""
+    split_read_size: int = 0
+    """The same where bytes are read straight into place: the backend splits the call and reads its parts concurrently."""
+    coalesce_gap: int = 0
+    """Two ranges that are at most this many bytes apart are read as one: another call would take longer."""
+    concurrency: int = 0
+    """Reads or writes that one process should keep in flight, however few cores it has."""
+    single_put_size: int = 0
+    """Objects of at most this size are written by one request, so a Writer of one leaves no pending upload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfinished:
-    """What a Writer that was neither committed nor aborted keeps in the storage, though no listing shows it."""
+class PendingUpload:
+    """An upload that was neither completed nor aborted: the storage keeps, and bills, its parts, but no listing shows the object."""
 
     path: str
     started: float
     """Seconds since 1970, by the storage's clock."""
     token: str
-    """How the storage knows it."""
+    """What the storage calls it, such as the upload id of S3."""
 
 
 class Writer(Protocol):
@@ -126,7 +125,7 @@ class Writer(Protocol):
         ...
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Bytes that one write has best, from an offset that is a multiple of it: such a write is not copied on its way."""
         return 1 << 20
 
@@ -146,9 +145,9 @@ class Backend(Protocol):
         ...
 
     @property
-    def grain(self) -> Grain:
-        """What the storage is used in best."""
-        return Grain()
+    def io_hints(self) -> IOHints:
+        """How the storage is used best."""
+        return IOHints()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
@@ -237,7 +236,7 @@ class Backend(Protocol):
         """
         ...
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """All objects whose path starts with ``prefix``, at any depth, sorted by path (code points).
 
         ============================================  ==========================================================================
@@ -252,7 +251,7 @@ class Backend(Protocol):
         """
         ...
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
+    def list_dir(self, prefix: str = "") -> list[str]:
         """Names directly below the directory ``prefix``, sorted: directories with a trailing ``/``, objects without.
 
         ============================================  ==========================================================================
@@ -261,7 +260,7 @@ class Backend(Protocol):
         ``prefix`` is ``""``                          names directly below the root
         ``prefix`` is ``a/b`` or ``a/b/``             names directly below that directory, without the prefix
         ``prefix`` is absent or an object             ``[]``
-        ``prefix`` ends inside a name                 ``[]``: unlike in ``list``, a directory is meant
+        ``prefix`` ends inside a name                 ``[]``: unlike in ``list_prefix``, a directory is meant
         ============================================  ==========================================================================
         """
         ...
@@ -295,24 +294,25 @@ class Backend(Protocol):
         """
         ...
 
-    def share(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
+    def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
         storage cannot (``shared_object.SharedObject``). Whether the name is free counts when it is published."""
         return None
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """Atomically make ``path`` hold ``data`` if it now holds exactly ``replaces``, or is absent when that is None. For small objects.
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """Atomically make ``path`` hold ``data`` if it now holds exactly ``expected``, or is absent when that is None: compare and swap,
+        for small objects.
 
         ============================================  ==========================================================================
         situation                                     required outcome
         ============================================  ==========================================================================
-        ``replaces`` is None, ``path`` is absent      ``path`` holds ``data``; parents are made as needed
-        ``replaces`` is None, ``path`` is an object   ConflictError, whatever it holds; it stays as it is
-        ``path`` holds exactly ``replaces``           ``path`` holds ``data``
+        ``expected`` is None, ``path`` is absent      ``path`` holds ``data``; parents are made as needed
+        ``expected`` is None, ``path`` is an object   ConflictError, whatever it holds; it stays as it is
+        ``path`` holds exactly ``expected``           ``path`` holds ``data``
         ``path`` holds anything else, or is absent    ConflictError; it stays as it is, or absent
         it returned                                   a power loss keeps bytes and name
         a reader, at any moment                       sees the old or the new whole content (or absence); never a part, never a gap
-        two publishers at once, same ``replaces``     exactly one returns, the other gets ConflictError
+        two callers at once, same ``expected``        exactly one returns, the other gets ConflictError
         it raised                                     no temporary file and no new directory is left
         it raised a StorageError that is no conflict  ``path`` holds the old or the new whole content: read it to know which
         a ``delete`` of the same path at once         either order may win
@@ -368,7 +368,7 @@ class Backend(Protocol):
         return None
 
     def now(self) -> float | None:
-        """The present time in seconds since 1970, by the clock of the times that ``modified`` and ``unfinished`` tell.
+        """The present time in seconds since 1970, by the clock of the times that ``modified`` and ``pending_uploads`` give.
 
         None if it cannot be known, and never an error: so says a storage that is only read, or does not answer.
         """
@@ -381,25 +381,20 @@ class Backend(Protocol):
         """
         return None
 
-    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """What Writers of dead processes left behind invisibly, for paths that start with ``prefix``. Most storages have none of it."""
+    def version_token(self, path: str) -> str | None:
+        """A text that is another one after the object was replaced by one of the same size: an ETag, a version or a time of change; by
+        default, when it was last written. None if the storage says nothing of the kind.
+
+        Raises NotFoundError where ``path`` is absent or a directory.
+        """
+        moment = self.modified(path)
+        return None if moment is None else f"modified {moment}"
+
+    def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
+        """Uploads that writers of dead processes left pending, for paths that start with ``prefix``. Most storages have none."""
         check_prefix(prefix)
         return iter(())
 
-    def forget(self, unfinished: Unfinished) -> None:
-        """Remove what ``unfinished`` gave. A Writer that is alive after all can then only fail; what is gone already is no error."""
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Abort an upload that ``pending_uploads`` gave. If its Writer is alive after all, it then fails. One that is gone is no error."""
         return None  # noqa: RET501  a body, so that backends without uploads need none
-
-
-def stamp_of(backend: Backend, path: str) -> str | None:
-    """What tells versions of an object of one size apart: what the backend's method ``stamp(path) -> str`` gives if it has one, else when
-    the object was last written; None if the storage says neither.
-
-    Raises:
-        NotFoundError: ``path`` is absent or a directory.
-    """
-    stamp = getattr(backend, "stamp", None)
-    if stamp is not None:
-        return str(stamp(path))
-    moment = backend.modified(path)
-    return None if moment is None else f"modified {moment}"

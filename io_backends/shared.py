@@ -1,9 +1,9 @@
 """Objects that several processes write together, each its own bytes at their final place, and that one of them makes exist.
 
-A storage that can do it has ``Backend.share``. One process begins the object and tells the others its token; all write and ``flush``; the
-first one publishes it with what the flushes gave.
+A storage that can do it has ``Backend.create_shared``. One process begins the object and tells the others its token; all write and
+``flush``; the first one completes it with what the flushes gave.
 
-Invariants: nothing shows under the object's name before ``publish``, and then all of it does. Who began an object and dies leaves what
+Invariants: nothing shows under the object's name before ``complete``, and then all of it does. Who began an object and dies leaves what
 :func:`left_behind` finds.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from ckpt.errors import AccessError, StorageError
 
-from .protocol import Backend, Unfinished
+from .protocol import Backend, PendingUpload
 
 ASIDE = ".shared"
 """What the name of a shared file ends with until it is published, on file systems."""
@@ -34,20 +34,20 @@ def aside_name(path: str, token: str) -> str:
     return f"{head}{slash}.{name}.{token}{ASIDE}"
 
 
-def left_behind(backend: Backend, prefix: str = "") -> Iterator[Unfinished]:
+def left_behind(backend: Backend, prefix: str = "") -> Iterator[PendingUpload]:
     """What processes that died left of objects directly below the root whose names start with ``prefix``: files aside, and uploads as far
     as we may list them."""
-    for name in backend.children():
+    for name in backend.list_dir():
         found = _ASIDE_NAME.fullmatch(name)
         if found is not None and found["name"].startswith(prefix):
-            yield Unfinished(path=found["name"], started=0.0, token=name)
+            yield PendingUpload(path=found["name"], started=0.0, token=name)
     with suppress(AccessError):  # a right of its own, which few jobs have been given
-        yield from (u for u in backend.unfinished(prefix) if "/" not in u.path)
+        yield from (u for u in backend.pending_uploads(prefix) if "/" not in u.path)
 
 
-def remove_left(backend: Backend, left: Unfinished) -> None:
+def remove_left(backend: Backend, left: PendingUpload) -> None:
     """Remove what :func:`left_behind` gave."""
     if left.token.endswith(ASIDE):
         backend.delete(left.token)
     else:
-        backend.forget(left)
+        backend.abort_upload(left)

@@ -1,4 +1,4 @@
-"""The port of an object that several processes write together: ``Backend.share`` gives one (``shared`` says how it is used)."""
+"""The port of an object that several processes write together: ``Backend.create_shared`` gives one (``shared`` says how it is used)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class SharedObject(Protocol):
     ============================================  ==========================================================================
     situation                                     required outcome
     ============================================  ==========================================================================
-    ``write``                                     as ``Writer.write``; where ``part`` is not 0 only whole parts: bytes
-                                                  ``[n·part, (n+1)·part)`` or up to the end, each by one process, once
-    ``flush``                                     all that this process wrote is durable; gives JSON for ``publish``
-    ``publish``, every byte is in some receipt    the object exists, whole and durable
-    ``publish``, some byte is in none             StorageError; nothing shows
-    ``publish``, the name is taken                ConflictError, unless ``replace``: then readers see the old or the new
+    ``write``                                     as ``Writer.write``; where ``part_size`` is not 0 only whole parts:
+                                                  bytes ``[n·part_size, (n+1)·part_size)`` or up to the end, each by one process, once
+    ``flush``                                     all that this process wrote is durable; gives JSON for ``complete``
+    ``complete``, every byte is in some receipt   the object exists, whole and durable
+    ``complete``, some byte is in none            StorageError; nothing shows
+    ``complete``, the name is taken               ConflictError, unless ``replace``: then readers see the old or the new
     ``abort``, in the process that began it       nothing of it is left, unless it was published
     ``abort``, in the others; ``close``           this process writes no more
     ============================================  ==========================================================================
     """
 
-    part: int
+    part_size: int
     """Bytes of which writes have to be made; 0: any ranges."""
 
     @property
@@ -34,7 +34,7 @@ class SharedObject(Protocol):
 
     def flush(self) -> Any: ...
 
-    def publish(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
+    def complete(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
 
     def abort(self) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 from ckpt.formats.native.commit import began, new_id
 from ckpt.io_backends import Backend, MemoryBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.protocol import Unfinished
+from ckpt.io_backends.protocol import PendingUpload
 from ckpt.maintenance.orphans import SETTLED, find_debris, remove_debris
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
@@ -103,7 +103,7 @@ def test_a_damaged_record_keeps_everything(root: str) -> None:
     write_checkpoint(url, {"x": np.ones(9)})
     backend = open_backend(url)
     record = backend.read("checkpoint.json")
-    backend.publish("checkpoint.json", record.replace(b'"id"', b'"iD"'), replaces=record)
+    backend.put_if("checkpoint.json", record.replace(b'"id"', b'"iD"'), expected=record)
     found = find_debris(open_backend(root), grace=0, now=time.time())
     assert len(found) == 2
     assert not any(d.goes for d in found)
@@ -117,7 +117,7 @@ def test_what_commits_meanwhile_stays(root: str) -> None:
     backend.delete("checkpoint.json")
     found = find_debris(open_backend(root), grace=0, now=time.time())
     assert [d.goes for d in found] == [True]
-    backend.publish("checkpoint.json", record, replaces=None)
+    backend.put_if("checkpoint.json", record, expected=None)
     before = everything(backend)
     remove_debris(open_backend(root), found)
     assert everything(backend) == before
@@ -148,26 +148,26 @@ def test_where_no_time_is_kept_only_a_grace_of_0_removes(tmp_path: Path) -> None
 
 
 class WithUploads(MemoryBackend):
-    def __init__(self, url: str, uploads: list[Unfinished]) -> None:
+    def __init__(self, url: str, uploads: list[PendingUpload]) -> None:
         super().__init__(url)
         self.uploads = uploads
 
-    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+    def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
         return iter(self.uploads)
 
-    def forget(self, unfinished: Unfinished) -> None:
-        self.uploads.remove(unfinished)
+    def abort_upload(self, upload: PendingUpload) -> None:
+        self.uploads.remove(upload)
 
 
 def test_uploads_that_nobody_ends() -> None:
     now = time.time()
     path = "step-1/data/0mwpsxo3h46af2rm-00000.safetensors"
-    old, young = (Unfinished(path=path, started=now - hours * HOUR, token=str(hours)) for hours in (30, 2))
+    old, young = (PendingUpload(path=path, started=now - hours * HOUR, token=str(hours)) for hours in (30, 2))
     backend: Backend = WithUploads("memory://m/run", [old, young])
     found = find_debris(backend, grace=24 * HOUR, now=now)
     assert [(d.path, d.id, d.goes) for d in found] == [(path, "0mwpsxo3h46af2rm", True), (path, "0mwpsxo3h46af2rm", False)]
     remove_debris(backend, found)
-    assert list(backend.unfinished()) == [young]
+    assert list(backend.pending_uploads()) == [young]
 
 
 def test_a_root_that_is_one_checkpoint(root: str) -> None:

@@ -20,7 +20,7 @@ from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.posix.backend import PosixBackend
-from ckpt.io_backends.protocol import Backend, Unfinished
+from ckpt.io_backends.protocol import Backend, PendingUpload
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.maintenance.orphans import Debris, find_debris, remove_debris
 from tests.cli.checkpoints import write_checkpoint
@@ -214,12 +214,12 @@ class _Uploading:
     """A storage on which an upload of this path began a while ago."""
 
     def __init__(self, inner: Backend, path: str, started: float) -> None:
-        self._inner, self._uploads = inner, [Unfinished(path=path, started=started, token="t")]
+        self._inner, self._uploads = inner, [PendingUpload(path=path, started=started, token="t")]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def unfinished(self, prefix: str = "") -> object:
+    def pending_uploads(self, prefix: str = "") -> object:
         return iter(self._uploads)
 
 

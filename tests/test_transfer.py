@@ -123,7 +123,7 @@ def test_a_copy_that_was_cut_off_goes_on(tmp_path: Path, source: str, to: str, k
     count = FaultyProcess()
     with wrap_backends(count.wrap):
         copy_checkpoint(source, place(to, tmp_path, "counted"), threads=1)
-    steps = range(0, count.log.index("publish checkpoint.json") + 1, 2 if buffer > 1000 else 7)
+    steps = range(0, count.log.index("put_if checkpoint.json") + 1, 2 if buffer > 1000 else 7)
     kept = 0
     for at in steps:
         target = place(to, tmp_path, f"copy{at}")
@@ -228,7 +228,7 @@ def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> 
     kinds = [operation.partition(" ")[0] for operation in count.log]
     assert "delete" not in kinds
     assert kinds.count("read_into") == 3  # the data files, once each
-    assert kinds.count("list") == 5  # what is there; data and index, before and after the commit
+    assert kinds.count("list_prefix") == 5  # what is there; data and index, before and after the commit
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ class Transfer:
         check_no_link(self.target)
         data = read_record(self.target)
         if data is None:
-            steps = [n for n in self.target.children() if n.endswith("/") and step_number(n) is not None]
+            steps = [n for n in self.target.list_dir() if n.endswith("/") and step_number(n) is not None]
             if steps:
                 hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
                 raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
@@ -175,7 +175,7 @@ class Transfer:
 
     def there(self) -> dict[str, int]:
         """Sizes of the files of this checkpoint that are at the target, whole or not."""
-        return {e.path: e.size for e in self.target.list() if e.path in self.sizes}
+        return {e.path: e.size for e in self.target.list_prefix() if e.path in self.sizes}
 
     def whole(self) -> set[str]:
         """Paths of those that have the right size."""
@@ -199,7 +199,7 @@ class Transfer:
 
     def _begin(self) -> dict[str, int]:
         """What is ``there``, as the one that copies now."""
-        listed = {e.path: e.size for e in self.target.list()}
+        listed = {e.path: e.size for e in self.target.list_prefix()}
         if index_path(self.record.id, CLEARING) in listed:
             resume(self.target, self.record.id)
         return {path: size for path, size in listed.items() if path in self.sizes}

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, mark_name, record_path
 from ckpt.formats.native.commit import RECORD_LIMIT
-from ckpt.io_backends.protocol import Backend, Entry
+from ckpt.io_backends.protocol import Backend, ObjectMeta
 
-Age = Callable[[Iterable[Entry], str | None], tuple[bool, str]]
+Age = Callable[[Iterable[ObjectMeta], str | None], tuple[bool, str]]
 """Whether files, and those of a save of this id, were left alone for long enough, and how to say it."""
 
-Saves = Callable[[str, str], Sequence[Entry]]
+Saves = Callable[[str, str], Sequence[ObjectMeta]]
 """Takes the files of a save, by directory and id, out of what else would be debris."""
 Committed = Callable[[str], str | None]
 """The id of the checkpoint that is committed in a directory."""
@@ -46,13 +46,13 @@ class Left:
 
     place: Place
     id: str | None
-    stages: tuple[tuple[Entry, ...], ...]
+    stages: tuple[tuple[ObjectMeta, ...], ...]
     goes: bool
     reason: str
     ended: bool = False
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ObjectMeta, ...]:
         return tuple(e for stage in self.stages for e in stage)
 
 
@@ -60,10 +60,10 @@ class Conversions:
     """Collects records and marks from a listing."""
 
     def __init__(self) -> None:
-        self._records: dict[Place, Entry] = {}
-        self._marks: dict[tuple[Place, str], list[Entry]] = {}
+        self._records: dict[Place, ObjectMeta] = {}
+        self._marks: dict[tuple[Place, str], list[ObjectMeta]] = {}
 
-    def look(self, entry: Entry) -> None:
+    def look(self, entry: ObjectMeta) -> None:
         """Keep it if it is one of these."""
         record, mark = RECORD_PATH.fullmatch(entry.path), MARK_PATH.fullmatch(entry.path)
         if record is not None:
@@ -106,14 +106,14 @@ def _unfinished(
     backend: Backend,
     place: Place,
     begun: ConversionRecord,
-    record: Entry,
-    marks: tuple[Entry, ...],
-    save: Sequence[Entry],
+    record: ObjectMeta,
+    marks: tuple[ObjectMeta, ...],
+    save: Sequence[ObjectMeta],
     age: Age,
     busy: Set[str],
 ) -> Left:
     own = {place.path(inner) for inner in begun.files}
-    files = {e.path: e for e in (*save, *(e for e in backend.list(place.path(place.name or "")) if e.path in own))}
+    files = {e.path: e for e in (*save, *(e for e in backend.list_prefix(place.path(place.name or "")) if e.path in own))}
     claims = tuple(e for e in marks if e.path.endswith(f"/{CLAIM}"))  # first: whoever begins again has to be able to claim
     stages = (claims, tuple(e for e in marks if e not in claims), tuple(files.values()), (record,))
     other = _not_its_own(place, begun, {e.path: e.size for e in files.values()}, {e.path.rpartition("/")[2] for e in marks})
@@ -134,7 +134,7 @@ def _not_its_own(place: Place, begun: ConversionRecord, sizes: Mapping[str, int]
     return None
 
 
-def _judged(place: Place, id: str, stages: tuple[tuple[Entry, ...], ...], age: Age, *, ended: bool = False) -> Left:
+def _judged(place: Place, id: str, stages: tuple[tuple[ObjectMeta, ...], ...], age: Age, *, ended: bool = False) -> Left:
     goes, reason = age([e for stage in stages for e in stage], id)
     told = f"it has ended, and only its marks are left; {reason}" if ended else reason
     return Left(place=place, id=id, stages=stages, goes=goes, reason=told, ended=ended)

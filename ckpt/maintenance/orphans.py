@@ -23,7 +23,7 @@ from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
 from ckpt.formats.native.paths import id_of
-from ckpt.io_backends.protocol import Backend, Entry, Unfinished
+from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
 from .orphaned_conversions import Conversions, Left, is_still
 
@@ -46,8 +46,8 @@ class Debris:
     directory: str
     id: str | None = None
     """Of the save or conversion that the files belong to."""
-    entries: tuple[Entry, ...] = ()
-    upload: Unfinished | None = None
+    entries: tuple[ObjectMeta, ...] = ()
+    upload: PendingUpload | None = None
     left: Left | None = None
     """Of a conversion."""
     goes: bool
@@ -69,8 +69,8 @@ class Debris:
 class _Directory:
     """What one listing shows of a place that may hold a checkpoint."""
 
-    record: Entry | None = None
-    saves: dict[str, list[Entry]] = field(default_factory=dict)
+    record: ObjectMeta | None = None
+    saves: dict[str, list[ObjectMeta]] = field(default_factory=dict)
 
 
 def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
@@ -88,7 +88,7 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
     conversions = Conversions()
     age = partial(_judge, backend, grace=grace, now=now)
     settled = partial(_judge, backend, grace=min(grace, SETTLED), now=now)
-    for entry in backend.list():
+    for entry in backend.list_prefix():
         directory, inner = _split(entry.path)
         save = id_of(inner)
         if _TEMPORARY.fullmatch(entry.path):
@@ -100,10 +100,10 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
             conversions.look(entry)
-    uploads = [_upload(upload, grace, now) for upload in backend.unfinished()]
+    uploads = [_upload(upload, grace, now) for upload in backend.pending_uploads()]
     busy = {d.path for d in uploads if not d.goes}
 
-    def taken(directory: str, id: str) -> list[Entry]:
+    def taken(directory: str, id: str) -> list[ObjectMeta]:
         return directories[directory].saves.pop(id, []) if directory in directories else []
 
     found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
@@ -166,7 +166,7 @@ def _committed(backend: Backend, directory: str) -> str | None:
     return None if data is None else CommitRecord.from_bytes(data, f"{backend.url}/{path}").id
 
 
-def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
+def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
     """Whether files were left alone for the grace, and how to say it. The first young file decides."""
     if grace == 0:
         return True, "with a grace of 0 nobody saves there now"
@@ -188,7 +188,7 @@ def _judge(backend: Backend, entries: Iterable[Entry], id: str | None, *, grace:
     return True, f"nobody touched it for {_ago(now - touched)}"
 
 
-def _upload(upload: Unfinished, grace: float, now: float) -> Debris:
+def _upload(upload: PendingUpload, grace: float, now: float) -> Debris:
     goes = grace == 0 or now - upload.started >= grace
     reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if goes else " and may go on")
     return Debris(
@@ -211,7 +211,7 @@ def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
     """
     going = [d for d in debris if d.goes]
     for upload in (d.upload for d in going if d.upload is not None):
-        backend.forget(upload)
+        backend.abort_upload(upload)
     _delete(backend, (e for d in going if d.what == "temporary" for e in d.entries))
     for d in (d for d in going if d.what == "save"):
         assert d.id is not None
@@ -235,7 +235,7 @@ def _remove_conversion(backend: Backend, left: Left) -> None:
             _delete(backend, entries)
 
 
-def _while_there(backend: Backend, record: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+def _while_there(backend: Backend, record: str, entries: Iterable[ObjectMeta]) -> Iterator[ObjectMeta]:
     """These, as long as the record of the conversion is there: it goes when the conversion has ended after all."""
     for entry in entries:
         try:
@@ -245,6 +245,6 @@ def _while_there(backend: Backend, record: str, entries: Iterable[Entry]) -> Ite
         yield entry
 
 
-def _delete(backend: Backend, entries: Iterable[Entry]) -> None:
+def _delete(backend: Backend, entries: Iterable[ObjectMeta]) -> None:
     for _ in spread((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
         pass

@@ -85,7 +85,7 @@ def list_steps(root_url: str) -> list[Step]:
 
 def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
     """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
-    here = backend.children("")
+    here = backend.list_dir("")
     itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
     return itself, [name.rstrip("/") for name in here if name.endswith("/")]
 
@@ -94,7 +94,7 @@ def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[
     """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
     if not names:
         return {}
-    with ThreadPoolExecutor(min(len(names), max(_LISTING_THREADS, backend.grain.calls))) as pool:
+    with ThreadPoolExecutor(min(len(names), max(_LISTING_THREADS, backend.io_hints.concurrency))) as pool:
         steps = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
         return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
 
@@ -141,7 +141,7 @@ def runs_below(url: str) -> list[str]:
     Raises:
         StorageError: the storage cannot be read.
     """
-    names = [name.rstrip("/") for name in open_backend(url).children("") if name.endswith("/")]
+    names = [name.rstrip("/") for name in open_backend(url).list_dir("") if name.endswith("/")]
     below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
     return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
 
@@ -290,7 +290,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     if record is None:
         if not has_debris(backend, prefix):
             return None
-        reason = UNCONVERTED if CONVERTING in backend.children(prefix) else UNFINISHED
+        reason = UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED
         return Step(number=number, url=url, committed=False, reason=reason, link=link)
     return Step(
         number=number,

@@ -70,7 +70,7 @@ class History:
 
 def is_checkpoint(url: str) -> bool:
     """Whether a checkpoint, or what is left of a save, is at ``url`` itself."""
-    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in open_backend(url).children(""))
+    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in open_backend(url).list_dir(""))
 
 
 def read_save(url: str) -> SavedSpans:
@@ -109,7 +109,7 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
         StorageError: the storage cannot be listed.
     """
     backend = open_backend(url)
-    numbers = {name.rstrip("/"): step_number(name) for name in backend.children("") if name.endswith("/")}
+    numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))
     read: dict[int, SavedSpans | None] = {}
     for place in range(len(names) - 1, max(len(names) - 1 - _NEWEST, -1), -1):

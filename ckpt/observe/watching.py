@@ -58,7 +58,7 @@ class SaveWatcher:
     def __init__(self, url: str) -> None:
         self.url = url
         self.backend = open_backend(url)
-        if not self.backend.children(""):
+        if not self.backend.list_dir(""):
             hint = "name the directory of the run; the first save of a job makes it"
             raise NotFoundError("nothing is here, so no save goes on", where=url, hint=hint)
         self._single = is_checkpoint(url) or step_number(url.rstrip("/").rpartition("/")[2]) is not None
@@ -106,7 +106,7 @@ class SaveWatcher:
         return join_url(self.url, name) if name else self.url
 
     def _steps(self) -> Iterator[str]:
-        names = {name.rstrip("/") for name in self.backend.children("") if name.endswith("/") and step_number(name) is not None}
+        names = {name.rstrip("/") for name in self.backend.list_dir("") if name.endswith("/") and step_number(name) is not None}
         if self._known is None:
             self._known = names
         ordered = sorted(names, key=lambda name: (step_number(name) or 0, name), reverse=True)
@@ -164,7 +164,7 @@ class _Following:
                 return Look(state="committing", url=self.url, id=id, progress=progress)
             return self._with_seconds(found)
         # What failed, another rank or the commit itself, removes its files.
-        if progress.phase == PHASES[0] or next(self.backend.list(f"{self.within}{data_prefix(progress.id)}"), None) is None:
+        if progress.phase == PHASES[0] or next(self.backend.list_prefix(f"{self.within}{data_prefix(progress.id)}"), None) is None:
             return Look(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
         return Look(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
 

@@ -277,7 +277,7 @@ class _Export:
         for number in _opened(planner, gathering, group.rank):
             self.sinks.open(number)
         peers = peers_of(group, timeout=self.call.timeout) if group.size > 1 and gathering.rounds else None
-        self.delivery.run(peers, max(self.threads, self.destination.backend.grain.calls), self.call.check_failures)
+        self.delivery.run(peers, max(self.threads, self.destination.backend.io_hints.concurrency), self.call.check_failures)
         receipts = self.call.alive_while(self.sinks.flush, self.call.timeout)
         return {
             "receipts": {str(f): receipt for f, receipt in receipts.items()},

@@ -81,7 +81,7 @@ class Destination:
         return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
 
     def _taken(self) -> list[str]:
-        names = self.backend.children()
+        names = self.backend.list_dir()
         return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
 
     def _begun(self) -> tuple[Sequence[str], bool]:
@@ -101,7 +101,7 @@ class Destination:
     def mark(self, files: Sequence[str]) -> bytes:
         """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
         data = ExportRecord(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
-        self.backend.publish(self.record, data, replaces=None)
+        self.backend.put_if(self.record, data, expected=None)
         return data
 
     def is_marked(self, mark: bytes) -> bool:
@@ -125,7 +125,7 @@ class Destination:
         except NotFoundError:
             before = None
         if before != data:
-            self.backend.publish(path, data, replaces=before)
+            self.backend.put_if(path, data, expected=before)
 
 
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class ExportTransaction:
             StorageError: the storage failed; nothing is left.
         """
         transaction = cls(destination, files, beside)
-        first = destination.backend.share(files[0].path, files[0].size) if files else None
+        first = destination.backend.create_shared(files[0].path, files[0].size) if files else None
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
@@ -158,7 +158,7 @@ class ExportTransaction:
         transaction.shared = [first]
         try:
             for file in files[1:]:
-                shared = destination.backend.share(file.path, file.size)
+                shared = destination.backend.create_shared(file.path, file.size)
                 assert shared is not None
                 transaction.shared.append(shared)
         except BaseException:
@@ -177,7 +177,7 @@ class ExportTransaction:
     @property
     def parts(self) -> list[int] | None:
         """The size of a part, for each file; None where files cannot be shared."""
-        return None if self.shared is None else [s.part for s in self.shared]
+        return None if self.shared is None else [s.part_size for s in self.shared]
 
     def publish(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
@@ -216,7 +216,7 @@ class ExportTransaction:
                 self._remove_others()
         for number, one in enumerate(shared):
             with self._making(self.files[number].path):
-                one.publish(receipts.get(number, []), replace=destination.replace)
+                one.complete(receipts.get(number, []), replace=destination.replace)
 
     @contextmanager
     def _making(self, path: str) -> Iterator[None]:
@@ -235,7 +235,7 @@ class ExportTransaction:
         backend = self.destination.backend
         backend.delete(INDEX)
         new = {f.path for f in self.files}
-        for name in backend.children():
+        for name in backend.list_dir():
             if _WEIGHTS.fullmatch(name) and name not in new:
                 backend.delete(name)
 
@@ -283,7 +283,7 @@ class RankFiles:
             if number not in self._alone:
                 self._alone[number] = self.destination.backend.create(file.path, file.size)
         elif number not in self._shared:
-            join = self.destination.backend.share
+            join = self.destination.backend.create_shared
             joined = self.mine[number] if self.mine is not None else join(file.path, file.size, self.tokens[number])
             assert joined is not None
             self._shared[number] = joined

@@ -103,7 +103,7 @@ def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.T
 
 def _useful(*backends: Backend) -> int:
     """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
-    return max(USEFUL, *(4 * b.grain.calls * b.grain.piece for b in backends))
+    return max(USEFUL, *(4 * b.io_hints.concurrency * b.io_hints.read_size for b in backends))
 
 
 def _memory(size: int) -> torch.Tensor:

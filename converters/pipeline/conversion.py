@@ -155,12 +155,12 @@ class Conversion:
             hint = "convert to another directory, or give the URL of the source's file"
             raise UsageError("the file would be taken for one of the source, whose directory this is", where=self.url, hint=hint)
         if self.name is not None:
-            taken = [n for n in self.backend.children() if n.rstrip("/") == self.name]
+            taken = [n for n in self.backend.list_dir() if n.rstrip("/") == self.name]
         elif self._previous is not None and self.options.overwrite:
             taken = []
         else:
             ours = (".", CONVERTING, f"{MARKS}-")
-            taken = [n for n in self.backend.children() if not n.startswith(ours)]
+            taken = [n for n in self.backend.list_dir() if not n.startswith(ours)]
         if taken:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
@@ -183,7 +183,7 @@ class Conversion:
         marks = record.marks()
         marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
         if self.name is None:
-            sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list()} if marked else {}
+            sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list_prefix()} if marked else {}
         else:
             sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
         return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}

@@ -84,7 +84,7 @@ class FileStream:
         self.planned = planned
         self.backend = backend
         self.verify = verify
-        self.straight = not (chosen.catalog.backend.grain.calls or backend.grain.calls)
+        self.straight = not (chosen.catalog.backend.io_hints.concurrency or backend.io_hints.concurrency)
         self.written = 0
         self._kind = planned.digest or ("xxh3" if verify else None)
         self._begin = begin
@@ -221,7 +221,7 @@ class _Open:
     def put(self, run: Sequence[FileSegment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
         first = run[0].start
-        step = max(BLOCK, self.writer.block)
+        step = max(BLOCK, self.writer.block_size)
         at, end = 0, step - first % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         segments = iter(run)
         segment: FileSegment | None = next(segments)

@@ -21,7 +21,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.protocol import Backend, stamp_of
+from ckpt.io_backends.protocol import Backend
 
 
 def digest_of(chosen: OutputSet, *options: object) -> str:
@@ -61,7 +61,7 @@ def _identity(catalog: Catalog) -> object:
         return catalog.record.id, sorted(f.digest for f in catalog.record.index.values())
     backend = catalog.backend
     files = catalog.files if isinstance(catalog, ExternalCatalog) else ()
-    return catalog.format, [(f.path, f.size, stamp_of(backend, f.path)) for f in files]
+    return catalog.format, [(f.path, f.size, backend.version_token(f.path)) for f in files]
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class ConversionJournal:
 
     def marks(self) -> set[str]:
         """Those that are there."""
-        return {e.path for e in self.backend.list(self._marks)}
+        return {e.path for e in self.backend.list_prefix(self._marks)}
 
     def done(self, number: int) -> None:
         """Say that file ``number`` is durable."""
         try:
-            self.backend.publish(self.mark(number), b"{}\n", replaces=None)
+            self.backend.put_if(self.mark(number), b"{}\n", expected=None)
         except ConflictError:
             if self.mark(number) not in self.marks():
                 raise
@@ -104,7 +104,7 @@ class ConversionJournal:
     def claim(self) -> bool:
         """Whether it is for this process to finish: of all that ask, the first one."""
         try:
-            self.backend.publish(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", replaces=None)
+            self.backend.put_if(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", expected=None)
         except ConflictError:
             return False
         return True
@@ -119,7 +119,7 @@ class ConversionJournal:
 def ended(backend: Backend, name: str | None, digest: str) -> str | None:
     """The id of the conversion of this digest, if it took its record away and was killed before its marks, the claim the last of them."""
     starts = marks_prefix(name, "").removesuffix("/")
-    for folder in backend.children():
+    for folder in backend.list_dir():
         if folder.startswith(starts) and folder.endswith("/"):
             try:
                 claim = json.loads(backend.read(folder + CLAIM))
@@ -159,7 +159,7 @@ def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> Conver
     """
     record = ConversionJournal(backend, name, begun.id, begun.digest)
     try:
-        backend.publish(record.path, begun.to_bytes(), replaces=None)
+        backend.put_if(record.path, begun.to_bytes(), expected=None)
     except ConflictError:
         other = find(backend, name, begun.digest)
         if other is None:

@@ -129,7 +129,7 @@ def publish_once(backend: Backend, path: str, data: bytes) -> None:
         ConflictError: something else is there.
     """
     try:
-        backend.publish(path, data, replaces=None)
+        backend.put_if(path, data, expected=None)
     except ConflictError:
         if backend.read(path) != data:
             raise

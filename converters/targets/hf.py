@@ -105,7 +105,7 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
 
 def small_files(backend: Backend) -> dict[str, bytes]:
     """Configuration and tokenizer that lie at a root; nothing if there is no configuration."""
-    names = backend.children()
+    names = backend.list_dir()
     if "config.json" not in names:
         return {}
     return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= SMALL}

@@ -31,7 +31,7 @@ from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.protocol import Backend, stamp_of
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
@@ -281,8 +281,8 @@ class SourceStamps:
 
     def __init__(self, url: str) -> None:
         backend: Backend = open_backend(url)
-        names = [] if backend.grain.calls else [name for name in backend.children() if not name.endswith("/")]
-        if not names and not backend.grain.calls and (single := open_single(url)) is not None:
+        names = [] if backend.io_hints.concurrency else [name for name in backend.list_dir() if not name.endswith("/")]
+        if not names and not backend.io_hints.concurrency and (single := open_single(url)) is not None:
             backend, names = single.parent, [single.name]
         self._backend = backend
         self._before = {name: _look(backend, name) for name in names} if len(names) <= MOST else {}
@@ -301,7 +301,7 @@ class SourceStamps:
 def _look(backend: Backend, name: str) -> _FileStamp | None:
     """None if the storage does not say enough of a file, or it has gone."""
     try:
-        size, stamp, modified = backend.size(name), stamp_of(backend, name), backend.modified(name)
+        size, stamp, modified = backend.size(name), backend.version_token(name), backend.modified(name)
     except NotFoundError:
         return None
     return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)

@@ -17,7 +17,6 @@ from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.strided import reach, strided, strides_of
-from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.registry import absolute_url
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.join import Copy, join
@@ -155,7 +154,7 @@ class References:
     def contents(self) -> Contents:
         backend = self.catalog.backend
         sources = tuple(
-            Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=stamp_of(backend, p)) for p in self._sources
+            Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=backend.version_token(p)) for p in self._sources
         )
         kept, gone = sorted(t.name for t in self.tensors), {*self.state.left_out}
         ranks = {rank: pruned_values(values, kept) for rank, values in self.catalog.ranks.items()}

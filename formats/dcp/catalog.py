@@ -47,7 +47,7 @@ def open_dcp(backend: Backend) -> ExternalCatalog:
         FormatError: a form of the format that is not read.
         CorruptError: metadata or files are damaged or missing.
     """
-    if METADATA not in backend.children():
+    if METADATA not in backend.list_dir():
         hint = "save it with use_collectives=True"
         raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
     metadata = read_metadata(backend)

@@ -46,7 +46,7 @@ def open_deepspeed(backend: Backend) -> ExternalCatalog:
         CorruptError: files are missing, damaged, or of different saves.
     """
     backend = resolve(backend)
-    return _Opened(backend, read_directory(backend.children(), backend.url)).catalog()
+    return _Opened(backend, read_directory(backend.list_dir(), backend.url)).catalog()
 
 
 class _Opened:

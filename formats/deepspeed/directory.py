@@ -74,12 +74,12 @@ def is_checkpoint(backend: Backend, names: Sequence[str]) -> bool:
     if any(_MODEL.fullmatch(name) for name in names):
         return True
     tag = _latest(backend) if LATEST in names else None
-    return tag is not None and any(_MODEL.fullmatch(name) for name in backend.children(tag))
+    return tag is not None and any(_MODEL.fullmatch(name) for name in backend.list_dir(tag))
 
 
 def resolve(backend: Backend) -> Backend:
     """The directory of the checkpoint: that of the tag that ``latest`` names, if the one given is only its parent."""
-    names = backend.children()
+    names = backend.list_dir()
     if any(_MODEL.fullmatch(name) for name in names):
         return backend
     tag = _latest(backend)

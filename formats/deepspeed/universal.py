@@ -28,7 +28,7 @@ _FULL = "fp32"
 def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
     """Paths by parameter and state."""
     files = {}
-    for entry in backend.list(FOLDER):
+    for entry in backend.list_prefix(FOLDER):
         parts = entry.path.removeprefix(FOLDER).split("/")
         if len(parts) == 2 and parts[1].endswith(".pt"):
             files[parts[0], parts[1].removesuffix(".pt")] = entry.path

@@ -45,7 +45,7 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
             contents[i] = data[at : at + ranges[i].length]
 
     at, waits = 0, _waits()
-    while at < len(groups) and _COUNTS and not backend.grain.calls and _waits() - waits <= at // 8:
+    while at < len(groups) and _COUNTS and not backend.io_hints.concurrency and _waits() - waits <= at // 8:
         read(groups[at])  # one thread is the fastest as long as nothing has to be waited for
         at += 1
     run_tasks([partial(read, group) for group in groups[at:]], _THREADS, "ckpt-open")

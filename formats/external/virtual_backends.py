@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt.errors import AccessError, CorruptError, NotFoundError, UsageError
-from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer, stamp_of
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.io_backends.registry import open_backend
 
 if TYPE_CHECKING:
@@ -46,11 +45,11 @@ class SingleFile(Backend):
         """See ``Backend.size``."""
         return self.parent.size(path)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """The file alone."""
-        return iter([Entry(self.name, self.size(self.name))] if self.name.startswith(prefix) else [])
+        return iter([ObjectMeta(self.name, self.size(self.name))] if self.name.startswith(prefix) else [])
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
+    def list_dir(self, prefix: str = "") -> list[str]:
         """The file alone."""
         return [] if prefix else [self.name]
 
@@ -58,7 +57,7 @@ class SingleFile(Backend):
         """Refused."""
         self._refuse()
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """Refused."""
         self._refuse()
 
@@ -87,7 +86,7 @@ def open_single(url: str) -> SingleFile | None:
     return SingleFile(parent, name, url)
 
 
-def candidates(backend: Backend, names: Sequence[str], suffixes: tuple[str, ...]) -> builtins.list[str]:
+def candidates(backend: Backend, names: Sequence[str], suffixes: tuple[str, ...]) -> list[str]:
     """The names that may be files of a format: those that end like its files, and a single file whatever it is called."""
     return [*names] if isinstance(backend, SingleFile) else [name for name in names if name.endswith(suffixes)]
 
@@ -101,7 +100,7 @@ class ReadOnly(Backend):
         """Refused."""
         self._refuse(path)
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """Refused."""
         self._refuse(path)
 
@@ -133,9 +132,9 @@ class WithFile(ReadOnly):
         return self.inner.url
 
     @property
-    def grain(self) -> Grain:
-        """See ``Backend.grain``."""
-        return self.inner.grain
+    def io_hints(self) -> IOHints:
+        """See ``Backend.io_hints``."""
+        return self.inner.io_hints
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
@@ -163,14 +162,14 @@ class WithFile(ReadOnly):
         """See ``Backend.size``."""
         return len(self._data) if path == self._path else self.inner.size(path)
 
-    def stamp(self, path: str) -> str | None:
-        """What tells versions of a file apart: see ``stamp_of``."""
-        return "in memory" if path == self._path else stamp_of(self.inner, path)
+    def version_token(self, path: str) -> str | None:
+        """What tells versions of a file apart: see ``Backend.version_token``."""
+        return "in memory" if path == self._path else self.inner.version_token(path)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``."""
-        return self.inner.list(prefix)
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``."""
+        return self.inner.list_prefix(prefix)
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        """See ``Backend.children``."""
-        return self.inner.children(prefix)
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        return self.inner.list_dir(prefix)

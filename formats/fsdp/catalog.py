@@ -81,7 +81,7 @@ def open_ranks(backend: Backend) -> ExternalCatalog:
     Raises:
         FormatError, CorruptError: as for a single file; or the files of the ranks do not fit each other.
     """
-    sets = rank_sets(backend.children())
+    sets = rank_sets(backend.list_dir())
     ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
     files = [ExternalFile(path, backend.size(path), rank) for _, rank, path in paths]

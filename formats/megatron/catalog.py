@@ -34,7 +34,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
         below = _latest(backend)
     except CkptError:
         return False
-    return _is_iteration(backend, backend.children(below), below + "/")
+    return _is_iteration(backend, backend.list_dir(below), below + "/")
 
 
 def _is_iteration(backend: Backend, names: Sequence[str], below: str) -> bool:
@@ -75,10 +75,10 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
     from .legacy.rank_files import open_legacy  # the catalogs of other formats ask this module too, and need none of these
     from .torch_dist import open_torch_dist
 
-    names = backend.children()
+    names = backend.list_dir()
     if not _is_iteration(backend, names, ""):
         below = _latest(backend)
-        names = backend.children(below)
+        names = backend.list_dir(below)
         if not names:
             raise NotFoundError("the latest iteration is missing", where=join_url(backend.url, below), hint="open another one")
         backend = open_backend(join_url(backend.url, below))

@@ -67,7 +67,7 @@ def open_torch_dist(backend: Backend) -> MegatronCatalog:
         FormatError: an optimizer state in a form that is not read, or whose layout is not known.
         CorruptError: metadata or files are damaged or missing.
     """
-    if METADATA not in backend.children():
+    if METADATA not in backend.list_dir():
         raise CorruptError("there is no .metadata", where=backend.url, hint="the save was not finished, or files are missing")
     return _TorchDist(backend, read_metadata(backend)).catalog()
 
@@ -81,7 +81,7 @@ class _TorchDist:
         self.items = {name: item for name, item in metadata.values.items() if _is_wanted(name)}
         self.unknown = [name for name in metadata.values if name not in self.items and not _OF_RANKS.fullmatch(name)]
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
-        common = [COMMON] if COMMON in backend.children() else []
+        common = [COMMON] if COMMON in backend.list_dir() else []
         paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
         files = [ExternalFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         sizes = {f.path: f.size for f in files}

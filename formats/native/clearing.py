@@ -85,8 +85,8 @@ def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes
 def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], bool]:
     """Sizes by path of what is there of a save, and whether that is all that is there: where every listing is a request, one does."""
     starts = (data_prefix(id), index_path(id, ""))
-    everything = bool(backend.grain.gap) or not all(path.startswith(starts) for path in sizes)
-    return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list(prefix)}, everything
+    everything = bool(backend.io_hints.coalesce_gap) or not all(path.startswith(starts) for path in sizes)
+    return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
 
 
 def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
@@ -105,7 +105,7 @@ def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping
 
 def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
     if previous is not None:
-        backend.publish(COMMIT_PATH, previous, replaces=record)
+        backend.put_if(COMMIT_PATH, previous, expected=record)
     else:
         backend.delete(COMMIT_PATH)
 
@@ -119,7 +119,7 @@ def claim(backend: Backend, id: str) -> None:
     mark = index_path(id, CLEARING)
     mine = True
     try:
-        backend.publish(mark, b"", replaces=None)
+        backend.put_if(mark, b"", expected=None)
     except ConflictError:
         mine = False
     data = read_record(backend)
@@ -146,7 +146,7 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     mark = f"{within}{index_path(id, CLEARING)}"
     marked = mine = True
     try:
-        backend.publish(mark, b"", replaces=None)
+        backend.put_if(mark, b"", expected=None)
     except ConflictError:
         mine = False  # somebody else's does as well
     except NoSpaceError:

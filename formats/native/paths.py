@@ -63,11 +63,11 @@ def id_of(path: str) -> str | None:
 
 def has_debris(backend: Backend, prefix: str = "") -> bool:
     """Whether files of a save lie below ``prefix`` (empty, or ending in a slash), which has no commit record: it did not finish."""
-    names = backend.children(prefix.rstrip("/"))
+    names = backend.list_dir(prefix.rstrip("/"))
     indexes = [name for name in names if name.endswith("/") and id_of(f"{name}{STATE}")]
-    if any(id_of(f"{index}{name}") for index in indexes for name in backend.children(f"{prefix}{index}")):
+    if any(id_of(f"{index}{name}") for index in indexes for name in backend.list_dir(f"{prefix}{index}")):
         return True
-    return "data/" in names and any(id_of(f"data/{name}") for name in backend.children(f"{prefix}data"))
+    return "data/" in names and any(id_of(f"data/{name}") for name in backend.list_dir(f"{prefix}data"))
 
 
 def path_problem(path: str) -> str | None:

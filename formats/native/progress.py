@@ -36,7 +36,7 @@ class ProgressFile:
             StorageError: the storage failed, or somebody else changed or removed the file.
         """
         data = json.dumps(progress.to_json(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        self._backend.publish(self._path, data, replaces=self._last)
+        self._backend.put_if(self._path, data, expected=self._last)
         self._last = data
 
     def remove(self) -> None:
@@ -50,9 +50,9 @@ def find_progress(backend: Backend, within: str = "") -> str | None:
     Raises:
         StorageError: the storage cannot be listed.
     """
-    names = [name for name in backend.children(within.rstrip("/")) if name.endswith("/") and id_of(f"{name}{PROGRESS}")]
+    names = [name for name in backend.list_dir(within.rstrip("/")) if name.endswith("/") and id_of(f"{name}{PROGRESS}")]
     for name in sorted(names, reverse=True):
-        if PROGRESS in backend.children(f"{within}{name}".rstrip("/")):
+        if PROGRESS in backend.list_dir(f"{within}{name}".rstrip("/")):
             return f"{within}{name}{PROGRESS}"
     return None
 

@@ -25,7 +25,7 @@ from .datafiles.keys import METADATA, Ranges, chunk_key, coded_key, parse_key
 from .paths import data_prefix
 
 if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend, Entry
+    from ckpt.io_backends.protocol import Backend, ObjectMeta
 
 _WIDENED = {d.itemsize: d for d in DTYPES.values() if d.safetensors == "U8" and d.name != "uint8"}
 """Stored as U8 with a last dimension of this many bytes."""
@@ -69,7 +69,7 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
         FormatError: a codec that this software does not know.
         CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
     """
-    entries = list(backend.list(data_prefix(id)))
+    entries = list(backend.list_prefix(data_prefix(id)))
     if not entries:
         raise NotFoundError(
             f"there are no data files of save {id!r}", where=backend.url, hint="ids are the first part of the names in data/"
@@ -86,7 +86,7 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
     return Rebuilt(contents=Contents(tensors=tensors, files=tuple(files)), features=features)
 
 
-def _read(backend: Backend, entry: Entry, where: str) -> tuple[DataFile, Header, _Coded]:
+def _read(backend: Backend, entry: ObjectMeta, where: str) -> tuple[DataFile, Header, _Coded]:
     data = read_alike(backend, entry.path, partial(_read_header, backend, entry, where))
     rank = entry.path.rpartition("/")[2].removesuffix(".safetensors").split("-")[1]
     if not (rank.isascii() and rank.isdigit()):
@@ -95,7 +95,7 @@ def _read(backend: Backend, entry: Entry, where: str) -> tuple[DataFile, Header,
     return file, parse_header(data, file, where), _coded_tensors(data, where)
 
 
-def _read_header(backend: Backend, entry: Entry, where: str) -> bytes:
+def _read_header(backend: Backend, entry: ObjectMeta, where: str) -> bytes:
     start = backend.read(entry.path, 0, min(entry.size, LENGTH_BYTES))
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(HEADER_LIMIT, entry.size - LENGTH_BYTES):

@@ -97,7 +97,7 @@ def add_entry(backend: Backend, entry: LogEntry) -> None:
         kept = [one for kind in ("save", "load") for one in [e for e in entries if e["kind"] == kind][-NEWEST:]]
         data = json.dumps({"version": VERSION, "entries": kept}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         try:
-            backend.publish(PATH, data, replaces=before)
+            backend.put_if(PATH, data, expected=before)
         except ConflictError:  # another job
             if not tries_left:
                 raise

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.catalog import Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
 from ckpt.formats.external.virtual_backends import ReadOnly
-from ckpt.io_backends.protocol import Backend, Entry, Grain, stamp_of
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .commit import VERSION, CommitRecord
@@ -140,7 +140,7 @@ class Sources(ReadOnly):
             raise CorruptError(f"{source.path}, which was imported, is not there any more", where=source.root, hint=_AGAIN) from err
         if size != source.size:
             raise CorruptError(f"{source.path} has {size} bytes; when it was imported it had {source.size}", where=source.root, hint=_AGAIN)
-        stamp = None if digested else stamp_of(backend, source.path)
+        stamp = None if digested else backend.version_token(source.path)
         if not digested and source.stamp is not None and stamp != source.stamp:
             told = f"{source.path} changed after it was imported: now it has {stamp}, then {source.stamp}"
             raise CorruptError(told, where=source.root, hint=_AGAIN)
@@ -149,12 +149,12 @@ class Sources(ReadOnly):
     # ---- the storage port (io_backends/protocol.py)
 
     @property
-    def grain(self) -> Grain:
+    def io_hints(self) -> IOHints:
         """That of the source which wants the most calls at once."""
         for source in self._sources.values():
             self._check_allowed(source)
-        grains = [self._opened(root).grain for root in {s.root: None for s in self._sources.values()}]
-        return max(grains, key=lambda g: g.calls, default=Grain())
+        hints = [self._opened(root).io_hints for root in {s.root: None for s in self._sources.values()}]
+        return max(hints, key=lambda h: h.concurrency, default=IOHints())
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         backend, source = self._find(path)
@@ -175,10 +175,10 @@ class Sources(ReadOnly):
     def size(self, path: str) -> int:
         return self._find(path)[1].size
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        return iter(sorted(Entry(path, s.size) for path, s in self._sources.items() if path.startswith(prefix)))
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return iter(sorted(ObjectMeta(path, s.size) for path, s in self._sources.items() if path.startswith(prefix)))
 
-    def children(self, prefix: str = "") -> list[str]:  # type: ignore[valid-type]  # the builtin; mypy takes it for the method above
+    def list_dir(self, prefix: str = "") -> list[str]:
         head = f"{prefix.rstrip('/')}/" if prefix else ""
         below = {p[len(head) :].partition("/") for p in self._sources if p.startswith(head)}
         return sorted(name + slash for name, slash, _ in below)

@@ -62,7 +62,7 @@ def write_index(
     files = encode_index(contents, kept)
     record = _record(files, kept.tensor_bytes + contents.rows_bytes, id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
-    record = replace(record, inline=inlined(small, min(INLINE_LIMIT, backend.grain.gap)))
+    record = replace(record, inline=inlined(small, min(INLINE_LIMIT, backend.io_hints.coalesce_gap)))
     made: list[str] = []
     try:
         for name, data in files.items():
@@ -112,7 +112,7 @@ def previous_files(backend: Backend, previous: bytes | None = None) -> tuple[str
     try:
         files = decode_files(read_index(backend, record, FILES), record.index[FILES].path)
     except CorruptError:
-        return (*index, *(e.path for e in backend.list(data_prefix(record.id))))
+        return (*index, *(e.path for e in backend.list_prefix(data_prefix(record.id))))
     return (*index, *(f.path for f in files))
 
 
@@ -138,7 +138,7 @@ def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
     if data is None:
         raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
     record = replace(CommitRecord.from_bytes(data, _where(backend)), tags=tuple(sorted(set(tags))))
-    backend.publish(COMMIT_PATH, record.to_bytes(), replaces=data)
+    backend.put_if(COMMIT_PATH, record.to_bytes(), expected=data)
     return record
 
 
@@ -162,7 +162,7 @@ def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = No
                 return False
     backend.delete(within + COMMIT_PATH)
     saves: dict[str, list[str]] = {}
-    for entry in backend.list(within):
+    for entry in backend.list_prefix(within):
         save = id_of(entry.path.removeprefix(within))
         if save is not None and (last is None or save <= last):
             saves.setdefault(save, []).append(entry.path)
@@ -220,11 +220,11 @@ def _write(backend: Backend, path: str, data: bytes, made: list[str]) -> None:
 def _put(backend: Backend, path: str, data: bytes) -> None:
     """Make a file that others may make too."""
     try:
-        backend.publish(path, data, replaces=None)
+        backend.put_if(path, data, expected=None)
     except ConflictError:
         there = backend.read(path)
         if there != data:  # by another version of a library
-            backend.publish(path, data, replaces=there)
+            backend.put_if(path, data, expected=there)
 
 
 def _publish(
@@ -232,7 +232,7 @@ def _publish(
 ) -> list[str] | None:
     """Commit; gives what ``confirm`` does."""
     try:
-        backend.publish(COMMIT_PATH, data, replaces=previous)
+        backend.put_if(COMMIT_PATH, data, expected=previous)
     except BaseException as err:
         holds = _holds(backend, data)
         if not (holds and isinstance(err, StorageError) and _published_again(backend, data)):
@@ -250,7 +250,7 @@ def _publish(
 def _published_again(backend: Backend, data: bytes) -> bool:
     """Whether a record that is there, but perhaps not for good, was made durable: an answer was lost, or a sync failed after a rename."""
     try:
-        backend.publish(COMMIT_PATH, data, replaces=data)
+        backend.put_if(COMMIT_PATH, data, expected=data)
     except StorageError:
         return False
     return True

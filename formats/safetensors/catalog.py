@@ -51,7 +51,7 @@ def open_safetensors(backend: Backend) -> ExternalCatalog:
         CorruptError: a file is damaged or missing, has what another one has too, or not what the index says.
         FormatError: a dtype that is not known, or several indexes.
     """
-    names = backend.children()
+    names = backend.list_dir()
     index_path = find_index(names, INDEX_SUFFIX, backend.url)
     index = None if index_path is None else read_index(backend, index_path)
     paths = sorted(set(index.values())) if index is not None else candidates(backend, names, (SUFFIX,))

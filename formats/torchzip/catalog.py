@@ -46,7 +46,7 @@ def open_torch(backend: Backend) -> ExternalCatalog:
         FormatError: the files are in a form that is not read, or hold tensors of a kind that is not known.
         CorruptError: a file is damaged or missing.
     """
-    names = backend.children()
+    names = backend.list_dir()
     index = find_index(names, INDEX_SUFFIX, backend.url)
     if index is not None:
         return _open_shards(backend, index)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
-from ckpt.io_backends.protocol import Backend, Entry
+from ckpt.io_backends.protocol import Backend, ObjectMeta
 from ckpt.io_backends.registry import open_backend
 
 NOT_PATHS = ["", "/a", "a/", "a//b", ".", "..", "./a", "a/./b", "../a", "a/../b", "a\0b"]
@@ -30,7 +30,7 @@ def put(backend: Backend, path: str, data: bytes = b"x") -> None:
 
 def everything(backend: Backend) -> dict[str, bytes]:
     """All objects and their bytes."""
-    return {entry.path: backend.read(entry.path) for entry in backend.list()}
+    return {entry.path: backend.read(entry.path) for entry in backend.list_prefix()}
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -56,7 +56,7 @@ class ArgumentsRows:
             lambda: backend.read_into(path, 0, memoryview(bytearray(1))),
             lambda: backend.size(path),
             lambda: backend.create(path, 0),
-            lambda: backend.publish(path, b"x", replaces=None),
+            lambda: backend.put_if(path, b"x", expected=None),
             lambda: backend.delete(path),
         ):
             with pytest.raises(UsageError):
@@ -66,9 +66,9 @@ class ArgumentsRows:
     @pytest.mark.parametrize("prefix", NOT_PREFIXES)
     def test_refuses_what_is_no_prefix(self, backend: Backend, prefix: str) -> None:
         with pytest.raises(UsageError):
-            list(backend.list(prefix))
+            list(backend.list_prefix(prefix))
         with pytest.raises(UsageError):
-            backend.children(prefix)
+            backend.list_dir(prefix)
 
     def test_refuses_path_objects(self, backend: Backend) -> None:
         with pytest.raises(UsageError, match="str"):
@@ -217,8 +217,8 @@ class ListingRows:
         "prefix", ["", "a", "a.", "b", "b/", "b/a/", "data", "data/", "data/a", "data/ab", "data/s", "data/sub/a", "é/", "no", "no/"]
     )
     def test_list(self, listed: Backend, prefix: str) -> None:
-        expected = [Entry(p, len(p.encode())) for p in sorted(self.PATHS) if p.startswith(prefix)]
-        assert list(listed.list(prefix)) == expected
+        expected = [ObjectMeta(p, len(p.encode())) for p in sorted(self.PATHS) if p.startswith(prefix)]
+        assert list(listed.list_prefix(prefix)) == expected
 
     @pytest.mark.parametrize(
         ("prefix", "names"),
@@ -234,15 +234,15 @@ class ListingRows:
         ],
     )
     def test_children(self, listed: Backend, prefix: str, names: list[str]) -> None:
-        assert listed.children(prefix) == names
+        assert listed.list_dir(prefix) == names
         if prefix:
-            assert listed.children(prefix + "/") == names
+            assert listed.list_dir(prefix + "/") == names
 
     def test_version_tokens(self, backend: Backend) -> None:
         for path in ("a/mark", "b/mark", "c/data/mark", "mark", "d/mark.txt", "e/x/mark"):
-            backend.publish(path, b"old", replaces=None)
+            backend.put_if(path, b"old", expected=None)
         before = backend.version_tokens("mark", skip="/data/")
-        backend.publish("b/mark", b"new", replaces=b"old")
+        backend.put_if("b/mark", b"new", expected=b"old")
         after = backend.version_tokens("mark", skip="/data/")
         if before is not None and after is not None:
             assert before.keys() | after.keys() <= {"a", "b"}
@@ -250,6 +250,6 @@ class ListingRows:
             assert "b" not in before or after.get("b") != before["b"]
 
     def test_empty_root(self, backend: Backend) -> None:
-        assert (list(backend.list()), backend.children(), backend.children("a")) == ([], [], [])
+        assert (list(backend.list_prefix()), backend.list_dir(), backend.list_dir("a")) == ([], [], [])
         backend.prepare()
-        assert (list(backend.list()), backend.children(), backend.children("a")) == ([], [], [])
+        assert (list(backend.list_prefix()), backend.list_dir(), backend.list_dir("a")) == ([], [], [])

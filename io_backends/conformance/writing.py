@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ckpt.errors import ConflictError, StorageError, UsageError
-from ckpt.io_backends.protocol import Backend, Entry, Writer
+from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
 
 from .reading import BYTES, everything, put, together
 
@@ -89,7 +89,7 @@ class WritingRows:
     def test_empty_object(self, backend: Backend) -> None:
         with backend.create("a", 0) as writer:
             writer.commit()
-        assert list(backend.list()) == [Entry("a", 0)]
+        assert list(backend.list_prefix()) == [ObjectMeta("a", 0)]
         assert backend.read("a") == b""
 
     def test_rewriting_counts_once(self, backend: Backend) -> None:
@@ -130,7 +130,7 @@ class WritingRows:
     def test_refuses_a_negative_size(self, backend: Backend) -> None:
         with pytest.raises(UsageError):
             backend.create("d/a", -1)
-        assert backend.children() == []
+        assert backend.list_dir() == []
 
     def test_two_creators(self, backend: Backend) -> None:
         if not self.exclusive_create:
@@ -151,7 +151,7 @@ class WritingRows:
         writer.abort()
         writer.abort()
         assert everything(backend) == {"kept/a": b"x"}
-        assert backend.children() == ["kept/"]
+        assert backend.list_dir() == ["kept/"]
         put(backend, "new/d", b"again")
         assert backend.read("new/d") == b"again"
 
@@ -197,44 +197,44 @@ class WritingRows:
 
 class PublishingRows:
     def test_publishes_new(self, backend: Backend) -> None:
-        backend.publish("new/dir/a", BYTES, replaces=None)
-        backend.publish("empty", b"", replaces=None)
+        backend.put_if("new/dir/a", BYTES, expected=None)
+        backend.put_if("empty", b"", expected=None)
         assert everything(backend) == {"empty": b"", "new/dir/a": BYTES}
 
     @pytest.mark.parametrize("old", [b"", b"old", BYTES])
     def test_replaces(self, backend: Backend, old: bytes) -> None:
-        backend.publish("d/a", old, replaces=None)
-        backend.publish("d/a", b"new", replaces=old)
+        backend.put_if("d/a", old, expected=None)
+        backend.put_if("d/a", b"new", expected=old)
         assert everything(backend) == {"d/a": b"new"}
 
-    @pytest.mark.parametrize("replaces", [None, b"", b"ol", b"older", b"OLD"])
-    def test_conflict_changes_nothing(self, backend: Backend, replaces: bytes | None) -> None:
-        backend.publish("d/a", b"old", replaces=None)
+    @pytest.mark.parametrize("expected", [None, b"", b"ol", b"older", b"OLD"])
+    def test_conflict_changes_nothing(self, backend: Backend, expected: bytes | None) -> None:
+        backend.put_if("d/a", b"old", expected=None)
         with pytest.raises(ConflictError) as error:
-            backend.publish("d/a", b"new", replaces=replaces)
+            backend.put_if("d/a", b"new", expected=expected)
         assert "d/a" in str(error.value)
         assert everything(backend) == {"d/a": b"old"}
 
     def test_same_content_is_a_conflict_too(self, backend: Backend) -> None:
-        backend.publish("a", b"same", replaces=None)
+        backend.put_if("a", b"same", expected=None)
         with pytest.raises(ConflictError):
-            backend.publish("a", b"same", replaces=None)
+            backend.put_if("a", b"same", expected=None)
 
-    @pytest.mark.parametrize("replaces", [b"", b"old"])
-    def test_replacing_what_is_absent(self, backend: Backend, replaces: bytes) -> None:
+    @pytest.mark.parametrize("expected", [b"", b"old"])
+    def test_replacing_what_is_absent(self, backend: Backend, expected: bytes) -> None:
         put(backend, "kept/a")
         for path in ("new/dir/a", "kept/b"):
             with pytest.raises(ConflictError):
-                backend.publish(path, b"new", replaces=replaces)
+                backend.put_if(path, b"new", expected=expected)
         assert everything(backend) == {"kept/a": b"x"}
-        assert backend.children() == ["kept/"]
+        assert backend.list_dir() == ["kept/"]
 
-    @pytest.mark.parametrize("replaces", [None, b"old"])
-    def test_one_of_many_publishers_wins(self, backend: Backend, replaces: bytes | None) -> None:
-        if replaces is not None:
-            backend.publish("d/a", replaces, replaces=None)
+    @pytest.mark.parametrize("expected", [None, b"old"])
+    def test_one_of_many_publishers_wins(self, backend: Backend, expected: bytes | None) -> None:
+        if expected is not None:
+            backend.put_if("d/a", expected, expected=None)
         values = [bytes([i]) * 999 for i in range(6)]
-        results = together(*[partial(backend.publish, "d/a", v, replaces=replaces) for v in values])
+        results = together(*[partial(backend.put_if, "d/a", v, expected=expected) for v in values])
         winners = [v for v, result in zip(values, results, strict=True) if result is None]
         assert len(winners) == 1
         assert [type(r) for r in results if r is not None] == [ConflictError] * 5
@@ -242,13 +242,13 @@ class PublishingRows:
 
     def test_readers_see_whole_contents(self, backend: Backend) -> None:
         values = [bytes([i]) * (3000 + 17 * i) for i in range(20)]
-        backend.publish("a", values[0], replaces=None)
+        backend.put_if("a", values[0], expected=None)
         done = threading.Event()
 
         def write() -> None:
             try:
                 for old, new in pairwise(values):
-                    backend.publish("a", new, replaces=old)
+                    backend.put_if("a", new, expected=old)
             finally:
                 done.set()
 
@@ -269,9 +269,9 @@ class DeletingRows:
         for path in ("a/b/c/d", "a/b/e", "f"):
             put(backend, path)
         backend.delete("a/b/c/d")
-        assert backend.children("a/b") == ["e"]
+        assert backend.list_dir("a/b") == ["e"]
         backend.delete("a/b/e")
-        assert backend.children() == ["f"]
+        assert backend.list_dir() == ["f"]
 
     @pytest.mark.parametrize("path", ["no", "no/no", "d", "d/no", "d/a/no"])
     def test_absent_and_directories_are_left_alone(self, backend: Backend, path: str) -> None:
@@ -283,21 +283,21 @@ class DeletingRows:
         backend.prepare()
         put(backend, "a")
         backend.delete("a")
-        assert backend.children() == []
+        assert backend.list_dir() == []
         put(backend, "b")
-        assert backend.children() == ["b"]
+        assert backend.list_dir() == ["b"]
 
     def test_writing_beside_pruning(self, backend: Backend) -> None:
         def come_and_go(name: str) -> int:
             for _ in range(30):
                 put(backend, f"d/e/{name}", b"x")
                 backend.delete(f"d/e/{name}")
-                backend.publish(f"d/e/{name}", b"y", replaces=None)
+                backend.put_if(f"d/e/{name}", b"y", expected=None)
                 backend.delete(f"d/e/{name}")
             return 30
 
         assert together(*[partial(come_and_go, n) for n in "abc"]) == [30, 30, 30]
-        assert backend.children() == []
+        assert backend.list_dir() == []
 
 
 class PreparingRows:
@@ -306,4 +306,4 @@ class PreparingRows:
         put(backend, "d/a")
         backend.prepare()
         assert everything(backend) == {"d/a": b"x"}
-        assert backend.children() == ["d/"]
+        assert backend.list_dir() == ["d/"]

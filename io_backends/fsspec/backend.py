@@ -12,7 +12,6 @@ Invariant: no listing of a file system's cache is believed: caches are dropped b
 
 from __future__ import annotations
 
-import builtins
 import os
 import secrets
 import threading
@@ -25,7 +24,7 @@ from typing import Any, ClassVar
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
-from ckpt.io_backends.protocol import Backend, Entry, Grain, Writer
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 
 from .conditions import only_if_absent
 from .errors import mapped
@@ -63,9 +62,9 @@ class FsspecBackend(Backend):
         return self._url
 
     @property
-    def grain(self) -> Grain:
+    def io_hints(self) -> IOHints:
         """Long ranges, several at once: each answer takes a while to begin."""
-        return Grain(piece=8 << 20, gap=256 << 10, calls=8)
+        return IOHints(read_size=8 << 20, coalesce_gap=256 << 10, concurrency=8)
 
     # ---- reading
 
@@ -146,8 +145,8 @@ class FsspecBackend(Backend):
 
     # ---- listing
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``. The objects are those of the moment of the call."""
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
         check_prefix(prefix)
         below = prefix.rpartition("/")[0]
         base = f"{self._place.root}/{below}".rstrip("/")
@@ -160,11 +159,13 @@ class FsspecBackend(Backend):
         if not listed:
             self._place.check_bucket()
         skip = len(self._place.root) + 1
-        entries = [Entry(name[skip:], int(info["size"])) for name, info in listed.items() if name.startswith(f"{base}/") and _is_file(info)]
+        entries = [
+            ObjectMeta(name[skip:], int(info["size"])) for name, info in listed.items() if name.startswith(f"{base}/") and _is_file(info)
+        ]
         return iter(sorted(entry for entry in entries if entry.path.startswith(prefix)))
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        """See ``Backend.children``."""
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
         below = check_prefix(prefix).removesuffix("/")
         base = f"{self._place.root}/{below}".rstrip("/")
         try:
@@ -221,29 +222,29 @@ class FsspecBackend(Backend):
             return False
         return True
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """See ``Backend.publish``, and the head of this file for what is weaker. Threads of one process take turns."""
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``, and the head of this file for what is weaker. Threads of one process take turns."""
         check_path(path)
         where = self._place.where(path)
         conditional = self._place.is_conditional()
         with self._publishing:
-            self._check_holds(path, replaces)
+            self._check_holds(path, expected)
             try:
                 with self._place.errors(where, "publish"):
-                    self._publish(path, data, only_if_absent(self._fs) if conditional and replaces is None else {})
+                    self._publish(path, data, only_if_absent(self._fs) if conditional and expected is None else {})
             except CkptError as err:
-                self._judge(path, data, replaces, err)
+                self._judge(path, data, expected, err)
             if not conditional and self._content(path) != data:
                 raise _conflict(where, self._content(path))
 
-    def _judge(self, path: str, data: bytes, replaces: bytes | None, err: CkptError) -> None:
+    def _judge(self, path: str, data: bytes, expected: bytes | None, err: CkptError) -> None:
         """After an error: a lost answer is a success, and somebody else's content a conflict."""
         if isinstance(err, NotFoundError):
             raise err
         held = self._content(path)
         if held == data:
             return
-        if held != replaces:
+        if held != expected:
             raise _conflict(self._place.where(path), held) from err
         raise err
 
@@ -264,10 +265,10 @@ class FsspecBackend(Backend):
             self.delete(aside)
             raise
 
-    def _check_holds(self, path: str, replaces: bytes | None) -> None:
+    def _check_holds(self, path: str, expected: bytes | None) -> None:
         held = self._content(path)
-        if held != replaces:
-            raise _conflict(self._place.where(path), held, new=replaces is None)
+        if held != expected:
+            raise _conflict(self._place.where(path), held, new=expected is None)
 
     def _content(self, path: str) -> bytes | None:
         try:

@@ -6,7 +6,6 @@ are read through; ``list`` alone does not enter linked directories, because they
 
 from __future__ import annotations
 
-import builtins
 import os
 import secrets
 import time
@@ -19,9 +18,10 @@ from urllib.parse import unquote
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
-from ckpt.io_backends.protocol import Backend, Entry, Writer
+from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
 from ckpt.settings import direct
 
+from .conditional_put import put_if
 from .files import (
     SLICE,
     clock,
@@ -39,7 +39,6 @@ from .files import (
     sync_directories,
     write_all,
 )
-from .publish import publish
 from .shared_file import PosixSharedObject
 from .writer import PosixWriter
 
@@ -167,18 +166,18 @@ class PosixBackend(Backend):
         with storage_errors(file, "get the size", reading=True):
             return current(lambda: regular_size(os.stat(file), file))
 
-    def stamp(self, path: str) -> str:
-        """See ``stamp_of``: when the file changed last."""
+    def version_token(self, path: str) -> str:
+        """See ``Backend.version_token``: when the file changed last."""
         file = self._file(path)
         with storage_errors(file, "get the time of", reading=True):
             return f"mtime {os.stat(file).st_mtime_ns}"
 
     def version_tokens(self, name: str, *, skip: str) -> dict[str, str]:
         """See ``Backend.version_tokens``. Files are opened: of an open file network file systems ask the server, of others their caches."""
-        names = [child.removesuffix("/") for child in self.children() if child.endswith("/")]
+        names = [child.removesuffix("/") for child in self.list_dir() if child.endswith("/")]
         check_path(name)
 
-        def tokens(part: builtins.list[str]) -> dict[str, str]:
+        def tokens(part: list[str]) -> dict[str, str]:
             found = ((directory, _token(os.path.join(self._root, directory, name))) for directory in part)
             return {directory: token for directory, token in found if token is not None}
 
@@ -194,12 +193,12 @@ class PosixBackend(Backend):
             regular_size(status, file)
             return status.st_mtime
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``."""
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``."""
         check_prefix(prefix)
         return self._walk(prefix.rpartition("/")[0], prefix)
 
-    def _walk(self, directory: str, prefix: str) -> Iterator[Entry]:
+    def _walk(self, directory: str, prefix: str) -> Iterator[ObjectMeta]:
         for name, entry in _scan(os.path.join(self._root, directory)):
             path = f"{directory}/{name}" if directory else name
             if name.endswith("/"):
@@ -208,10 +207,10 @@ class PosixBackend(Backend):
             elif path.startswith(prefix):
                 size = _size_if_there(entry)
                 if size is not None:
-                    yield Entry(path, size)
+                    yield ObjectMeta(path, size)
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        """See ``Backend.children``."""
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
         return [name for name, _ in _scan(os.path.join(self._root, check_prefix(prefix)))]
 
     def create(self, path: str, size: int) -> Writer:
@@ -229,17 +228,17 @@ class PosixBackend(Backend):
                 raise
         return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made, direct=mode)
 
-    def share(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
-        """See ``Backend.share``."""
+    def create_shared(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
+        """See ``Backend.create_shared``."""
         file = self._file(path)
         check_size(size, file)
         return PosixSharedObject(file=file, root=self._root, size=size, token=token)
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """See ``Backend.publish``."""
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
         file = self._file(path)
         with storage_errors(file, "publish"):
-            publish(file, self._root, data, replaces)
+            put_if(file, self._root, data, expected)
 
     def delete(self, path: str) -> None:
         """See ``Backend.delete``."""

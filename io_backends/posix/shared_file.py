@@ -15,8 +15,8 @@ from contextlib import suppress
 from ckpt.errors import StorageError
 from ckpt.io_backends.shared import aside_name, check_total
 
+from .conditional_put import give_name
 from .files import create_file, storage_errors, sync_directories
-from .publish import give_name
 from .writer import PosixWriter
 
 PART = 16 << 20
@@ -41,7 +41,7 @@ class PosixSharedObject(PosixWriter):
             try:
                 if self._began:
                     os.ftruncate(fd, size)
-                self.part = 0 if _is_coherent(aside) else PART
+                self.part_size = 0 if _is_coherent(aside) else PART
             except OSError:
                 os.close(fd)
                 raise
@@ -59,8 +59,8 @@ class PosixSharedObject(PosixWriter):
             self._check_linked()
         return self._written.count
 
-    def publish(self, receipts: Sequence[int], *, replace: bool) -> None:
-        """See ``SharedObject.publish``."""
+    def complete(self, receipts: Sequence[int], *, replace: bool) -> None:
+        """See ``SharedObject.complete``."""
         check_total(sum(receipts), self._size, self._final)
         with self._lock, storage_errors(self._final, "publish"):
             self._check_open()

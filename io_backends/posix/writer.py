@@ -63,8 +63,8 @@ class PosixWriter(Writer):
         self._write(offset, byte_views([data]), update)
 
     @property
-    def block(self) -> int:
-        """See ``Writer.block``: what a write costs besides its bytes counts less for longer ones."""
+    def block_size(self) -> int:
+        """See ``Writer.block_size``: what a write costs besides its bytes counts less for longer ones."""
         return _BLOCK
 
     def _write(self, offset: int, views: list[memoryview], update: _Update | None) -> None:

@@ -6,7 +6,6 @@ profile, region and endpoint are those of the options (``s3_options``), and else
 
 from __future__ import annotations
 
-import builtins
 import itertools
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -14,15 +13,15 @@ from typing import Any
 
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
-from ckpt.io_backends.protocol import Backend, Entry, Grain, Unfinished, Writer
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 
 from .client import LANES, S3Client, client_of
+from .conditional_put import put_if
 from .options import DEFAULT, S3Options
 from .parts import PART, SINGLE, part_size
 from .probing import abilities, assume, conditional, probe
-from .publishing import publish
 from .reading import Key, described, head, read_into, read_start, read_tagged
-from .requests import check_free, delete, forget
+from .requests import abort_upload, check_free, delete
 from .shared import S3SharedObject
 from .writer import S3Writer
 
@@ -61,9 +60,9 @@ class S3Backend(Backend):
         return f"{_SCHEME}{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
-    def grain(self) -> Grain:
+    def io_hints(self) -> IOHints:
         """Long ranges, many at once: each answer takes a while to begin."""
-        return Grain(piece=_PIECE, stretch=_STRETCH, gap=_GAP, calls=LANES, single=self._single)
+        return IOHints(read_size=_PIECE, split_read_size=_STRETCH, coalesce_gap=_GAP, concurrency=LANES, single_put_size=self._single)
 
     @property
     def _client(self) -> S3Client:
@@ -121,13 +120,13 @@ class S3Backend(Backend):
         except (CkptError, KeyError, TypeError, ValueError):
             return None  # it refuses, or does not date its answers
 
-    def stamp(self, path: str) -> str:
-        """See ``stamp_of``: the ETag, and the version in buckets that keep versions. Times are whole seconds here: too coarse."""
+    def version_token(self, path: str) -> str:
+        """See ``Backend.version_token``: the ETag, and the version in buckets that keep versions. Times in whole seconds are too coarse."""
         _, tag, version = described(self._key(path))
         return f"etag {tag} version {version}" if version else f"etag {tag}"
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See ``Backend.list``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
 
         Where a store lists directory by directory, as SeaweedFS does, all pages are kept from the first one on whose order is not ours.
         """
@@ -138,12 +137,12 @@ class S3Backend(Backend):
                 return
             yield from page
 
-    def _entries(self, page: Any) -> builtins.list[Entry]:
+    def _entries(self, page: Any) -> list[ObjectMeta]:
         paths = ((str(found["Key"]).removeprefix(self._prefix), int(found["Size"])) for found in page.get("Contents", ()))
-        return [Entry(path, size) for path, size in paths if _is_path(path)]
+        return [ObjectMeta(path, size) for path, size in paths if _is_path(path)]
 
-    def children(self, prefix: str = "") -> builtins.list[str]:
-        """See ``Backend.children``."""
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
         directory = check_prefix(prefix).removesuffix("/")
         start = self._prefix + (f"{directory}/" if directory else "")
         names = []
@@ -195,15 +194,15 @@ class S3Backend(Backend):
                 raise
         return writer
 
-    def share(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
-        """See ``Backend.share``."""
+    def create_shared(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
+        """See ``Backend.create_shared``."""
         key = self._key(path)
         check_size(size, key.where)
         return S3SharedObject(key, size, part_size(size, self._part), conditional=token is None and conditional(key), token=token)
 
-    def publish(self, path: str, data: bytes, *, replaces: bytes | None) -> None:
-        """See ``Backend.publish``."""
-        publish(self._key(path), data, replaces)
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
+        put_if(self._key(path), data, expected)
 
     def delete(self, path: str) -> None:
         """See ``Backend.delete``."""
@@ -225,8 +224,8 @@ class S3Backend(Backend):
 
     # ---- uploads that nobody ends
 
-    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """See ``Backend.unfinished``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
+    def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
+        """See ``Backend.pending_uploads``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
         start = self._prefix + check_prefix(prefix)
         names = {"Prefix": start}
         while True:
@@ -234,14 +233,14 @@ class S3Backend(Backend):
             for found in page.get("Uploads", ()):
                 path = str(found["Key"]).removeprefix(self._prefix)
                 if str(found["Key"]).startswith(start) and _is_path(path):
-                    yield Unfinished(path=path, started=found["Initiated"].timestamp(), token=str(found["UploadId"]))
+                    yield PendingUpload(path=path, started=found["Initiated"].timestamp(), token=str(found["UploadId"]))
             if not page.get("IsTruncated"):
                 return
             names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def forget(self, unfinished: Unfinished) -> None:
-        """See ``Backend.forget``."""
-        forget(self._key(unfinished.path), unfinished.token)
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """See ``Backend.abort_upload``."""
+        abort_upload(self._key(upload.path), upload.token)
 
 
 def _is_path(path: str) -> bool:

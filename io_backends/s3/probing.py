@@ -23,7 +23,7 @@ from ckpt.errors import AccessError, CkptError, StorageError
 from .checksums import OFF, WAYS, Checks, Sums, md5_in
 from .errors import code_of, is_changed, is_passing, status_of, tag_of
 from .reading import Key
-from .requests import delete, forget, put
+from .requests import abort_upload, delete, put
 from .tries import Tries
 
 log = logging.getLogger("ckpt")
@@ -221,7 +221,7 @@ def _scratch(key: Key, checks: Checks, send: _Send | None) -> Iterator[_Send]:
         yield lambda boto, sums: tag_of(boto.upload_part(**what, **sums.names))
     finally:
         try:
-            forget(key, upload)
+            abort_upload(key, upload)
         except AccessError as err:  # the bytes that are to be saved need no such right
             log.warning("%s; the upload of a few bytes stays there until a rule of the bucket ends it", err)
 

@@ -113,7 +113,7 @@ def delete(key: Key) -> None:
     key.client.attempt("delete", key.where, request)
 
 
-def forget(key: Key, upload: str) -> None:
+def abort_upload(key: Key, upload: str) -> None:
     """End an upload and free its parts; one that is gone is no error."""
 
     def request(boto: Any, _: Tries) -> None:

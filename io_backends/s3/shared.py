@@ -23,7 +23,7 @@ class S3SharedObject(S3Writer):
 
     def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
         super().__init__(key, size, part, conditional=conditional, single=False)
-        self.part = part
+        self.part_size = part
         self._began = token is None
         if token is None:
             self._id = self._started()
@@ -56,8 +56,8 @@ class S3SharedObject(S3Writer):
         """See ``SharedObject.flush``: the parts that this process sent, by number from 0."""
         return {str(number): part.text for number, part in self._parts.items()}
 
-    def publish(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
-        """See ``SharedObject.publish``."""
+    def complete(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
+        """See ``SharedObject.complete``."""
         parts = {int(number): ConfirmedPart.of_text(text) for receipt in receipts for number, text in receipt.items()}
         check_total(sum(self._length(number) for number in parts), self._size, self._key.where)
         if sum(len(receipt) for receipt in receipts) != len(parts):

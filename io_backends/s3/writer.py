@@ -29,7 +29,7 @@ from .errors import ChangedError, status_of, tag_of, translated
 from .parts import Gathered, PartRange
 from .probing import checks_of, part_checks_of
 from .reading import Key, head
-from .requests import delete, forget, mark_of, marked, new_mark, put
+from .requests import abort_upload, delete, mark_of, marked, new_mark, put
 from .tries import Tries
 
 
@@ -66,7 +66,7 @@ class S3Writer(Writer):
         """A request that makes the object exist was sent, and nobody knows what became of it."""
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """The size of a part; the usual block of an object that is one."""
         return 1 << 20 if self.single else self._part
 
@@ -109,7 +109,7 @@ class S3Writer(Writer):
             raise StorageError(
                 f"part {sent[0]} of {self._part} bytes was sent already: some of its bytes cannot be changed alone",
                 where=self._key.where,
-                hint="write every byte once, or whole parts (Writer.block)",
+                hint="write every byte once, or whole parts (Writer.block_size)",
             )
 
     def _gather(self, place: PartRange) -> None:
@@ -321,7 +321,7 @@ class S3Writer(Writer):
             pending.wait()
         self._give_back()
         if self._upload is not None:
-            forget(self._key, self._upload)
+            abort_upload(self._key, self._upload)
             self._upload = None
         if self._perhaps_there and self._may_be_ours():
             delete(self._key)

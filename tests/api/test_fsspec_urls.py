@@ -56,7 +56,7 @@ def test_a_failed_save_leaves_what_was_there(root: str, caplog: pytest.LogCaptur
     count = FaultyProcess()
     with wrap_backends(count.wrap):
         ckpt.save(url, state_of(1.0))
-    publish = next(at for at, what in enumerate(count.log) if what.startswith("publish"))
+    publish = next(at for at, what in enumerate(count.log) if what.startswith("put_if"))
     for at in [*range(0, publish, 3), publish]:
         with wrap_backends(FaultyProcess(Fault(at=at, kind="error")).wrap), pytest.raises(StorageError):
             ckpt.save(url, state_of(2.0))

@@ -64,7 +64,7 @@ class _Guarded:
                 raise StorageError("the storage does not answer", where=self._storage.root)
             if name == self._storage.broken:
                 raise StorageError("input/output error", where=self._storage.root)
-            if name == "publish":
+            if name == "put_if":
                 self._storage.before_publish()
             return found(*args, **options)
 

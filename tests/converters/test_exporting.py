@@ -89,11 +89,11 @@ def test_storage_without_shared_files(tmp_path: Path, scheme: str) -> None:
     export(f"{url}/out", model(), shard_size=1000, config={})
     export(f"{url}/one.safetensors", model())
     backend = open_backend(f"{url}/out")
-    shards = [n for n in backend.children() if n.endswith(".safetensors")]
-    assert len(shards) > 1 and {*backend.children()} - {*shards} == {"config.json", "model.safetensors.index.json"}
+    shards = [n for n in backend.list_dir() if n.endswith(".safetensors")]
+    assert len(shards) > 1 and {*backend.list_dir()} - {*shards} == {"config.json", "model.safetensors.index.json"}
     assert same({k: t for n in shards for k, t in load(backend.read(n)).items()})
     assert same(load(open_backend(url).read("one.safetensors")))
-    assert open_backend(url).children() == ["one.safetensors", "out/"]
+    assert open_backend(url).list_dir() == ["one.safetensors", "out/"]
     with pytest.raises(UsageError, match="cannot be replaced"):
         export(f"{url}/one.safetensors", model(), overwrite=True)
     assert same(load(open_backend(url).read("one.safetensors")))
@@ -112,9 +112,9 @@ def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch
         patch.setattr(Destination, "put", put)
         with pytest.raises(StorageError, match="full"):
             export(url, model(), shard_size=1000, config={})
-    assert open_backend(url).children() == []
+    assert open_backend(url).list_dir() == []
     export(url, model(), shard_size=1000, config={})
-    assert "config.json" in open_backend(url).children()
+    assert "config.json" in open_backend(url).list_dir()
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00005.safetensors", "config.json", "model.safetensors.index.json"])
@@ -185,7 +185,7 @@ def test_who_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     out = tmp_path / "out"
     export(str(out), model(), shard_size=1000, config={})
     with monkeypatch.context() as patch:
-        patch.setattr(PosixSharedObject, "publish", lambda *given, **named: killed())
+        patch.setattr(PosixSharedObject, "complete", lambda *given, **named: killed())
         patch.setattr(ExportTransaction, "discard", lambda self: None)
         with pytest.raises(KeyboardInterrupt):
             export(str(out), {"weight": torch.ones(3)}, overwrite=True)

@@ -22,7 +22,7 @@ from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError,
 from ckpt.formats.native.paths import EXTENTS
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.posix.backend import PosixBackend
-from ckpt.io_backends.protocol import Grain
+from ckpt.io_backends.protocol import IOHints
 from ckpt.plan import views
 from ckpt.plan.views import LogicalTensor
 
@@ -259,10 +259,10 @@ def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypa
 
 def test_sources_are_read_as_their_storage_is_best_used(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_checkpoint(source, str(tmp_path / "virtual"))
-    assert open_catalog(str(tmp_path / "virtual")).backend.grain == Grain()
-    best = Grain(piece=8 << 20, stretch=64 << 20, gap=1 << 20, calls=16)
-    monkeypatch.setattr(PosixBackend, "grain", best)
-    assert open_catalog(str(tmp_path / "virtual")).backend.grain == best
+    assert open_catalog(str(tmp_path / "virtual")).backend.io_hints == IOHints()
+    best = IOHints(read_size=8 << 20, split_read_size=64 << 20, coalesce_gap=1 << 20, concurrency=16)
+    monkeypatch.setattr(PosixBackend, "io_hints", best)
+    assert open_catalog(str(tmp_path / "virtual")).backend.io_hints == best
     assert same(ckpt.open(str(tmp_path / "virtual"))["w0"][...], state()["w0"])
 
 
@@ -271,8 +271,8 @@ def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: 
     import_checkpoint(source, url)
     before = data_file(source).read_bytes()
     backend = open_catalog(url).backend
-    (path,) = [e.path for e in backend.list()]
-    assert backend.children() == ["sources/"] and backend.children("sources/0") == [path.rpartition("/")[2]]
+    (path,) = [e.path for e in backend.list_prefix()]
+    assert backend.list_dir() == ["sources/"] and backend.list_dir("sources/0") == [path.rpartition("/")[2]]
     for write in (lambda: backend.delete(path), lambda: backend.create("x", 1), backend.prepare):
         with pytest.raises(AccessError, match="only read"):
             write()
@@ -282,15 +282,15 @@ def test_nothing_is_written_through_a_virtual_checkpoint(source: str, tmp_path: 
 
 
 def test_a_source_that_changes_while_it_is_imported(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stamp = references.stamp_of
+    version_token = PosixBackend.version_token
 
     def touched(backend: object, path: str) -> str | None:
         os.utime(data_file(source), ns=(1, len(seen)))
         seen.append(path)
-        return stamp(backend, path)  # type: ignore[arg-type]
+        return version_token(backend, path)
 
     seen: list[str] = []
-    monkeypatch.setattr(references, "stamp_of", touched)
+    monkeypatch.setattr(PosixBackend, "version_token", touched)
     with pytest.raises(CorruptError, match="changed while they were imported"):
         import_checkpoint(source, str(tmp_path / "virtual"))
     assert not (tmp_path / "virtual").exists()

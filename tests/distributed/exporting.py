@@ -143,7 +143,7 @@ def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
 
 def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) -> None:
     """The leader is killed when some files have their names."""
-    publish, done = PosixSharedObject.publish, []
+    publish, done = PosixSharedObject.complete, []
 
     def dying(self: PosixSharedObject, receipts: Any, *, replace: bool) -> None:
         done.append(replace)
@@ -151,7 +151,7 @@ def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) 
             os.kill(os.getpid(), signal.SIGKILL)
         publish(self, receipts, replace=replace)
 
-    PosixSharedObject.publish = dying  # type: ignore[method-assign]
+    PosixSharedObject.complete = dying  # type: ignore[method-assign]
     state, layout = some(seed)
     export(url, state, layout=layout, timeout=3, **options)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.io_backends.protocol import Grain
+from ckpt.io_backends.protocol import IOHints
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exchange import apart, in_small_pieces
 
@@ -43,11 +43,11 @@ def load_columns(url: str, **options: Any) -> ckpt.LoadReport:
     return report
 
 
-def as_from(grain: Grain) -> None:
-    """From now on files are read as storage of this grain is."""
+def as_from(hints: IOHints) -> None:
+    """From now on files are read as storage with these hints is."""
     from ckpt.io_backends.posix.backend import PosixBackend
 
-    PosixBackend.grain = property(lambda self: grain)  # type: ignore[assignment,method-assign]
+    PosixBackend.io_hints = property(lambda self: hints)  # type: ignore[assignment,method-assign]
 
 
 def load_on_many_threads(url: str) -> int:
@@ -63,7 +63,7 @@ def load_on_many_threads(url: str) -> int:
         fill(self, *args)
 
     Fetch.fill = slowly  # type: ignore[method-assign]
-    as_from(Grain(calls=16))
+    as_from(IOHints(concurrency=16))
     return load_columns(url, threads=2).bytes_received
 
 
@@ -87,7 +87,7 @@ def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
         fill(self, path, offset, memory, *more)
 
     Fetch.fill = counted  # type: ignore[method-assign]
-    as_from(Grain(piece=pieces[dist.get_rank()]))
+    as_from(IOHints(read_size=pieces[dist.get_rank()]))
     assert (load_columns(url).bytes_received > 0) == (pieces[0] == pieces[1])
     return lengths
 

@@ -37,7 +37,7 @@ def count_reads(*, fan: int) -> Counter[str]:
 
         return counting
 
-    for name in ("read", "read_whole", "size", "list", "children", "read_into"):
+    for name in ("read", "read_whole", "size", "list_prefix", "list_dir", "read_into"):
         setattr(PosixBackend, name, counted(getattr(PosixBackend, name)))
     return asked
 

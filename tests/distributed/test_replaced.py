@@ -83,18 +83,18 @@ def test_a_save_that_begins_while_a_checkpoint_is_removed_keeps_its_files(tmp_pa
     url = str(tmp_path / "step-1")
     ckpt.save(url, {"w": torch.zeros(8)})
     backend = open_backend(url)
-    listing = type(backend).list
+    listing = type(backend).list_prefix
 
     def save_first(self: Any, prefix: str = "") -> Any:
-        type(backend).list = listing  # type: ignore[method-assign]
+        type(backend).list_prefix = listing  # type: ignore[method-assign]
         ckpt.save(url, {"w": torch.ones(8)})
         return listing(self, prefix)
 
-    type(backend).list = save_first  # type: ignore[method-assign]
+    type(backend).list_prefix = save_first  # type: ignore[method-assign]
     try:
         remove_checkpoint(backend)
     finally:
-        type(backend).list = listing  # type: ignore[method-assign]
+        type(backend).list_prefix = listing  # type: ignore[method-assign]
     assert ckpt.open(url)["w"][0] == 1.0
 
 

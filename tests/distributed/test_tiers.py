@@ -49,7 +49,7 @@ class Watched:
         def call(*args: Any, **options: Any) -> Any:
             if self._away is not None and self._away.exists():
                 raise StorageError("the storage does not answer")
-            if name in ("create", "publish"):
+            if name in ("create", "put_if"):
                 if self._dies:
                     os.kill(os.getpid(), signal.SIGKILL)
                 self._made.append(args[0])

@@ -48,7 +48,7 @@ def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
 @given(st.data(), samples(), st.sampled_from(MODES), st.sampled_from(list(SIZES)), st.integers(1, 2))
 def test_any_boxes_of_anything(data: st.DataObject, stored: list[Sample], mode: Any, kind: str, spread: int) -> None:
     backend = MemoryBackend("memory://" + "reading")
-    for path in [e.path for e in backend.list("")]:
+    for path in [e.path for e in backend.list_prefix("")]:
         backend.delete(path)
     save(backend, stored)
     targets = [Target(s, [box], spread) for s in stored for box in data.draw(st.lists(boxes_in(s.shape), min_size=1, max_size=3))]
@@ -270,5 +270,5 @@ def test_what_is_remembered_of_one_checkpoint_is_not_believed_of_another() -> No
 
 def save_once(url: str, stored: Sequence[Sample]) -> None:
     backend = open_backend(url)
-    if not list(backend.list("")):
+    if not list(backend.list_prefix("")):
         save(backend, stored)

@@ -73,22 +73,22 @@ class Copy:
     def __init__(self, url: str) -> None:
         self.url = url
         self.backend = open_backend(url)
-        self.files = {e.path: self.backend.read(e.path) for e in self.backend.list()}
+        self.files = {e.path: self.backend.read(e.path) for e in self.backend.list_prefix()}
         self.members: dict[str, Any] = {}
         self.restore()
 
     @classmethod
     def of(cls, directory: str | Path, url: str) -> Copy:
         """A copy of a checkpoint on disk."""
-        for entry in (disk := open_backend(str(directory))).list():
+        for entry in (disk := open_backend(str(directory))).list_prefix():
             _put(url, entry.path, disk.read(entry.path))
         return cls(url)
 
     def restore(self) -> None:
-        for entry in list(self.backend.list()):
+        for entry in list(self.backend.list_prefix()):
             if self.files.get(entry.path) != self.backend.read(entry.path):
                 self.backend.delete(entry.path)
-        for path in self.files.keys() - {e.path for e in self.backend.list()}:
+        for path in self.files.keys() - {e.path for e in self.backend.list_prefix()}:
             self.put(path, self.files[path])
         self.members = json.loads(self.files["checkpoint.json"])
 

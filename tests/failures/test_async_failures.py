@@ -35,7 +35,7 @@ def stored(url: str) -> list[float]:
 
 
 def files(url: str) -> dict[str, int]:
-    return {entry.path: entry.size for entry in open_backend(url).list()}
+    return {entry.path: entry.size for entry in open_backend(url).list_prefix()}
 
 
 def save(url: str, value: float, fault: Fault | None = None) -> tuple[FaultyProcess, BaseException | None]:
@@ -50,7 +50,7 @@ def save(url: str, value: float, fault: Fault | None = None) -> tuple[FaultyProc
 def test_storage_that_fails_at_any_operation_leaves_what_was_there(root: str, kind: str, error: type[CkptError]) -> None:
     save(f"{root}/counted", 1.0)
     log = save(f"{root}/counted", 2.0)[0].log
-    publish = log.index("publish checkpoint.json")
+    publish = log.index("put_if checkpoint.json")
     for n, what in enumerate(log):
         url, where = f"{root}/{n}", f"{kind} at operation {n}, {what}"
         ckpt.save(url, state(1.0))

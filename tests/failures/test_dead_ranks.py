@@ -34,7 +34,7 @@ SAVES_THAT_FAIL = [
     Case(name="leader killed before it calls", size=3, troubles=(Trouble(rank=0, at="call", how="kill"),)),
     Case(name="leader killed while it writes", troubles=(Trouble(rank=0, at="write data/", how="kill"),)),
     Case(name="leader killed while it writes the index", size=3, troubles=(Trouble(rank=0, at="create index-", how="kill"),)),
-    Case(name="leader hangs before the commit", troubles=(Trouble(rank=0, at="publish", how="hang"),)),
+    Case(name="leader hangs before the commit", troubles=(Trouble(rank=0, at="put_if", how="hang"),)),
     Case(name="leader dies with the store", size=3, store_on_rank0=True, troubles=(Trouble(rank=0, at="create index-", how="kill"),)),
     Case(
         name="leader dies with the store while others write",
@@ -46,11 +46,11 @@ SAVES_THAT_FAIL = [
 """Rank ``troubles[0].rank`` is lost; nothing is committed."""
 
 SAVES_THAT_SUCCEED = [
-    Case(name="leader killed after the commit", troubles=(Trouble(rank=0, at="publish", how="kill", after=True),)),
+    Case(name="leader killed after the commit", troubles=(Trouble(rank=0, at="put_if", how="kill", after=True),)),
     Case(
         name="killed while the leader commits",
         size=3,
-        troubles=(Trouble(rank=1, at="commit data/", how="kill soon"), Trouble(rank=0, at="list data/", how="slow", seconds=1.0)),
+        troubles=(Trouble(rank=1, at="commit data/", how="kill soon"), Trouble(rank=0, at="list_prefix data/", how="slow", seconds=1.0)),
     ),
 ]
 """Rank ``troubles[0].rank`` is lost, but had done its part."""

@@ -34,7 +34,7 @@ def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) ->
 
 
 def files(url: str) -> dict[str, int]:
-    return {entry.path: entry.size for entry in open_backend(url).list()}
+    return {entry.path: entry.size for entry in open_backend(url).list_prefix()}
 
 
 def found(url: str) -> int | None:
@@ -67,11 +67,13 @@ def prepared(root: str, kind: str, n: int) -> tuple[str, int | None, dict[str, i
 def test_a_save_does_what_these_tests_believe(root: str) -> None:
     """If a save had fewer operations than it needs, the loops below would prove nothing."""
     names = [line.partition(" ")[0] for line in operations(root, "replacing")]
-    assert names.count("publish") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
-    after = names[names.index("publish") + 1 :]
-    looks = ["list", "list"]  # whether all files are there
-    assert after == looks + ["size", "size", "read", "list"] + ["delete"] * 5 + ["unfinished"]  # what was replaced, with any spans; older
-    assert [line.split()[0] for line in operations(root + "/new", "at a new URL")[-5:]] == ["publish", *looks, "list", "unfinished"]
+    assert names.count("put_if") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
+    after = names[names.index("put_if") + 1 :]
+    looks = ["list_prefix", "list_prefix"]  # whether all files are there
+    # what was replaced, with any spans; older uploads
+    assert after == looks + ["size", "size", "read", "list_prefix"] + ["delete"] * 5 + ["pending_uploads"]
+    last = [line.split()[0] for line in operations(root + "/new", "at a new URL")[-5:]]
+    assert last == ["put_if", *looks, "list_prefix", "pending_uploads"]
 
 
 def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_SPANS", "on")
     log = operations(root, "replacing")
     assert [line.partition(" ")[0] for line in log if "spans.json" in line] == ["size", "delete", "create", "write", "commit", "abort"]
-    for n in range(log.index("publish checkpoint.json") + 1, len(log)):
+    for n in range(log.index("put_if checkpoint.json") + 1, len(log)):
         url, _, _ = prepared(root, "replacing", n)
         error, _ = save(url, NEW, Fault(at=n, kind="error"))
         assert error is None and found(url) == NEW
@@ -92,7 +94,7 @@ def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose: bool, after: bool) -> None:
     log = operations(root, kind)
-    publish = log.index("publish checkpoint.json")
+    publish = log.index("put_if checkpoint.json")
     for n, what in enumerate(log):
         url, before, _ = prepared(root, kind, n)
         error, process = save(url, NEW, Fault(at=n, kind="crash", after=after, lose_unsynced=lose, seed=n))
@@ -109,7 +111,7 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose
 )
 def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, kind: str, fault: str, after: bool) -> None:
     log = operations(root, kind)
-    publish = log.index("publish checkpoint.json")
+    publish = log.index("put_if checkpoint.json")
     raised = 0
     for n, what in enumerate(log):
         if fault == "short_write" and not what.startswith("write"):
@@ -182,7 +184,7 @@ class Interrupted(FaultyProcess):
 def test_two_saves_at_once_never_make_one_checkpoint(root: str) -> None:
     """Another whole save runs before each operation of a save: one of the two is there then, whole, and the other knows that it is not."""
     log = operations(root, "replacing")
-    publish, read = log.index("publish checkpoint.json"), log.index("read checkpoint.json")
+    publish, read = log.index("put_if checkpoint.json"), log.index("read checkpoint.json")
     for n, what in enumerate(log):
         url, _, _ = prepared(root, "replacing", n)
         process = Interrupted(n, lambda url=url: ckpt.save(url, state(LATER)))  # type: ignore[misc]

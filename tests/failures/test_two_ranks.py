@@ -70,7 +70,7 @@ def save(url: str, number: int, rank: int = 0, fault: Fault | None = None, timeo
 
 
 def files(url: str) -> dict[str, int]:
-    return {entry.path: entry.size for entry in open_backend(url).list()}
+    return {entry.path: entry.size for entry in open_backend(url).list_prefix()}
 
 
 def operations(root: str, rank: int) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def operations(root: str, rank: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: str) -> None:
     log = operations(root, rank)
-    publish = log.index("publish checkpoint.json") if rank == 0 else len(log)
+    publish = log.index("put_if checkpoint.json") if rank == 0 else len(log)
 
     def fail_at(n: int) -> None:
         url, where = f"{root}/{n}", f"{kind} at operation {n} of rank {rank}, {log[n]}"
@@ -114,7 +114,7 @@ def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: int, after: bool) -> None:
     log = operations(directory, rank)
-    publish = log.index("publish checkpoint.json") if rank == 0 else len(log)
+    publish = log.index("put_if checkpoint.json") if rank == 0 else len(log)
 
     def crash_at(n: int) -> None:
         url, where = f"{directory}/{n}", f"crash {'after' if after else 'before'} operation {n} of rank {rank}, {log[n]}"
@@ -134,7 +134,7 @@ def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: in
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("what", ["list data/", "create index-", "publish"])
+@pytest.mark.parametrize("what", ["list_prefix data/", "create index-", "put_if"])
 def test_a_leader_that_is_slow_to_commit_finds_all_data_still_there(directory: str, what: str) -> None:
     """The other rank gives up, but cannot know that nothing will be committed: its files must stay."""
     at = next(n for n, line in enumerate(operations(directory, 0)) if line.startswith(what))

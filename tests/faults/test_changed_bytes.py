@@ -50,25 +50,25 @@ def parts(backend: Backend) -> None:
 
 
 def shared(backend: Backend) -> None:
-    one = backend.share("a", len(DATA))
+    one = backend.create_shared("a", len(DATA))
     assert one is not None
-    other = backend.share("a", len(DATA), one.token)
+    other = backend.create_shared("a", len(DATA), one.token)
     assert other is not None
     try:
         one.write(0, [memoryview(DATA)[: 5 * MIB]])
         other.write(5 * MIB, [memoryview(DATA)[5 * MIB :]])
-        one.publish([one.flush(), other.flush()], replace=False)
+        one.complete([one.flush(), other.flush()], replace=False)
     finally:
         other.close()
         one.abort()
 
 
 def published(backend: Backend) -> None:
-    backend.publish("a", NEW, replaces=None)
+    backend.put_if("a", NEW, expected=None)
 
 
 def replaced(backend: Backend) -> None:
-    backend.publish("a", NEW, replaces=OLD)
+    backend.put_if("a", NEW, expected=OLD)
 
 
 WRITES: dict[Callable[[Backend], None], bytes] = {single: DATA[:100_000], parts: DATA, shared: DATA, published: NEW, replaced: NEW}
@@ -77,7 +77,7 @@ WRITES: dict[Callable[[Backend], None], bytes] = {single: DATA[:100_000], parts:
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_bit_flips_on_the_way_up(proxy: FaultProxy, backend: Backend, write: Callable[[Backend], None]) -> None:
     if write is replaced:
-        backend.publish("a", OLD, replaces=None)
+        backend.put_if("a", OLD, expected=None)
     proxy.schedule = Schedule(rates={"flip": 1}, methods=frozenset({"PUT"}), paths=r"/a(\?|$)", most=2)
     write(backend)
     assert proxy.injected["flip"] == 2
@@ -88,7 +88,7 @@ def test_a_bit_flips_on_the_way_up(proxy: FaultProxy, backend: Backend, write: C
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_bit_flips_each_time(proxy: FaultProxy, backend: Backend, write: Callable[[Backend], None]) -> None:
     if write is replaced:
-        backend.publish("a", OLD, replaces=None)
+        backend.put_if("a", OLD, expected=None)
     proxy.schedule = Schedule(rates={"flip": 1}, methods=frozenset({"PUT"}), paths=r"/a(\?|$)")
     with pytest.raises(StorageError, match=r"(?s)(MD5|BadDigest|SHA256).*5 times.*changes bytes"):
         write(backend)
@@ -132,7 +132,7 @@ def test_saves(proxy: FaultProxy) -> None:
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_request_that_arrives_twice_is_no_conflict(proxy: FaultProxy, backend: Backend, write: Callable[[Backend], None]) -> None:
     if write is replaced:
-        backend.publish("a", OLD, replaces=None)
+        backend.put_if("a", OLD, expected=None)
     proxy.schedule = Schedule(rates={"repeat": 1}, methods=frozenset({"PUT", "POST"}), paths=r"/a\?uploadId|/a$|/a\?partNumber")
     write(backend)
     assert proxy.injected["repeat"]

@@ -105,7 +105,7 @@ def _nothing_is_left_but(root: str, urls: list[str]) -> None:
     """Debris can all be found, and what is left are the checkpoints."""
     backend = open_backend(root)
     remove_debris(backend, find_debris(backend, grace=0, now=0))
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
     assert find_debris(backend, grace=0, now=0) == []
     expected = {f"{url.rpartition('/')[2]}/{path}" for url in urls for path in _reached(url)}
     assert everything(backend).keys() - {p for p in everything(backend) if p.endswith("/spans.json")} == expected
@@ -147,7 +147,7 @@ def test_the_endpoint_is_the_proxy(proxy: FaultProxy, s3_url: str) -> None:
     assert os.environ["AWS_ENDPOINT_URL"] == proxy.url
     before = proxy.requests
     with proxy.calm():
-        assert open_backend(s3_url).children() == []
+        assert open_backend(s3_url).list_dir() == []
     assert proxy.requests > before
 
 

@@ -23,7 +23,7 @@ def test_both_are_read(backend: WithFile) -> None:
     for path, whole in (("there", b"0123456789"), ("more", b"abcdef")):
         backend.read_into(path, 2, memoryview(out))
         assert (backend.read(path), backend.size(path), bytes(out)) == (whole, len(whole), whole[2:5])
-    assert backend.children() == ["there"]
+    assert backend.list_dir() == ["there"]
     with pytest.raises(CorruptError, match="bytes 4 to 8 of 6"):
         backend.read("more", 4, 4)
 
@@ -32,7 +32,7 @@ def test_both_are_read(backend: WithFile) -> None:
     "change",
     [
         lambda b: b.create("there", 1),
-        lambda b: b.publish("new", b"", replaces=None),
+        lambda b: b.put_if("new", b"", expected=None),
         lambda b: b.delete("there"),
         lambda b: b.prepare(),
     ],

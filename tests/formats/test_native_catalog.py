@@ -117,7 +117,7 @@ def test_threads_read_a_header_once(backend):
 def test_nothing_there(backend):
     with pytest.raises(NotFoundError, match="memory://c"):
         NativeCatalog(backend)
-    backend.publish("notes.txt", b"x", replaces=None)
+    backend.put_if("notes.txt", b"x", expected=None)
     with pytest.raises(NotFoundError):
         NativeCatalog(backend)
 
@@ -125,7 +125,7 @@ def test_nothing_there(backend):
 @pytest.mark.parametrize("kept", ["index-", "data/"])
 def test_not_committed(backend, kept):
     save(backend, two_ranks())
-    for entry in list(backend.list()):
+    for entry in list(backend.list_prefix()):
         if not entry.path.startswith(kept):
             backend.delete(entry.path)
     with pytest.raises(NotCommittedError, match="did not finish"):
@@ -258,7 +258,7 @@ def test_opening_while_the_checkpoint_is_replaced(backend):
 
     def replacement():
         save(backend, new, id=OTHER, previous=backend.read("checkpoint.json"))
-        for entry in list(backend.list(f"index-{ID}/")):
+        for entry in list(backend.list_prefix(f"index-{ID}/")):
             backend.delete(entry.path)
 
     catalog = NativeCatalog(Replaced(backend, [replacement]))

@@ -26,7 +26,7 @@ def backend():
 
 
 def paths(backend, prefix=""):
-    return {e.path for e in backend.list(prefix)}
+    return {e.path for e in backend.list_prefix(prefix)}
 
 
 def new_contents(backend):
@@ -151,7 +151,7 @@ def test_a_fault_at_every_operation(fault, kind, tmp_path):
         assert catalog.record.id == ID
         assert paths(inner, f"index-{OTHER}") == set()
     no_write_left = fault.kind == "short_write" and not any(w.startswith("write") for w in OPERATIONS[fault.at :])
-    publish = OPERATIONS.index("publish checkpoint.json")
+    publish = OPERATIONS.index("put_if checkpoint.json")
     made_good = fault.kind != "crash" and (fault.at > publish or (fault.after and fault.at == publish))
     assert (raised is None) == (no_write_left or made_good)
 
@@ -164,9 +164,9 @@ class Unsure(FaultyBackend):
         self._publishes = publishes
         self.gone = False
 
-    def publish(self, path, data, *, replaces) -> None:
+    def put_if(self, path, data, *, expected) -> None:
         if self._publishes:
-            super().publish(path, data, replaces=replaces)
+            super().put_if(path, data, expected=expected)
         self.gone = True
         raise StorageError("no answer", where=path)
 
@@ -190,10 +190,10 @@ def test_storage_that_cannot_say(backend, publishes):
 class Retried(FaultyBackend):
     """A client that repeats a request whose answer was lost, and meets its own first attempt."""
 
-    def publish(self, path, data, *, replaces) -> None:
-        super().publish(path, data, replaces=replaces)
-        if data != replaces:
-            super().publish(path, data, replaces=replaces)
+    def put_if(self, path, data, *, expected) -> None:
+        super().put_if(path, data, expected=expected)
+        if data != expected:
+            super().put_if(path, data, expected=expected)
 
 
 def test_meeting_ones_own_record(backend):
@@ -206,8 +206,8 @@ def test_meeting_ones_own_record(backend):
 class Unsynced(FaultyBackend):
     """The record's name is there, but no publish makes it durable."""
 
-    def publish(self, path, data, *, replaces) -> None:
-        super().publish(path, data, replaces=replaces)
+    def put_if(self, path, data, *, expected) -> None:
+        super().put_if(path, data, expected=expected)
         raise StorageError("sync failed", where=path)
 
 

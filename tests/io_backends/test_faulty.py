@@ -29,7 +29,7 @@ from ckpt.io_backends.conformance.reading import everything, put, together
 from ckpt.io_backends.faulty import FaultyWriter
 
 DATA = bytes(range(256)) * 8
-OPERATIONS = ("prepare", "create data/a", "write data/a", "write data/a", "commit data/a", "publish done", "abort data/a")
+OPERATIONS = ("prepare", "create data/a", "write data/a", "write data/a", "commit data/a", "put_if done", "abort data/a")
 
 
 def save(backend: Backend) -> None:
@@ -39,7 +39,7 @@ def save(backend: Backend) -> None:
         writer.write(1024, [DATA[1024:]])
         writer.write(0, [DATA[:1000], DATA[1000:1024]])
         writer.commit()
-        backend.publish("done", b"yes", replaces=None)
+        backend.put_if("done", b"yes", expected=None)
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -56,10 +56,10 @@ def test_counts_operations(inner: Backend) -> None:
     backend.read("done")
     backend.read_into("done", 0, memoryview(bytearray(3)))
     backend.size("done")
-    list(backend.list("da"))
-    backend.children()
+    list(backend.list_prefix("da"))
+    backend.list_dir()
     backend.delete("done")
-    assert backend.process.log[7:] == ("read done", "read_into done", "size done", "list da", "children ", "delete done")
+    assert backend.process.log[7:] == ("read done", "read_into done", "size done", "list_prefix da", "list_dir ", "delete done")
     assert everything(inner) == {"data/a": DATA}
 
 
@@ -128,7 +128,7 @@ def test_after_a_crash_every_operation_crashes(inner: Backend) -> None:
     put(inner, "old", b"x")
     backend = FaultyBackend(inner, Fault(at=3, kind="crash"))
     writer = backend.create("a", 1)
-    entries = backend.list()
+    entries = backend.list_prefix()
     next(entries)
     writer.write(0, [b"x"])
     calls: list[Callable[[], object]] = [
@@ -137,13 +137,13 @@ def test_after_a_crash_every_operation_crashes(inner: Backend) -> None:
         lambda: writer.write(0, [b"x"]),
         backend.prepare,
         lambda: backend.create("b", 1),
-        lambda: backend.publish("b", b"", replaces=None),
+        lambda: backend.put_if("b", b"", expected=None),
         lambda: backend.delete("old"),
         lambda: backend.read("old"),
         lambda: backend.read_into("old", 0, memoryview(bytearray(1))),
         lambda: backend.size("old"),
-        lambda: backend.list(),
-        lambda: backend.children(),
+        lambda: backend.list_prefix(),
+        lambda: backend.list_dir(),
         lambda: next(entries),
     ]
     for call in calls:
@@ -156,7 +156,7 @@ def test_after_a_crash_every_operation_crashes(inner: Backend) -> None:
 @pytest.mark.parametrize("at", range(7))
 def test_power_loss_keeps_what_was_committed(inner: Backend, at: int) -> None:
     for seed, after in itertools.product(range(4), (False, True)):
-        for entry in list(inner.list()):
+        for entry in list(inner.list_prefix()):
             inner.delete(entry.path)
         with pytest.raises(SimulatedCrash):
             save(FaultyBackend(inner, Fault(at=at, kind="crash", after=after, lose_unsynced=True, seed=seed)))
@@ -212,13 +212,13 @@ def test_backends_of_one_process_crash_together() -> None:
     with wrap_backends(process.wrap):
         run = open_backend("memory://run")
         step = open_backend(join_url("memory://run", "step-1"))
-    run.children()
-    step.publish("a", b"x", replaces=None)
+    run.list_dir()
+    step.put_if("a", b"x", expected=None)
     with pytest.raises(SimulatedCrash):
         run.delete("step-1/a")
     with pytest.raises(SimulatedCrash):
         step.read("a")
-    assert process.log == ("children ", "publish a", "delete step-1/a")
+    assert process.log == ("list_dir ", "put_if a", "delete step-1/a")
     assert MemoryBackend("memory://run").read("step-1/a") == b"x"
 
 

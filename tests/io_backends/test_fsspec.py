@@ -86,21 +86,21 @@ def test_publishing_loses_against_another_process(bucket: Backend) -> None:
     """Between comparing and writing somebody else was there: the file system itself refuses to create what exists."""
     check = FsspecBackend._check_holds
 
-    def then_somebody_else(self: FsspecBackend, path: str, replaces: bytes | None) -> None:
-        check(self, path, replaces)
+    def then_somebody_else(self: FsspecBackend, path: str, expected: bytes | None) -> None:
+        check(self, path, expected)
         MemoryFileSystem.pipe_file(Bucket(), f"/bucket/run/{path}", b"theirs")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FsspecBackend, "_check_holds", then_somebody_else)
         with pytest.raises(ConflictError):
-            bucket.publish("a", b"ours", replaces=None)
+            bucket.put_if("a", b"ours", expected=None)
     assert everything(bucket) == {"a": b"theirs"}
 
 
 def test_an_answer_that_got_lost_is_a_success(bucket: Backend) -> None:
     Bucket.lost["pipe_file"] = ConnectionResetError("gone")
-    bucket.publish("a", b"ours", replaces=None)
-    bucket.publish("a", b"new", replaces=b"ours")
+    bucket.put_if("a", b"ours", expected=None)
+    bucket.put_if("a", b"new", expected=b"ours")
     Bucket.lost.clear()
     assert everything(bucket) == {"a": b"new"}
 
@@ -108,7 +108,7 @@ def test_an_answer_that_got_lost_is_a_success(bucket: Backend) -> None:
 def test_a_failed_publish_changes_nothing(bucket: Backend) -> None:
     Bucket.answers["pipe_file"] = ConnectionResetError("gone")
     with pytest.raises(StorageError, match="ConnectionResetError"):
-        bucket.publish("a", b"ours", replaces=None)
+        bucket.put_if("a", b"ours", expected=None)
     assert everything(bucket) == {}
 
 
@@ -177,13 +177,13 @@ def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> 
     publishing, go_on = threading.Event(), threading.Event()
     check = backend._check_holds
 
-    def slow(path: str, replaces: bytes | None) -> None:
+    def slow(path: str, expected: bytes | None) -> None:
         publishing.set()
         go_on.wait(60)
-        check(path, replaces)
+        check(path, expected)
 
     backend._check_holds = slow  # type: ignore[method-assign]
-    thread = threading.Thread(target=backend.publish, args=("parent", b"p"), kwargs={"replaces": None})
+    thread = threading.Thread(target=backend.put_if, args=("parent", b"p"), kwargs={"expected": None})
     thread.start()
     publishing.wait(60)
     with warnings.catch_warnings():
@@ -192,7 +192,7 @@ def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> 
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(5)
-        FsspecBackend(f"local://{tmp_path}/root").publish("child", b"c", replaces=None)
+        FsspecBackend(f"local://{tmp_path}/root").put_if("child", b"c", expected=None)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     go_on.set()

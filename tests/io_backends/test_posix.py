@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import Entry, PosixBackend
+from ckpt.io_backends import ObjectMeta, PosixBackend
 from ckpt.io_backends.conformance.reading import put
 from ckpt.io_backends.posix.files import SLICE
 
 BYTES = bytes(range(256))
 WRITES: dict[str, Callable[[PosixBackend], object]] = {
     "create": lambda b: b.create("new/a", 1),
-    "publish": lambda b: b.publish("new/a", b"x", replaces=None),
+    "publish": lambda b: b.put_if("new/a", b"x", expected=None),
     "prepare": lambda b: b.prepare(),
 }
 
@@ -85,9 +85,9 @@ def test_links_are_read_through_but_not_walked(backend: PosixBackend, tmp_path: 
     (root / "model").symlink_to("blob")
     (root / "dangling").symlink_to("nowhere")
     os.mkfifo(root / "fifo")
-    assert list(backend.list()) == [Entry("blob", 3), Entry("model", 3), Entry("step-1/a", 2)]
-    assert list(backend.list("latest/")) == [Entry("latest/a", 2)]
-    assert backend.children() == ["blob", "latest/", "model", "step-1/"]
+    assert list(backend.list_prefix()) == [ObjectMeta("blob", 3), ObjectMeta("model", 3), ObjectMeta("step-1/a", 2)]
+    assert list(backend.list_prefix("latest/")) == [ObjectMeta("latest/a", 2)]
+    assert backend.list_dir() == ["blob", "latest/", "model", "step-1/"]
     assert backend.read("latest/a") == b"12"
     assert backend.read("model") == b"345"
     with pytest.raises(ConflictError):
@@ -97,8 +97,8 @@ def test_links_are_read_through_but_not_walked(backend: PosixBackend, tmp_path: 
 def test_list_skips_what_vanishes(backend: PosixBackend, tmp_path: Path) -> None:
     for path in ("a", "b", "d/c"):
         put(backend, path)
-    entries = backend.list()
-    assert next(entries) == Entry("a", 1)
+    entries = backend.list_prefix()
+    assert next(entries) == ObjectMeta("a", 1)
     (tmp_path / "root" / "d" / "c").unlink()
     (tmp_path / "root" / "d").rmdir()
     (tmp_path / "root" / "b").unlink()
@@ -109,7 +109,7 @@ def test_files_follow_the_umask(backend: PosixBackend, tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
         put(backend, "a")
-        backend.publish("b", b"x", replaces=None)
+        backend.put_if("b", b"x", expected=None)
     finally:
         os.umask(old)
     assert [stat.S_IMODE((tmp_path / "root" / name).stat().st_mode) for name in "ab"] == [0o640, 0o640]
@@ -143,7 +143,7 @@ def test_short_writes_are_continued(backend: PosixBackend, monkeypatch: pytest.M
     with backend.create("a", 256) as writer:
         writer.write(0, parts)
         writer.commit()
-    backend.publish("b", BYTES, replaces=None)
+    backend.put_if("b", BYTES, expected=None)
     assert backend.read("a") == backend.read("b") == BYTES
 
 
@@ -230,7 +230,7 @@ def test_a_late_write_reaches_no_other_file(backend: PosixBackend, tmp_path: Pat
         thread.join()
         assert other.read() == b""
         assert len(os.listdir("/proc/self/fd")) == before - 1  # closed by the write that used it last
-    assert list(backend.list()) == []
+    assert list(backend.list_prefix()) == []
 
 
 @pytest.mark.parametrize("name", ["create", "publish"])
@@ -246,7 +246,7 @@ def test_directories_that_others_prune_are_made_again(backend: PosixBackend, mon
     monkeypatch.setattr(os, "open", open_late)
     WRITES[name](backend)
     assert len(pruned) == 5
-    assert backend.children() == ["new/"]
+    assert backend.list_dir() == ["new/"]
 
 
 def test_no_descriptor_is_leaked(backend: PosixBackend) -> None:
@@ -255,12 +255,12 @@ def test_no_descriptor_is_leaked(backend: PosixBackend) -> None:
         backend.create("dropped", 1)
         with backend.create("aborted", 1):
             pass
-        backend.publish("p", b"1", replaces=None)
-        backend.publish("p", b"2", replaces=b"1")
+        backend.put_if("p", b"1", expected=None)
+        backend.put_if("p", b"2", expected=b"1")
         for call in (
             lambda: backend.create("a", 1),
-            lambda: backend.publish("p", b"1", replaces=b"1"),
-            lambda: backend.publish("p", b"1", replaces=None),
+            lambda: backend.put_if("p", b"1", expected=b"1"),
+            lambda: backend.put_if("p", b"1", expected=None),
             lambda: backend.read("a", 0, 1000),
             lambda: backend.read("no"),
         ):
@@ -313,7 +313,7 @@ def test_errors_name_file_reason_and_remedy(
     assert error.value.where.startswith(str(tmp_path / "root"))
     assert error.value.hint
     assert isinstance(error.value.__cause__, OSError)
-    assert backend.children() == []
+    assert backend.list_dir() == []
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -356,7 +356,7 @@ def test_missing_rights(guarded: PosixBackend) -> None:
         with pytest.raises(AccessError) as error:
             call(guarded)
         assert error.value.errno == errno.EACCES
-    assert list(guarded.list()) == [Entry("a", 1)]
+    assert list(guarded.list_prefix()) == [ObjectMeta("a", 1)]
 
 
 @pytest.fixture
@@ -373,29 +373,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk(small_disk: Path) -> None:
     backend = PosixBackend(str(small_disk))
-    backend.publish("kept", b"old", replaces=None)
+    backend.put_if("kept", b"old", expected=None)
     with backend.create("data/a", 1 << 20) as writer:
         writer.write(0, [bytes(100_000)])
         with pytest.raises(NoSpaceError):
             writer.write(100_000, [bytes((1 << 20) - 100_000)])
         for call in (
-            lambda: backend.publish("kept", bytes(8000), replaces=b"old"),
-            lambda: backend.publish("new/b", bytes(8000), replaces=None),
+            lambda: backend.put_if("kept", bytes(8000), expected=b"old"),
+            lambda: backend.put_if("new/b", bytes(8000), expected=None),
             backend.prepare,
         ):
             with pytest.raises(NoSpaceError):
                 call()
-        assert backend.children() == ["data/", "kept"]
-    assert [entry.path for entry in backend.list()] == ["kept"]
-    assert backend.children() == ["kept"]
-    backend.publish("kept", bytes(8000), replaces=b"old")
+        assert backend.list_dir() == ["data/", "kept"]
+    assert [entry.path for entry in backend.list_prefix()] == ["kept"]
+    assert backend.list_dir() == ["kept"]
+    backend.put_if("kept", bytes(8000), expected=b"old")
 
 
 def test_read_only_file_system(small_disk: Path) -> None:
     backend = PosixBackend(str(small_disk))
     put(backend, "a", b"x")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    for call in (*WRITES.values(), lambda b: b.delete("a"), lambda b: b.publish("a", b"y", replaces=b"x")):
+    for call in (*WRITES.values(), lambda b: b.delete("a"), lambda b: b.put_if("a", b"y", expected=b"x")):
         with pytest.raises(AccessError):
             call(backend)
     assert backend.read("a") == b"x"

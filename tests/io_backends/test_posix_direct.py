@@ -219,7 +219,7 @@ def test_read_only_memory_is_written_too(backend: PosixBackend, tmp_path: Path) 
 
 
 def instead_of_direct_writes(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int, memoryview, int], int]) -> None:
-    """``answer(number, data, offset)`` replaces direct writes after the probe; the number counts from 0."""
+    """``answer(number, data, offset)`` expected direct writes after the probe; the number counts from 0."""
     pwrite, calls = os.pwrite, []
 
     def watched(fd: int, data: memoryview, offset: int) -> int:
@@ -340,7 +340,7 @@ def test_a_refusal_that_comes_late_fails_the_file_and_leaves_nothing(
     with pytest.raises(StorageError, match=r"may be lost: Invalid argument.*\n.*save again"):
         write_in_blocks(backend, pages)
     gc.collect()  # the error's frames have views of the pages
-    assert spoilt.refused and backend.children() == []
+    assert spoilt.refused and backend.list_dir() == []
     spoilt.refused = False
     write_in_blocks(backend, pages)  # through the page cache
     assert backend.read("a") == DATA and spoilt.direct == []
@@ -363,7 +363,7 @@ def test_a_writer_that_cannot_be_closed_is_aborted_all_the_same(
     writer = backend.create("a", SIZE)
     writer.write(0, [pages])
     writer.abort()
-    assert len(failed) == 2 and backend.children() == []
+    assert len(failed) == 2 and backend.list_dir() == []
 
 
 @pytest.mark.usefixtures("takes_direct")
@@ -425,7 +425,7 @@ def test_a_file_system_without_direct_writes(
             writer.write(0, [pages])
             writer.commit()
     assert backend.read("a") == backend.read("b") == DATA
-    assert backend.children() == ["a", "b"]
+    assert backend.list_dir() == ["a", "b"]
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == told
 
 
@@ -555,4 +555,4 @@ def test_the_variable_is_checked(backend: PosixBackend, monkeypatch: pytest.Monk
     monkeypatch.setenv("CKPT_DIRECT", text)
     with pytest.raises(UsageError, match="CKPT_DIRECT"):
         backend.create("a", 1)
-    assert backend.children() == []
+    assert backend.list_dir() == []

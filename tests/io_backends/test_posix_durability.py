@@ -19,7 +19,7 @@ from ckpt.errors import ConflictError, NoSpaceError, StorageError, UsageError
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.conformance.reading import put
 from ckpt.io_backends.conformance.writing import PublishingRows
-from ckpt.io_backends.posix import publish as posix_publish
+from ckpt.io_backends.posix import conditional_put
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def test_prepare_syncs_what_it_makes(backend: PosixBackend, events: list[str], t
 def test_publish_syncs_content_before_name(backend: PosixBackend, events: list[str]) -> None:
     backend.prepare()
     events.clear()
-    backend.publish("a", b"1", replaces=None)
+    backend.put_if("a", b"1", expected=None)
     assert events == ["fsync aside", "link root/a", "fsync root"]
     events.clear()
-    backend.publish("a", b"2", replaces=b"1")
+    backend.put_if("a", b"2", expected=b"1")
     assert events == ["fsync aside", "rename root/a", "fsync root"]
 
 
@@ -98,7 +98,7 @@ def test_commit_that_could_not_sync_cannot_be_repeated(backend: PosixBackend, mo
     with pytest.raises(UsageError):
         writer.commit()
     writer.abort()
-    assert backend.children() == []
+    assert backend.list_dir() == []
 
 
 def test_directories_that_cannot_be_synced_are_no_error(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_directories_that_cannot_be_synced_are_no_error(backend: PosixBackend, m
 
     monkeypatch.setattr(os, "fsync", only_files)
     put(backend, "d/a", b"x")
-    backend.publish("d/b", b"y", replaces=None)
+    backend.put_if("d/b", b"y", expected=None)
     assert (backend.read("d/a"), backend.read("d/b")) == (b"x", b"y")
 
 
@@ -120,19 +120,19 @@ def test_failed_publish_of_a_new_file_leaves_nothing(backend: PosixBackend, monk
     with monkeypatch.context() as patch:
         fail(patch, name)
         with pytest.raises(StorageError) as error:
-            backend.publish("new/dir/a", b"x", replaces=None)
+            backend.put_if("new/dir/a", b"x", expected=None)
     assert type(error.value) is StorageError
-    assert backend.children() == []
+    assert backend.list_dir() == []
 
 
 @pytest.mark.parametrize("name", ["pwritev", "fsync", "rename"])
 def test_failed_replacing_leaves_the_old(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    backend.publish("a", b"old", replaces=None)
+    backend.put_if("a", b"old", expected=None)
     with monkeypatch.context() as patch:
         fail(patch, name)
         with pytest.raises(StorageError):
-            backend.publish("a", b"new", replaces=b"old")
-    assert backend.children() == ["a"]
+            backend.put_if("a", b"new", expected=b"old")
+    assert backend.list_dir() == ["a"]
     assert backend.read("a") == b"old"
 
 
@@ -144,10 +144,10 @@ def test_link_whose_answer_got_lost(backend: PosixBackend, monkeypatch: pytest.M
         raise FileExistsError(errno.EEXIST, "File exists", target)
 
     monkeypatch.setattr(os, "link", lost)
-    backend.publish("a", b"x", replaces=None)
+    backend.put_if("a", b"x", expected=None)
     with pytest.raises(FileExistsError):
-        backend.publish("a", b"y", replaces=None)
-    assert backend.children() == ["a"]
+        backend.put_if("a", b"y", expected=None)
+    assert backend.list_dir() == ["a"]
     assert backend.read("a") == b"x"
 
 
@@ -178,26 +178,26 @@ class TestWithoutLinksAndLocks(PublishingRows):
 
 
 def test_lock_file_of_a_dead_process_is_named_and_kept(backend: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.publish("a", b"old", replaces=None)
+    backend.put_if("a", b"old", expected=None)
     (tmp_path / "root" / ".publish.lock").write_text("host process 1\n")
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    monkeypatch.setattr(posix_publish, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(conditional_put, "_LOCK_SECONDS", 0.05)
     with pytest.raises(StorageError, match=r"\.publish\.lock") as error:
-        backend.publish("a", b"new", replaces=b"old")
+        backend.put_if("a", b"new", expected=b"old")
     assert not isinstance(error.value, ConflictError)
-    assert backend.children() == [".publish.lock", "a"]
+    assert backend.list_dir() == [".publish.lock", "a"]
     (tmp_path / "root" / ".publish.lock").unlink()
-    backend.publish("a", b"new", replaces=b"old")
-    assert backend.children() == ["a"]
+    backend.put_if("a", b"new", expected=b"old")
+    assert backend.list_dir() == ["a"]
 
 
 def test_lock_file_that_could_not_be_written_is_removed(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.publish("a", b"old", replaces=None)
+    backend.put_if("a", b"old", expected=None)
     monkeypatch.setattr(fcntl, "flock", no_flock)
     fail(monkeypatch, "write", errno.ENOSPC)
     with pytest.raises(NoSpaceError):
-        backend.publish("a", b"new", replaces=b"old")
-    assert backend.children() == ["a"]
+        backend.put_if("a", b"new", expected=b"old")
+    assert backend.list_dir() == ["a"]
     assert backend.read("a") == b"old"
 
 
@@ -211,7 +211,7 @@ done = 0
 while done < 40:
     now = backend.read("count")
     try:
-        backend.publish("count", b"%d" % (int(now) + 1), replaces=now)
+        backend.put_if("count", b"%d" % (int(now) + 1), expected=now)
         done += 1
     except ConflictError:
         pass
@@ -225,21 +225,21 @@ backend = PosixBackend(sys.argv[1])
 old = backend.read("a")
 while True:
     new = bytes([(old[0] + 1) % 256]) * (5000 + old[0])
-    backend.publish("a", new, replaces=old)
+    backend.put_if("a", new, expected=old)
     old = new
 """
 
 
 def test_processes_do_not_lose_each_others_updates(backend: PosixBackend) -> None:
-    backend.publish("count", b"0", replaces=None)
+    backend.put_if("count", b"0", expected=None)
     processes = [subprocess.Popen([sys.executable, "-c", COUNT, backend.url]) for _ in range(3)]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert backend.read("count") == b"120"
-    assert backend.children() == ["count"]
+    assert backend.list_dir() == ["count"]
 
 
 def test_killed_publisher_leaves_whole_content_and_no_lock(backend: PosixBackend) -> None:
-    backend.publish("a", b"\0" * 4999, replaces=None)
+    backend.put_if("a", b"\0" * 4999, expected=None)
     process = subprocess.Popen([sys.executable, "-c", REPLACE_FOREVER, backend.url])
     while backend.read("a") == b"\0" * 4999:
         assert process.poll() is None
@@ -249,5 +249,5 @@ def test_killed_publisher_leaves_whole_content_and_no_lock(backend: PosixBackend
     process.wait()
     found = backend.read("a")
     assert found == bytes([found[0]]) * (5000 + (found[0] - 1) % 256)
-    backend.publish("a", b"after", replaces=found)
+    backend.put_if("a", b"after", expected=found)
     assert backend.read("a") == b"after"

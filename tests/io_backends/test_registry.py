@@ -51,11 +51,11 @@ def test_opens(url: str, kind: type[Backend], root: str) -> None:
 
 def test_memory_is_shared_by_name() -> None:
     MemoryBackend.reset()
-    open_backend("memory://run").publish("step-1/a", b"x", replaces=None)
+    open_backend("memory://run").put_if("step-1/a", b"x", expected=None)
     assert open_backend("memory://run/step-1").read("a") == b"x"
-    assert open_backend("memory://ru").children() == []
+    assert open_backend("memory://ru").list_dir() == []
     MemoryBackend.reset()
-    assert open_backend("memory://run").children() == []
+    assert open_backend("memory://run").list_dir() == []
 
 
 @pytest.mark.parametrize("url", ["memory://", "memory:///a", "memory://a//b", "memory://a/../b"])

@@ -22,14 +22,14 @@ def backend(tmp_path: Path) -> PosixBackend:
 
 
 def test_two_write_and_one_publishes(backend: PosixBackend, tmp_path: Path) -> None:
-    first = backend.share("a/b", len(DATA))
-    other = backend.share("a/b", len(DATA), first.token)
+    first = backend.create_shared("a/b", len(DATA))
+    other = backend.create_shared("a/b", len(DATA), first.token)
     other.write(5_001, [DATA[5_001:7_000], DATA[7_000:]])
     first.write(0, [DATA[:5_001]])
     receipts = [other.flush(), first.flush()]
     other.close()
     assert not (tmp_path / "a" / "b").exists()
-    first.publish(receipts, replace=False)
+    first.complete(receipts, replace=False)
     assert (tmp_path / "a" / "b").read_bytes() == DATA and os.listdir(tmp_path / "a") == ["b"]
     with pytest.raises(UsageError, match="not open any more"):
         other.write(0, [b"x"])
@@ -37,21 +37,21 @@ def test_two_write_and_one_publishes(backend: PosixBackend, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("written", [9_999, 0])
 def test_a_hole_is_an_error_and_nothing_shows(backend: PosixBackend, tmp_path: Path, written: int) -> None:
-    shared = backend.share("a", len(DATA))
+    shared = backend.create_shared("a", len(DATA))
     shared.write(0, [DATA[:written]])
     with pytest.raises(StorageError, match=f"10000 bytes were planned, but all processes together wrote {written}"):
-        shared.publish([shared.flush()], replace=True)
-    assert backend.children() != ["a"]
+        shared.complete([shared.flush()], replace=True)
+    assert backend.list_dir() != ["a"]
     shared.abort()
     assert os.listdir(tmp_path) == []
 
 
 def test_bytes_written_twice_fill_no_hole(backend: PosixBackend) -> None:
-    shared = backend.share("a", 100)
+    shared = backend.create_shared("a", 100)
     shared.write(0, [bytes(50)])
     shared.write(0, [bytes(50)])
     with pytest.raises(StorageError, match="wrote 50"):
-        shared.publish([shared.flush()], replace=False)
+        shared.complete([shared.flush()], replace=False)
     shared.abort()
 
 
@@ -63,25 +63,25 @@ def test_a_name_that_is_taken(backend: PosixBackend, tmp_path: Path, link: bool,
     if not link:
         monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "a").write_bytes(b"before")
-    shared = backend.share("a", len(DATA))
+    shared = backend.create_shared("a", len(DATA))
     shared.write(0, [DATA])
     receipt = shared.flush()
     with pytest.raises(ConflictError):
-        shared.publish([receipt], replace=False)
+        shared.complete([receipt], replace=False)
     assert (tmp_path / "a").read_bytes() == b"before"
-    shared.publish([receipt], replace=True)
+    shared.complete([receipt], replace=True)
     assert (tmp_path / "a").read_bytes() == DATA and os.listdir(tmp_path) == ["a"]
 
 
 def test_who_joins_on_other_storage_is_told(backend: PosixBackend, tmp_path: Path) -> None:
-    shared = backend.share("a", 1)
+    shared = backend.create_shared("a", 1)
     with pytest.raises(StorageError, match="that another process has begun is not there"):
-        PosixBackend(str(tmp_path / "elsewhere")).share("a", 1, shared.token)
+        PosixBackend(str(tmp_path / "elsewhere")).create_shared("a", 1, shared.token)
     shared.abort()
 
 
 def test_what_the_dead_leave_is_found(backend: PosixBackend, tmp_path: Path) -> None:
-    backend.share("model.safetensors", 10).close()
+    backend.create_shared("model.safetensors", 10).close()
     (tmp_path / ".model.safetensors.tmp").touch()
     (left,) = left_behind(backend)
     assert left.path == "model.safetensors"
@@ -96,9 +96,9 @@ def test_file_systems_without_a_coherent_cache_want_whole_parts(
     mounts.write_text(f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {tmp_path}/n\\040fs rw shared:1 - nfs4 server:/x rw\n")
     monkeypatch.setattr(posix_shared, "MOUNTS", str(mounts))
     (tmp_path / "n fs").mkdir()
-    parts = [backend.share(name, 10).part for name in ("a", "n fs/b")]
+    parts = [backend.create_shared(name, 10).part_size for name in ("a", "n fs/b")]
     assert parts == [0, posix_shared.PART]
 
 
 def test_storage_that_cannot(tmp_path: Path) -> None:
-    assert MemoryBackend(f"memory://{tmp_path.name}").share("a", 10) is None
+    assert MemoryBackend(f"memory://{tmp_path.name}").create_shared("a", 10) is None

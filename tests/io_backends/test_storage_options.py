@@ -121,7 +121,7 @@ def test_a_file_system_serves_any_scheme(tmp_path: Path, scheme: str) -> None:
     """What follows the scheme is a path of that file system."""
     ckpt.configure_storage(f"{scheme}://place", filesystem=DirFileSystem(str(tmp_path), fs=fsspec.filesystem("file", auto_mkdir=True)))
     put(open_backend(f"{scheme}://place/run"), "a", b"x")
-    open_backend(f"{scheme}://place/run").publish("b", b"y", replaces=None)
+    open_backend(f"{scheme}://place/run").put_if("b", b"y", expected=None)
     assert {p.name: p.read_bytes() for p in (tmp_path / "place" / "run").iterdir()} == {"a": b"x", "b": b"y"}
 
 
@@ -197,14 +197,14 @@ class Refuses(Bucket):
 def test_a_store_without_conditions_is_refused(kind: type[Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.configure_storage("testbucket://b", filesystem=kind(skip_instance_cache=True))
     backend = open_backend("testbucket://b/run")
-    for call in (backend.prepare, lambda: backend.publish("a", b"x", replaces=None)):
+    for call in (backend.prepare, lambda: backend.put_if("a", b"x", expected=None)):
         with pytest.raises(StorageError, match="CKPT_CONDITIONAL_PUT=emulate"):
             call()
     assert everything(backend) == {}
     monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
     backend.prepare()
-    backend.publish("a", b"x", replaces=None)
-    backend.publish("a", b"y", replaces=b"x")
+    backend.put_if("a", b"x", expected=None)
+    backend.put_if("a", b"y", expected=b"x")
     assert everything(backend) == {"a": b"y"}
 
 
@@ -275,7 +275,7 @@ def test_no_bucket_is_made() -> None:
     Stores.made.clear()
     ckpt.configure_storage("testbucket://typo", filesystem=Stores())
     backend = open_backend("testbucket://typo/run")
-    for call in (backend.prepare, lambda: backend.publish("a", b"x", replaces=None), backend.children, lambda: backend.read("a")):
+    for call in (backend.prepare, lambda: backend.put_if("a", b"x", expected=None), backend.list_dir, lambda: backend.read("a")):
         with pytest.raises(NotFoundError, match="the bucket does not exist: /typo"):
             call()
     assert Stores.made == []

@@ -34,7 +34,7 @@ from ckpt.maintenance.step_listing import infos, list_steps, remove_step
 from ckpt.policies import Latest, retention
 from tests.failures.states import state, stored
 
-CHANGES = frozenset({"create", "share", "publish", "delete", "write", "commit", "flush", "abort", "forget"})
+CHANGES = frozenset({"create", "create_shared", "put_if", "delete", "write", "commit", "flush", "abort", "abort_upload"})
 COMMITS = ("checkpoint.json", "convert.json", "model.safetensors.index.json")
 OLD, NEW, LATER = 1, 2, 3
 SHORT, LONG = 0.001, 0.03
@@ -58,7 +58,7 @@ class Counted:
             if len(self._log) == self._at + 1:
                 _kill(self._delay)
             made = found(*args, **options)
-            return Counted(made, self._log, self._at, self._delay, path) if name in ("create", "share") else made
+            return Counted(made, self._log, self._at, self._delay, path) if name in ("create", "create_shared") else made
 
         return call
 
@@ -107,7 +107,7 @@ def _saved(root: str) -> str:
     number = stored(f"{root}/run")
     assert number in (OLD, NEW)
     ckpt.save(f"{root}/run", state(LATER))
-    left = [e.path for e in open_backend(f"{root}/run").list() if not e.path.startswith(".publish-")]  # those are for gc
+    left = [e.path for e in open_backend(f"{root}/run").list_prefix() if not e.path.startswith(".publish-")]  # those are for gc
     assert stored(f"{root}/run") == LATER and len(left) <= 7, f"debris: {left}"
     return "new" if number == NEW else "old"
 
@@ -278,7 +278,7 @@ def killed(kind: str, folder: str, kills: int, seed: int) -> dict[str, int]:
     _forked(lambda: this.prepare(_made_directory(before)))
     shutil.copytree(before, counted)
     log: list[str] = json.loads(_forked(lambda: _log_of(this, counted)))
-    commits = [i for i, what in enumerate(log) if what.startswith(("publish", "delete")) and what.endswith(COMMITS)]
+    commits = [i for i, what in enumerate(log) if what.startswith(("put_if", "delete")) and what.endswith(COMMITS)]
     near = sorted({i for at in commits for i in range(max(at - 2, 0), min(at + 4, len(log)))})
     found: dict[str, int] = {"changes": len(log), "kills": 0, "within a commit": 0}
     for number in range(10 * kills):

@@ -117,7 +117,7 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
     counted, cleared = FaultyProcess(), Clearing(root, 10**6)
     with wrap_backends(counted.wrap):
         ckpt.save(url, state(NEW), threads=1)
-    publish, last = counted.log.index("publish checkpoint.json"), len(counted.log)
+    publish, last = counted.log.index("put_if checkpoint.json"), len(counted.log)
     url = prepared(root, replacing)
     with pytest.raises(StorageError), wrap_backends(Stopping({publish - 2: cleared.start}).wrap):
         ckpt.save(url, state(NEW), threads=1)
@@ -153,7 +153,7 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
     counted, clearing = FaultyProcess(), Clearing(root, 12)
     with wrap_backends(counted.wrap):
         ckpt.save(url, state(NEW), threads=1)
-    publish = counted.log.index("publish checkpoint.json")
+    publish = counted.log.index("put_if checkpoint.json")
     url = prepared(root, replacing=True)
 
     def gc() -> None:
@@ -179,7 +179,7 @@ def test_a_clearing_leaves_the_mark_of_another_that_may_go_on() -> None:
     put(backend, f"index-{id}/clearing", b"")
     assert not clear(backend, id, "", [f"data/{id}-00000.safetensors"], lambda: id)
     assert backend.size(f"index-{id}/clearing") == 0 and stored(url) == OLD
-    assert not clear(backend, "0" * 16, "", [], lambda: "0" * 16) and "clearing" not in str(list(backend.list(f"index-{'0' * 16}")))
+    assert not clear(backend, "0" * 16, "", [], lambda: "0" * 16) and "clearing" not in str(list(backend.list_prefix(f"index-{'0' * 16}")))
 
 
 def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> None:
@@ -187,7 +187,7 @@ def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> N
     backend, id = open_backend(url), str(committed_id(open_backend(url)))
     full = FaultyBackend(backend, Fault(at=0, kind="no_space"))
     answers = iter([None, id, id, id])  # it is committed since
-    assert not clear(full, id, "", [e.path for e in backend.list() if "/" in e.path][:2], lambda: next(answers))
+    assert not clear(full, id, "", [e.path for e in backend.list_prefix() if "/" in e.path][:2], lambda: next(answers))
     assert stored(url) == OLD
 
 
@@ -277,7 +277,7 @@ def test_two_copies_of_one_checkpoint_to_one_place(tmp_path: Path, first: str) -
         shutil.rmtree(target)
         half.parent.mkdir(parents=True)
         half.write_bytes(data.read_bytes()[:100])
-        publish = counted.log.index("publish checkpoint.json")
+        publish = counted.log.index("put_if checkpoint.json")
         process = Stopping({publish: lambda: (half.write_bytes(half.read_bytes()[:100]), second())})
         with wrap_backends(lambda b: process.wrap(b) if b.url == target else b):
             copy()

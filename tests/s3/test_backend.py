@@ -17,9 +17,8 @@ import pytest
 from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import set_tags
-from ckpt.io_backends import Entry, open_backend
+from ckpt.io_backends import ObjectMeta, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.protocol import stamp_of
 from ckpt.io_backends.s3 import client as s3_client
 from ckpt.io_backends.s3.backend import S3Backend
 from ckpt.io_backends.s3.parts import part_size
@@ -75,7 +74,7 @@ def listed_objects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def copy(run: str, name: str) -> None:
     """Step 1 under another name, and of another id."""
     backend = open_backend(run)
-    for entry in backend.list("step-1/"):
+    for entry in backend.list_prefix("step-1/"):
         inner = entry.path.removeprefix("step-1/")
         data = backend.read(entry.path)
         if inner == "checkpoint.json":
@@ -109,7 +108,7 @@ def test_whole_parts_are_sent_from_the_callers_memory(s3_url: str, monkeypatch: 
     data = random_bytes(17 * MIB)
     backend = S3Backend(s3_url, part=5 * MIB)
     with backend.create("a", data.nbytes) as writer:
-        assert writer.block == 5 * MIB
+        assert writer.block_size == 5 * MIB
         writer.write(0, [data[: 6 * MIB].data, data[6 * MIB : 16 * MIB].data])
         writer.write(16 * MIB, [data[16 * MIB :].data])
         writer.commit()
@@ -206,18 +205,18 @@ def test_unfinished_uploads(s3_url: str) -> None:
     for writer in writers.values():
         writer.write(0, [bytes(5 * MIB)])
     writers["a/2"].abort()
-    found = {u.path: u for u in backend.unfinished()}
+    found = {u.path: u for u in backend.pending_uploads()}
     assert set(found) == {"a/1", "b/1", "b/2"}
     assert all(abs(u.started - time.time()) < 120 for u in found.values())
-    assert [u.path for u in backend.unfinished("b/")] == ["b/1", "b/2"]
-    backend.forget(found["a/1"])
-    backend.forget(found["a/1"])
-    assert [u.path for u in backend.unfinished()] == ["b/1", "b/2"]
+    assert [u.path for u in backend.pending_uploads("b/")] == ["b/1", "b/2"]
+    backend.abort_upload(found["a/1"])
+    backend.abort_upload(found["a/1"])
+    assert [u.path for u in backend.pending_uploads()] == ["b/1", "b/2"]
     with pytest.raises(StorageError, match="somebody ended the upload"):
         writers["a/1"].write(5 * MIB, [bytes(6 * MIB)])
     for writer in writers.values():
         writer.abort()
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
     assert everything(backend) == {}
 
 
@@ -226,7 +225,7 @@ def test_stamps_tell_what_was_written_within_one_second(moto_store: ObjectStore,
     url = moto_store.new_bucket()
     backend = S3Backend(url)
     with pytest.raises(NotFoundError):
-        stamp_of(backend, "a")
+        backend.version_token("a")
     stamps = [_stamp_after(backend, data) for data in (b"one", b"two", b"one")]
     assert stamps[0] == stamps[2] != stamps[1]
     moto_store.client.put_bucket_versioning(Bucket=url.removeprefix("s3://"), VersioningConfiguration={"Status": "Enabled"})
@@ -236,8 +235,8 @@ def test_stamps_tell_what_was_written_within_one_second(moto_store: ObjectStore,
 def _stamp_after(backend: S3Backend, data: bytes) -> str | None:
     backend.delete("a")
     put(backend, "a", data)
-    assert stamp_of(backend, "a") == stamp_of(backend, "a")
-    return stamp_of(backend, "a")
+    assert backend.version_token("a") == backend.version_token("a")
+    return backend.version_token("a")
 
 
 # ------------------------------------------------------------------------------------------------------------- names
@@ -249,7 +248,7 @@ def test_strange_names(bucket: str) -> None:
     for name in names:
         put(backend, name, name.encode())
     assert everything(backend) == {name: name.encode() for name in names}
-    assert backend.children() == sorted(["ä/" if n.startswith("ä") else n for n in names])
+    assert backend.list_dir() == sorted(["ä/" if n.startswith("ä") else n for n in names])
 
 
 def test_keys_that_are_no_paths_are_not_given(bucket: str, object_store: ObjectStore) -> None:
@@ -257,8 +256,8 @@ def test_keys_that_are_no_paths_are_not_given(bucket: str, object_store: ObjectS
     for key in ("run/", "run/a/", "run/a", "run//b", "run/a/b"):
         object_store.client.put_object(Bucket=name, Key=key, Body=b"")
     backend = S3Backend(f"{bucket}/run")
-    assert list(backend.list()) == [Entry("a", 0), Entry("a/b", 0)]
-    assert backend.children() == ["a", "a/"]
+    assert list(backend.list_prefix()) == [ObjectMeta("a", 0), ObjectMeta("a/b", 0)]
+    assert backend.list_dir() == ["a", "a/"]
 
 
 def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,17 +265,17 @@ def test_listings_of_many_pages(s3_url: str, monkeypatch: pytest.MonkeyPatch) ->
     backend = S3Backend(s3_url)
     names = [f"{d}/{i}" for d in "abc" for i in range(3)]
     for name in names:
-        backend.publish(name, b"", replaces=None)
+        backend.put_if(name, b"", expected=None)
     pages = {"provide-client-params.s3.ListObjectsV2": "MaxKeys", "provide-client-params.s3.ListMultipartUploads": "MaxUploads"}
     boto = s3_client.client_of()._boto
     for event, limit in pages.items():
         boto.meta.events.register(event, lambda params, limit=limit, **_: params | {limit: 2})
-    assert [e.path for e in backend.list()] == names
-    assert backend.children() == ["a/", "b/", "c/"]
+    assert [e.path for e in backend.list_prefix()] == names
+    assert backend.list_dir() == ["a/", "b/", "c/"]
     writers = [S3Backend(s3_url, part=5 * MIB).create(f"u/{i}", 6 * MIB) for i in range(5)]
     for writer in writers:
         writer.write(0, [bytes(5 * MIB)])
-    assert [u.path for u in backend.unfinished()] == [f"u/{i}" for i in range(5)]
+    assert [u.path for u in backend.pending_uploads()] == [f"u/{i}" for i in range(5)]
     for writer in writers:
         writer.abort()
     assert [s.operation for s in seen].count("ListObjectsV2") == 5 + 2
@@ -291,7 +290,7 @@ def test_listings_that_are_sorted_by_directory(s3_url: str, monkeypatch: pytest.
     root = s3_url.removeprefix("s3://").partition("/")[2]
     answers = [{"Contents": [{"Key": f"{root}/{name}", "Size": size} for name, size in page]} for page in pages]
     monkeypatch.setattr(backend, "_pages", lambda **_: iter(answers))
-    assert [e.path for e in backend.list()] == sorted(names)
+    assert [e.path for e in backend.list_prefix()] == sorted(names)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://b//a", "s3://b/../a"])
@@ -354,9 +353,9 @@ def test_refused(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.Mon
     for call in (
         lambda: backend.read("a"),
         lambda: backend.size("a"),
-        lambda: list(backend.list()),
+        lambda: list(backend.list_prefix()),
         lambda: backend.create("a", 1),
-        lambda: backend.publish("a", b"", replaces=None),
+        lambda: backend.put_if("a", b"", expected=None),
         lambda: backend.delete("a"),
         backend.prepare,
     ):
@@ -367,7 +366,7 @@ def test_refused(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.Mon
 
 def test_no_such_bucket(bucket: str) -> None:
     backend = open_backend(f"{bucket}-typo/x")
-    for call in (lambda: backend.read("a"), lambda: list(backend.list()), backend.prepare):
+    for call in (lambda: backend.read("a"), lambda: list(backend.list_prefix()), backend.prepare):
         with pytest.raises(NotFoundError, match=r"(?s)not exist.*NoSuchBucket.*s3://test-.*-typo/x.*create the bucket") as error:
             call()
         assert "cannot delete" not in str(error.value)

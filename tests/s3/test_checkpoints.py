@@ -59,9 +59,9 @@ def test_save_replace_and_load(s3_url: str, codec: str | None) -> None:
         assert loaded["step"] == seed
         assert all(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(loaded), strict=True))
         assert report.bytes_unverified == 0
-    names = [e.path for e in open_backend(url).list()]
+    names = [e.path for e in open_backend(url).list_prefix()]
     assert len([n for n in names if n.startswith("data/")]) == 1  # what the first save wrote is gone
-    assert list(open_backend(url).unfinished()) == []
+    assert list(open_backend(url).pending_uploads()) == []
 
 
 def test_tools(s3_url: str) -> None:
@@ -113,14 +113,14 @@ def test_index_files_that_the_record_repeats_are_still_verified(s3_url: str, obj
     url = f"{s3_url}/step-1"
     ckpt.save(url, {"w": torch.arange(10), "n": 3})
     backend = open_backend(url)
-    (state,) = [e.path for e in backend.list() if e.path.endswith("state.json")]
+    (state,) = [e.path for e in backend.list_prefix() if e.path.endswith("state.json")]
     content = backend.read(state)
     backend.delete(state)
     found = {"w": torch.zeros(10, dtype=torch.int64), "n": 0}
     ckpt.load(url, found)
     assert found["n"] == 3
     assert [(p.kind, p.file) for p in verify(url).problems] == [("missing", state)]
-    backend.publish(state, content[:-1] + b" ", replaces=None)
+    backend.put_if(state, content[:-1] + b" ", expected=None)
     assert [(p.kind, p.file) for p in verify(url).problems] == [("index", state)]
 
 
@@ -216,10 +216,10 @@ def test_a_killed_save_leaves_the_previous_checkpoint(
     assert all(isinstance(x, Lost) for x in outcome)
     assert outcome[1].exitcode == -9
     backend = open_backend(url)
-    assert len(list(backend.unfinished())) == 1
+    assert len(list(backend.pending_uploads())) == 1
     assert [right for right, _ in ranks.run(2, rank_work.load_sharded, environment, url, 1)] == [True] * 2
     ranks.run(2, rank_work.save_sharded, environment, url, 3)
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
     assert [right for right, _ in ranks.run(1, rank_work.load_sharded, environment, url, 3)] == [True]
 
 
@@ -235,4 +235,4 @@ def test_a_training_loop_goes_on(ranks: Ranks, s3_url: str, object_store: Object
     assert ranks.run(2, rank_work.train, environment, s3_url, 3) == [(None, True)] * 2
     assert ranks.run(3, rank_work.train, environment, s3_url, 5) == [(3, True)] * 3
     assert [s.number for s in ckpt.list_steps(s3_url) if s.committed] == [4, 5]
-    assert open_backend(join_url(s3_url, "step-00000003")).children() == []
+    assert open_backend(join_url(s3_url, "step-00000003")).list_dir() == []

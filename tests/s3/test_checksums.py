@@ -67,7 +67,7 @@ def test_a_store_that_compares_crc32(moto_store: ObjectStore, monkeypatch: pytes
     url = moto_store.new_prefix()
     backend = S3Backend(url, part=5 * MIB)
     put(backend, "a", DATA)
-    backend.publish("b", b"x", replaces=None)
+    backend.put_if("b", b"x", expected=None)
     assert client_of().checks[bucket_of(url)] == client_of().part_checks[bucket_of(url)] == Checks(way="crc32")
     assert all("x-amz-checksum-crc32" in s.request.headers for s in seen if s.is_part or s.path.endswith("/b"))
     begun = [s.request.headers for s in seen if s.operation == "CreateMultipartUpload" and ".prepare-" not in s.path]
@@ -84,7 +84,7 @@ def test_a_store_that_compares_checksums_of_objects_but_not_of_parts(moto_store:
     put(S3Backend(url, part=5 * MIB), "a", DATA)
     assert client_of().checks[bucket_of(url)] == Checks(way="crc32")
     assert client_of().part_checks[bucket_of(url)] == Checks(way="md5", tags=True)
-    assert list(S3Backend(url).unfinished()) == []
+    assert list(S3Backend(url).pending_uploads()) == []
 
 
 def test_without_the_right_to_end_uploads(
@@ -126,7 +126,7 @@ def test_a_store_that_compares_nothing(moto_store: ObjectStore, monkeypatch: pyt
     backend = open_backend(moto_store.new_prefix())
     with caplog.at_level(logging.WARNING, "ckpt"):
         backend.prepare()
-        backend.publish("a", b"x", replaces=None)
+        backend.put_if("a", b"x", expected=None)
     assert [r.message for r in caplog.records if "compares no checksums of objects" in r.message] == [caplog.records[0].message]
     assert backend.read("a") == b"x"
 

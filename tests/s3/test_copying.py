@@ -48,7 +48,7 @@ def test_there_and_back(tmp_path: Path, source: str, s3_url: str) -> None:
     for url in (f"{s3_url}/a", f"{s3_url}/run/step-7", f"{s3_url}/b", str(tmp_path / "back")):
         assert everything(open_backend(url)) == expected
     assert oracle.read(tmp_path / "back") == oracle.read(source)
-    assert list(open_backend(s3_url).unfinished()) == []
+    assert list(open_backend(s3_url).pending_uploads()) == []
 
 
 def test_a_bit_that_flips_after_a_part_was_sent(source: str, s3_url: str) -> None:
@@ -59,7 +59,7 @@ def test_a_bit_that_flips_after_a_part_was_sent(source: str, s3_url: str) -> Non
         assert copy_checkpoint(source, f"{s3_url}/a").committed
     assert flip.happened == 1
     assert everything(open_backend(f"{s3_url}/a")) == everything(open_backend(source))
-    assert list(open_backend(s3_url).unfinished()) == []
+    assert list(open_backend(s3_url).pending_uploads()) == []
 
 
 def test_killed_while_copying(source: str, s3_url: str) -> None:
@@ -72,9 +72,9 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
     report = copy_checkpoint(source, target)
     assert report.copied_files < report.files
     assert everything(open_backend(source)).items() <= everything(open_backend(target)).items()
-    assert list(backend.unfinished()), "the upload of the process that was killed"
+    assert list(backend.pending_uploads()), "the upload of the process that was killed"
     remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
     assert everything(open_backend(target)) == everything(open_backend(source))
 
 
@@ -108,7 +108,7 @@ def _leave_an_upload(backend: Backend, path: str) -> None:
     writer = backend.create(path, size)
     writer.write(0, [bytes(16 << 20)])
     deadline = time.monotonic() + 20
-    while not list(backend.unfinished()) and time.monotonic() < deadline:
+    while not list(backend.pending_uploads()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -128,4 +128,4 @@ def test_gc(s3_url: str) -> None:
     assert everything(backend) == before
     assert run("gc", root, "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
     assert everything(backend) == {p: d for p, d in before.items() if p.startswith("step-3/")}
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []

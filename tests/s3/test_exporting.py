@@ -43,7 +43,7 @@ def test_parts_from_all_ranks(ranks: Ranks, object_store: ObjectStore, s3_url: s
     assert json.load(io.BytesIO(found[INDEX]))["metadata"]["total_size"] == reports[0].tensor_bytes
     assert right(found, 1, torch.float32)
     assert all(r.writes > 0 and r.sent_bytes < r.tensor_bytes / 3 + 1 for r in reports)
-    assert list(open_backend(s3_url).unfinished()) == []
+    assert list(open_backend(s3_url).pending_uploads()) == []
 
 
 def test_one_object_cast_and_replaced(ranks: Ranks, object_store: ObjectStore, s3_url: str) -> None:
@@ -65,7 +65,7 @@ def test_killed(ranks: Ranks, object_store: ObjectStore, s3_url: str, rank: int,
     assert isinstance(found[rank], Lost) and found[rank].exitcode == -9
     assert isinstance(found[1 - rank].error, GroupError)
     assert objects(object_store, s3_url) == {}
-    assert len(list(open_backend(s3_url).unfinished())) == (rank == 0)  # a leader that lives ends its uploads
+    assert len(list(open_backend(s3_url).pending_uploads())) == (rank == 0)  # a leader that lives ends its uploads
     ranks.run(2, work.export_model, object_store.environment, url, 2, {})
     assert right(objects(object_store, s3_url), 2, torch.float32)
-    assert list(open_backend(s3_url).unfinished()) == []
+    assert list(open_backend(s3_url).pending_uploads()) == []

@@ -50,9 +50,9 @@ def test_a_commit_whose_answer_got_lost_is_no_conflict(s3_url: str, monkeypatch:
     armed: list[int] = []
     backend = open_backend(s3_url)
     if old is not None:
-        backend.publish(PUBLISHED, old, replaces=None)
+        backend.put_if(PUBLISHED, old, expected=None)
     armed.append(1)
-    backend.publish(PUBLISHED, b"new", replaces=old)
+    backend.put_if(PUBLISHED, b"new", expected=old)
     assert meddler.left == 0
     assert backend.read(PUBLISHED) == b"new"
     assert [s.operation for s in seen].count("PutObject") >= 3
@@ -66,16 +66,16 @@ def test_a_lost_commit_that_another_overtook_is_a_conflict(s3_url: str, monkeypa
     def overtake(seen: Seen) -> Any:
         if armed and seen.operation == "PutObject" and seen.path.endswith(PUBLISHED):
             armed.clear()
-            backend.publish(PUBLISHED, b"theirs", replaces=old)
+            backend.put_if(PUBLISHED, b"theirs", expected=old)
             return lost_request(seen.request)
         return None
 
     watch(monkeypatch, overtake)
     if old is not None:
-        backend.publish(PUBLISHED, old, replaces=None)
+        backend.put_if(PUBLISHED, old, expected=None)
     armed.append(1)
     with pytest.raises(ConflictError):
-        backend.publish(PUBLISHED, b"ours", replaces=old)
+        backend.put_if(PUBLISHED, b"ours", expected=old)
     assert backend.read(PUBLISHED) == b"theirs"
 
 
@@ -86,7 +86,7 @@ def test_an_object_whose_last_answer_got_lost(s3_url: str, monkeypatch: pytest.M
     data = bytes(range(256)) * (size // 256 + 1)
     put(backend, "data/a", data[:size])
     assert backend.read("data/a") == data[:size]
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
 
 
 @pytest.mark.alone
@@ -111,11 +111,11 @@ def test_what_cannot_be_committed_leaves_nothing(s3_url: str, monkeypatch: pytes
     with pytest.raises(StorageError, match="data/a"):
         _write_all(writer, size)
     aborting.append(1)
-    there = [e.path for e in backend.list()]
+    there = [e.path for e in backend.list_prefix()]
     writer.abort()
     assert there == ([] if operation == "UploadPart" else ["data/a"])
     assert everything(backend) == {}
-    assert list(backend.unfinished()) == []
+    assert list(backend.pending_uploads()) == []
 
 
 def _write_all(writer: Writer, size: int) -> None:
@@ -140,10 +140,10 @@ def test_a_busy_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(251)) * 60_000
     backend.prepare()
     put(backend, "a", data)
-    backend.publish("b", b"1", replaces=None)
-    backend.publish("b", b"2", replaces=b"1")
+    backend.put_if("b", b"1", expected=None)
+    backend.put_if("b", b"2", expected=b"1")
     assert everything(backend) == {"a": data, "b": b"2"}
-    assert backend.children() == ["a", "b"]
+    assert backend.list_dir() == ["a", "b"]
     backend.delete("a")
     assert backend.size("b") == 1
     assert counts["refused"] > 6
@@ -298,7 +298,7 @@ def test_expired_credentials_are_looked_up_again(s3_url: str, tmp_path: Path, mo
 
     seen = watch(monkeypatch, expired)
     backend = open_backend(s3_url)
-    backend.publish("a", b"x", replaces=None)
+    backend.put_if("a", b"x", expected=None)
     assert backend.read("a") == b"x"
     assert sum(b"Credential=old/" in s.request.headers["Authorization"] for s in seen) == 1
 
@@ -331,7 +331,7 @@ def test_keys_that_are_replaced(s3_url: str, tmp_path: Path, monkeypatch: pytest
     access, secret = KEYS["AWS_ACCESS_KEY_ID"], KEYS["AWS_SECRET_ACCESS_KEY"]
     file.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {secret}\n")
     monkeypatch.setattr(s3_client, "_RENEW", 0.0)
-    backend.publish("a", b"x", replaces=None)
+    backend.put_if("a", b"x", expected=None)
     assert backend.size("a") == 1
 
 
@@ -381,7 +381,7 @@ def careless(moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_store_that_ignores_conditions_is_refused(careless: str) -> None:
     backend = open_backend(f"{careless}/run")
-    for call in (backend.prepare, lambda: backend.publish("a", b"", replaces=None), lambda: backend.create("a", 1)):
+    for call in (backend.prepare, lambda: backend.put_if("a", b"", expected=None), lambda: backend.create("a", 1)):
         with pytest.raises(StorageError, match="(?s)ignores or refuses conditional writes.*CKPT_CONDITIONAL_PUT=emulate"):
             call()
     assert everything(backend) == {}
@@ -408,19 +408,19 @@ def test_a_failure_that_passes_says_nothing_about_conditions(bucket: str, monkey
         backend.prepare()
     failing.clear()
     backend.prepare()
-    backend.publish("a", b"1", replaces=None)
+    backend.put_if("a", b"1", expected=None)
     with pytest.raises(ConflictError):
-        backend.publish("a", b"2", replaces=None)
+        backend.put_if("a", b"2", expected=None)
 
 
 def test_conditions_are_emulated_on_demand(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_CONDITIONAL_PUT", "emulate")
     backend = open_backend(f"{careless}/run")
     backend.prepare()
-    backend.publish("a", b"1", replaces=None)
-    backend.publish("a", b"2", replaces=b"1")
-    for replaces in (None, b"1", b""):
+    backend.put_if("a", b"1", expected=None)
+    backend.put_if("a", b"2", expected=b"1")
+    for expected in (None, b"1", b""):
         with pytest.raises(ConflictError):
-            backend.publish("a", b"3", replaces=replaces)
+            backend.put_if("a", b"3", expected=expected)
     put(backend, "b", b"x")
     assert everything(backend) == {"a": b"2", "b": b"x"}

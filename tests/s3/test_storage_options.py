@@ -165,7 +165,7 @@ def test_a_file_of_fsspec(object_store: ObjectStore, options: dict[str, Any], tm
     """fsspec reads its files when it is imported."""
     (tmp_path / "any.json").write_text(json.dumps({"s3": options}))
     url = place(object_store, scheme)
-    code = "import sys, ckpt.io_backends as b; b.open_backend(sys.argv[1]).publish('a', b'x', replaces=None)"
+    code = "import sys, ckpt.io_backends as b; b.open_backend(sys.argv[1]).put_if('a', b'x', expected=None)"
     environment = {**os.environ, "FSSPEC_CONFIG_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code, url], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -371,7 +371,7 @@ def test_a_store_that_ignores_conditions_is_refused(
     with FaultProxy(moto_store.endpoint, drops=frozenset({"if-none-match"})) as proxy:
         url = place(moto_store, scheme)
         backend = open_backend_with({**options, "endpoint_url": proxy.url}, url)
-        for call in (backend.prepare, lambda: backend.publish("a", b"x", replaces=None), lambda: ckpt.save(url, state())):
+        for call in (backend.prepare, lambda: backend.put_if("a", b"x", expected=None), lambda: ckpt.save(url, state())):
             with pytest.raises(StorageError, match="CKPT_CONDITIONAL_PUT=emulate"):
                 call()
         assert everything(backend) == {}
@@ -379,7 +379,7 @@ def test_a_store_that_ignores_conditions_is_refused(
         ckpt.save(url, state())
         check(url)
         with pytest.raises(ConflictError):
-            backend.publish("checkpoint.json", b"x", replaces=None)
+            backend.put_if("checkpoint.json", b"x", expected=None)
 
 
 def test_conditions_are_tried_once(object_store: ObjectStore, options: dict[str, Any]) -> None:
@@ -387,7 +387,7 @@ def test_conditions_are_tried_once(object_store: ObjectStore, options: dict[str,
         url = place(object_store, "s3a")
         open_backend_with({**options, "endpoint_url": object_store.endpoint}, url).prepare()
         for number in range(3):
-            open_backend(url).publish(f"a{number}", b"x", replaces=None)
+            open_backend(url).put_if(f"a{number}", b"x", expected=None)
     assert proxy.requests == 0
     assert everything(open_backend(url)) == {f"a{n}": b"x" for n in range(3)}
 

@@ -48,6 +48,6 @@ def test_a_save_is_watched_through_the_store(s3_url: str, monkeypatch: pytest.Mo
     assert (code, seen["state"], seen["url"], seen["progress"]["ranks"]) == (0, "saving", f"{s3_url}/step-1", 1)
     job.join(60)
     assert not job.is_alive()
-    assert not [e.path for e in open_backend(f"{s3_url}/step-1").list() if e.path.endswith("progress.json")]
+    assert not [e.path for e in open_backend(f"{s3_url}/step-1").list_prefix() if e.path.endswith("progress.json")]
     code, seen = watch(s3_url)
     assert (code, seen["state"]) == (0, "committed")

@@ -113,8 +113,8 @@ def _number(grid: Grid, box: Box) -> int | None:
 
 def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
-    grain = fetch.catalog.backend.grain
-    longest, most = max(SMALL, grain.gap), max(BATCH, grain.piece)
+    hints = fetch.catalog.backend.io_hints
+    longest, most = max(SMALL, hints.coalesce_gap), max(BATCH, hints.read_size)
     small: list[int] = []
     large: list[int] = []
     for i, extent in enumerate(exact.extents):

@@ -60,8 +60,8 @@ class Fetch:
     def __init__(self, catalog: Catalog, verify: Verify, beat: Callable[[], None], spans: SpanRecorder | None) -> None:
         self.catalog = catalog
         self.verify = verify
-        self.piece = max(PIECE, catalog.backend.grain.piece)
-        self.stretch = max(STRETCH, self.piece, catalog.backend.grain.stretch)
+        self.piece = max(PIECE, catalog.backend.io_hints.read_size)
+        self.stretch = max(STRETCH, self.piece, catalog.backend.io_hints.split_read_size)
         self.read = 0
         self.verified = 0
         self.waits = 0

@@ -208,7 +208,7 @@ class _Load:
         row |= {k: self.call.share(json.dumps(v).encode()) for k, v in {"said": said, "used": used}.items()}
         if group.size > 1 and (self.options.exchange == "all" or (self.options.exchange == "parts" and self.options.verify == "full")):
             jobs = map(Job._make, self.binding.targets.values())
-            piece = self.catalog.backend.grain.piece
+            piece = self.catalog.backend.io_hints.read_size
             self.sharing = Sharing.of(jobs, group.rank, parts=self.options.exchange == "parts", piece=piece)
             row |= {"shares": self.call.share(json.dumps(self.sharing.said()).encode()), "machine": machine()}
         return row

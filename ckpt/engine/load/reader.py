@@ -101,10 +101,10 @@ class Reader:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
-        grain = self.catalog.backend.grain
-        self.threads = max(self.threads, grain.calls)
-        self.max_gap, self.max_read = max(MAX_GAP, grain.gap), max(MAX_READ, grain.piece)
-        self.probes = not grain.calls
+        hints = self.catalog.backend.io_hints
+        self.threads = max(self.threads, hints.concurrency)
+        self.max_gap, self.max_read = max(MAX_GAP, hints.coalesce_gap), max(MAX_READ, hints.read_size)
+        self.probes = not hints.concurrency
 
     @property
     def bytes_read(self) -> int:

@@ -85,7 +85,7 @@ class EncodedWriter(RankWriter):
             self.stage.release(batch)
 
     def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
-        step = max(BLOCK, writer.block)
+        step = max(BLOCK, writer.block_size)
         with self.spans.span("write", len(data)):
             for at in range(0, len(data), step):
                 writer.write(offset + at, [data[at : at + step]])

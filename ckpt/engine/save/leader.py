@@ -287,7 +287,7 @@ class Leader:
         try:
             replaced = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
             stale: dict[str, list[str]] = {}
-            for path in sorted(self._listed or (e.path for e in self.backend.list())):
+            for path in sorted(self._listed or (e.path for e in self.backend.list_prefix())):
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
@@ -295,7 +295,7 @@ class Leader:
                 self.backend.delete(path)
             for save, paths in stale.items():
                 clear(self.backend, save, "", paths, partial(committed_id, self.backend))
-            if self._first or self._longest > self.backend.grain.single:  # else no save of this job leaves any
+            if self._first or self._longest > self.backend.io_hints.single_put_size:  # else no save of this job leaves any
                 self._forget_uploads(id)
         except CkptError as err:
             log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
@@ -303,9 +303,9 @@ class Leader:
     def _forget_uploads(self, id: str) -> None:
         uploads = []
         with suppress(AccessError):  # to list them takes a right of its own, which few jobs have been given
-            uploads = [u for u in self.backend.unfinished() if (id_of(u.path) or id) < id]
+            uploads = [u for u in self.backend.pending_uploads() if (id_of(u.path) or id) < id]
         for upload in uploads:
-            self.backend.forget(upload)
+            self.backend.abort_upload(upload)
 
 
 def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:

@@ -97,7 +97,7 @@ class ProgressWriter:
         file: ProgressFile | None = None
         try:
             backend = open_backend(self._call.url)
-            interval = self._interval or (OBJECT_STORE if backend.grain.gap else 1.0)
+            interval = self._interval or (OBJECT_STORE if backend.io_hints.coalesce_gap else 1.0)
             notes = _Notes(self._call, max(interval, sign_interval(self._call.group.size)))
             first = interval if self.id is not None else max(interval, _UNBEGUN)
             if self._stopped.wait(max(_ARRIVES, first - FIRST_SIGN)):

@@ -298,7 +298,7 @@ class Save:
             source=self.source,
             id=id,
             position=self.call.group.ranks.index(self.rank),
-            threads=max(self.options.threads, self.backend.grain.calls),
+            threads=max(self.options.threads, self.backend.io_hints.concurrency),
             alive=Alive(beat=self.heartbeat.give, during=self.call.alive_while),
             spans=self.spans,
             stage=self.capture.stage if self.capture is not None else None,

@@ -208,7 +208,7 @@ class RankWriter:
 
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         digest = xxhash.xxh3_64()
-        step = max(BLOCK, writer.block)
+        step = max(BLOCK, writer.block_size)
         at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         while at < len(data):
             block = data[at:end]

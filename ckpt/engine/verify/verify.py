@@ -111,7 +111,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
     chunks = list(_chunks(catalog, broken, problems))
     jobs = _by_storage(catalog, chunks)
-    done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.grain.calls), progress)
+    done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.io_hints.concurrency), progress)
     if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))

@@ -80,7 +80,7 @@ class _Legacy:
     def __init__(self, backend: Backend, directories: Sequence[str]) -> None:
         self.backend = backend
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-            beside = dict(zip(directories, pool.map(backend.children, directories), strict=True))
+            beside = dict(zip(directories, pool.map(backend.list_dir, directories), strict=True))
         paths = [d + FILE for d in directories]
         extra = [d + OPTIMIZER_FILE for d in directories if OPTIMIZER_FILE in beside[d]]
         files = [ExternalFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]

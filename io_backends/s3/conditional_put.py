@@ -9,14 +9,14 @@ from .reading import Key, read_tagged
 from .requests import conflict, put
 
 
-def publish(key: Key, data: bytes, replaces: bytes | None) -> None:
-    """``Backend.publish`` for one key."""
+def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
+    """``Backend.put_if`` for one key."""
     if not conditional(key):
-        _publish_unconditionally(key, data, replaces)
-    elif replaces is None:
+        _put_after_comparing(key, data, expected)
+    elif expected is None:
         put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
     else:
-        _replace(key, data, _tag_of(key, replaces))
+        _replace(key, data, _tag_of(key, expected))
 
 
 def _replace(key: Key, data: bytes, etag: str) -> None:
@@ -52,14 +52,14 @@ def _etag(key: Key) -> str:
         return ""
 
 
-def _publish_unconditionally(key: Key, data: bytes, replaces: bytes | None) -> None:
+def _put_after_comparing(key: Key, data: bytes, expected: bytes | None) -> None:
     """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
     try:
         found: bytes | None = read_tagged(key)[0]
     except NotFoundError:
         found = None
-    if found != replaces:
-        raise conflict(key, "the name is taken" if replaces is None else "it is absent or holds something else now")
+    if found != expected:
+        raise conflict(key, "the name is taken" if expected is None else "it is absent or holds something else now")
     put(key, data, {}, checks_of(key))
     try:
         found = read_tagged(key)[0]

@@ -25,19 +25,19 @@ _LOCK_SECONDS = 30.0
 _LOCK_NAME = ".publish.lock"
 
 
-def publish(file: str, root: str, data: bytes, replaces: bytes | None) -> None:
-    """``Backend.publish`` for an absolute path; raises OSError and ConflictError."""
-    if replaces is not None:
-        _check_holds(file, replaces)  # before anything is written; again under the lock
+def put_if(file: str, root: str, data: bytes, expected: bytes | None) -> None:
+    """``Backend.put_if`` for an absolute path; raises OSError and ConflictError."""
+    if expected is not None:
+        _check_holds(file, expected)  # before anything is written; again under the lock
     directory = os.path.dirname(file)
     aside = os.path.join(directory, f".publish-{secrets.token_hex(8)}.tmp")
     try:
         made = _write_durably(aside, data)
-        if replaces is None:
+        if expected is None:
             give_name(aside, file)
         else:
             with _locked(directory):
-                _check_holds(file, replaces)
+                _check_holds(file, expected)
                 os.rename(aside, file)
     finally:
         remove_file(aside, root)
