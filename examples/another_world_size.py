@@ -25,7 +25,7 @@ import ckpt
 def generator_for(states: list[torch.Tensor], rank: int, world: int) -> torch.Tensor:
     """A random-number state for a rank of a job that has another number of ranks than the one that saved: ``states``, one of each old rank.
 
-    A rank that there was before goes on with its own. A new one must not repeat another's numbers, so it gets a seed of its own.
+    A rank that existed before resumes its own. A new rank must not repeat another's numbers, so it gets a new seed.
     """
     if rank < len(states):
         return states[rank]

@@ -1,4 +1,4 @@
-"""Trains a small regression and saves in the background; started again, on any number of ranks, it goes on from the newest checkpoint.
+"""Trains a small regression and saves in the background; started again, on any number of ranks, it resumes from the newest checkpoint.
 
 ``python examples/async_training.py runs/a``, or ``torchrun --nproc-per-node 2 examples/async_training.py runs/a``.
 """
@@ -47,7 +47,7 @@ def train(run: str, last: int, every: int, rank: int, world: int) -> None:
         loss = (trained(x) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # waits until a save that is going on has its copy of the state
+        optimizer.step()  # waits until a running save has its copy of the state
         ckpt.fence()  # the same for what is changed by hand; nothing is left to wait for here
         with torch.no_grad():
             for mean, now in zip(averaged.parameters(), model.parameters(), strict=True):

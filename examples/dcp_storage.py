@@ -1,4 +1,4 @@
-"""A job that calls dcp.save and dcp.load, with ckpt's format: two arguments differ. Run it again to go on, on any number of ranks.
+"""A job that calls dcp.save and dcp.load, with ckpt's format: two arguments differ. Run it again to resume, on any number of ranks.
 
 torchrun --nproc-per-node 2 examples/dcp_storage.py runs/dcp
 torchrun --nproc-per-node 1 examples/dcp_storage.py runs/dcp --steps 40

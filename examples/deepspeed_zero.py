@@ -1,4 +1,4 @@
-"""A run that began with DeepSpeed's ZeRO goes on with FSDP2, on another number of ranks, with nothing converted in between.
+"""A run that began with DeepSpeed's ZeRO resumes with FSDP2, on another number of ranks, without conversion.
 
 torchrun --nproc-per-node 2 examples/deepspeed_zero.py begin runs/zero       # DeepSpeed trains and saves; needs deepspeed
 torchrun --nproc-per-node 3 examples/deepspeed_zero.py go-on runs/zero       # FSDP2 loads that, trains, saves with ckpt; does not

@@ -1,4 +1,4 @@
-"""Trains a tiny Llama with FSDP2 and writes it for ``from_pretrained`` out of the running job: no gather, no checkpoint in between.
+"""Trains a tiny Llama with FSDP2 and writes it for ``from_pretrained`` from the running job, without a gather.
 
 ``torchrun --nproc-per-node 2 examples/export_hf.py exported/llama``. Needs transformers. Started again, it replaces what it wrote.
 """
@@ -49,8 +49,8 @@ def run(url: str, steps: int, device: str = "cpu") -> float:
     """Train and export; how far the answers of what was exported, in bfloat16, are from those of the trained model."""
     model = trained(steps, device)
     report = export(url, model, dtype="bfloat16", config=model.config, shard_size="40KB", overwrite=True)
-    told = f"rank {dist.get_rank()} wrote {report.rank_bytes:,} of {report.tensor_bytes:,} bytes in {report.writes} calls"
-    print(f"{told}, into {len(report.files)} files, and sent {report.sent_bytes:,} to other ranks")
+    line = f"rank {dist.get_rank()} wrote {report.rank_bytes:,} of {report.tensor_bytes:,} bytes in {report.writes} calls"
+    print(f"{line}, into {len(report.files)} files, and sent {report.sent_bytes:,} to other ranks")
     tokens = torch.arange(LENGTH).reshape(1, LENGTH)
     with torch.no_grad():
         expected = model.eval()(input_ids=tokens.to(device)).logits.cpu()

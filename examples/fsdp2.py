@@ -1,4 +1,4 @@
-"""Trains with FSDP2 and saves in the background; started again, on any number of ranks, it goes on from the newest checkpoint.
+"""Trains with FSDP2 and saves in the background; started again, on any number of ranks, it resumes from the newest checkpoint.
 
 ``torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2``, then the same with ``--nproc-per-node 3 ... --steps 80``.
 """
@@ -51,7 +51,7 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
     with ckpt.Checkpointer(run, save=EverySteps(every) | OnPreemption(), keep=Latest(2)) as c:
         start = c.restore(state)  # each rank reads only what it needs, whatever ranks have saved it
         if rank == 0 and start is not None:
-            print(f"going on after step {start}, saved by {state['ranks']} ranks, on {world}", flush=True)
+            print(f"resuming after step {start}, saved by {state['ranks']} ranks, on {world}", flush=True)
         state["ranks"] = world
         for step in range(1 if start is None else start + 1, steps + 1):
             x, y = (t.to(device) for t in batch_of(step, rank, world))
@@ -61,9 +61,9 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
             optimizer.zero_grad()
             if c.step(step, state) and rank == 0:
                 print(f"step {step}: loss {loss.item():.6f} on rank 0, saving", flush=True)
-            if c.preempted:  # on all ranks after the same step, whichever of them was told
+            if c.preempted:  # on all ranks after the same step, whichever rank got the signal
                 if rank == 0:
-                    print(f"told to stop: step {step} is saved", flush=True)
+                    print(f"stopping: step {step} is saved", flush=True)
                 break
             time.sleep(pause)
     mean = loss.detach().clone()

@@ -1,7 +1,7 @@
-"""Train a tiny language model with the Hugging Face Trainer, be stopped, and go on where it was: run the same command again.
+"""Train a tiny language model with the Hugging Face Trainer, stop, and resume with the same command.
 
     python examples/hf_trainer.py runs/hf --stop-after 7     # saves every 5 steps, so the newest checkpoint is that of step 5
-    python examples/hf_trainer.py runs/hf                    # goes on at step 6
+    python examples/hf_trainer.py runs/hf                    # resumes at step 6
 
 Several ranks: torchrun --nproc-per-node 2 examples/hf_trainer.py runs/hf. Needs pip install 'ckpt-toolkit[transformers]'.
 """

@@ -1,7 +1,7 @@
-"""Fit a small model with Lightning, be stopped, and go on where it was: run the same command again with more epochs.
+"""Fit a small model with Lightning, stop, and resume with the same command and more epochs.
 
     python examples/lightning_fit.py runs/lit --epochs 2
-    python examples/lightning_fit.py runs/lit --epochs 4     # goes on with the third epoch
+    python examples/lightning_fit.py runs/lit --epochs 4     # resumes with the third epoch
 
 Needs pip install 'ckpt-toolkit[lightning]'.
 """

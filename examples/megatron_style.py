@@ -1,4 +1,4 @@
-"""A model cut by hand, as Megatron-LM does it: its tensors are plain, and a ckpt.Layout says which parts of larger ones they are.
+"""A model sharded by hand, like Megatron-LM: its tensors are plain, and a ckpt.Layout describes how they are sharded.
 
 ``torchrun --nproc-per-node 4 examples/megatron_style.py runs/m --tp 2``, then ``torchrun --nproc-per-node 1 ... --tp 1 --steps 40``.
 """
@@ -102,7 +102,7 @@ def train(run: str, steps: int, every: int, tp: int) -> list[float]:
     with ckpt.Checkpointer(run, save=EverySteps(every), keep=Latest(2), layout=layout_of(mesh)) as c:
         start = c.restore(state)
         if dist.get_rank() == 0 and start is not None:
-            print(f"going on after step {start} with tp={tp}: {len(model.embedding)} of {VOCABULARY} words on each rank", flush=True)
+            print(f"resuming after step {start} with tp={tp}: {len(model.embedding)} of {VOCABULARY} words on each rank", flush=True)
         for step in range(1 if start is None else start + 1, steps + 1):
             # Every data-parallel rank takes the same batch here, so there are no gradients to add up.
             tokens = torch.randint(VOCABULARY, (BATCH,), generator=torch.Generator().manual_seed(step))

@@ -1,6 +1,6 @@
-"""Trains a small model in one process, saves by policy, and goes on from the newest checkpoint when it is started again.
+"""Trains a small model in one process, saves by policy, and resumes from the newest checkpoint when started again.
 
-``python examples/plain_loop.py runs/plain``. Stop it with Ctrl-C, ``kill`` or ``kill -9`` and start it again: it takes up where it was.
+``python examples/plain_loop.py runs/plain``. Stop it with Ctrl-C, ``kill`` or ``kill -9`` and start it again: it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt.policies import Best, EverySteps, Latest, OnPreemption
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """The data of one step. It follows from the step alone, so a job that goes on at step n sees what it would have seen anyway."""
+    """The data of one step. It follows from the step alone, so a job that resumes at step n sees what it would have seen anyway."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
     return x, x.square().mean(dim=1, keepdim=True)
 
@@ -27,17 +27,17 @@ def train(run: str, steps: int, every: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 
-    # All that has to survive. Modules, optimizers and schedules go in as they are; so do tensors, numbers and strings.
+    # Everything that must survive. Modules, optimizers and schedules go in as they are; so do tensors, numbers and strings.
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": torch.get_rng_state()}
 
-    # Saves every so many steps, and once more when the job is told to stop; keeps the two newest checkpoints and the best one.
+    # Saves every so many steps, and once more when the job will be stopped; keeps the two newest checkpoints and the best one.
     with ckpt.Checkpointer(run, save=EverySteps(every) | OnPreemption(), keep=Latest(2) | Best("loss", mode="min")) as c:
         start = c.restore(state)  # fills everything in the state; None if there is no checkpoint yet
         if start is None:
             print("starting from scratch")
         else:
-            torch.set_rng_state(state["rng"])  # dropout goes on where it was
-            print(f"going on after step {start}")
+            torch.set_rng_state(state["rng"])  # dropout resumes where it was
+            print(f"resuming after step {start}")
         for step in range(1 if start is None else start + 1, steps + 1):
             x, y = (t.to(device) for t in batch_of(step))
             loss = (model(x) - y).square().mean()
@@ -49,7 +49,7 @@ def train(run: str, steps: int, every: int) -> None:
             if c.step(step, state, metrics={"loss": loss.item()}):
                 print(f"step {step}: loss {loss.item():.6f}, saving")
             if c.preempted:
-                print(f"told to stop: step {step} is saved")
+                print(f"stopping: step {step} is saved")
                 return
         c.wait()
         for saved in c.steps():

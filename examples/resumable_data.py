@@ -1,4 +1,4 @@
-"""Trains a small classifier with dropout on shuffled data; started again, on any number of ranks, no sample is dropped or seen twice.
+"""Trains a small classifier with dropout on shuffled data; started again, on any number of ranks, it drops no sample and repeats none.
 
 ``python examples/resumable_data.py runs/a``, or ``torchrun --nproc-per-node 2 examples/resumable_data.py runs/a``.
 """

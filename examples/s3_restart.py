@@ -1,4 +1,4 @@
-"""A job that checkpoints to an object store is killed again and again; it goes on each time, on another number of ranks, bit for bit.
+"""A job that checkpoints to an object store is killed again and again; each time it resumes on another number of ranks, bit for bit.
 
 ``python examples/s3_restart.py s3://bucket/runs/a --kills 20``. Endpoint and credentials come from the usual places: ``AWS_*``, ``~/.aws``.
 With ``--local DIR`` every save is committed in that directory first. The example trains the same job once without any interruption, in a

@@ -1,4 +1,4 @@
-"""Takes the weights alone, in bfloat16, out of a checkpoint of a whole training state, as a program that serves the model does.
+"""Loads only the weights, in bfloat16, from a training checkpoint, as a serving program does.
 
 ``python examples/serve.py runs/plain`` after ``python examples/plain_loop.py runs/plain``; or any run of a model with the same names.
 """

@@ -1,4 +1,4 @@
-"""Trains with tensor parallelism inside of FSDP2, and goes on with any other sizes of the mesh.
+"""Trains with tensor parallelism inside FSDP2, and resumes with any other mesh sizes.
 
 ``torchrun --nproc-per-node 4 examples/tp_fsdp2.py runs/tp --tp 2``, then ``torchrun --nproc-per-node 2 ... --tp 1 --steps 40``.
 """
@@ -59,7 +59,7 @@ def train(run: str, steps: int, every: int, tp: int, device: str = "cpu") -> lis
         now = state["mesh"]
         start = c.restore(state)
         if dist.get_rank() == 0 and start is not None:
-            print(f"going on after step {start}, saved from the mesh {state['mesh']}, on {now}", flush=True)
+            print(f"resuming after step {start}, saved from the mesh {state['mesh']}, on {now}", flush=True)
         state["mesh"] = now
         for step in range(1 if start is None else start + 1, steps + 1):
             # Ranks that differ in tp only get the same data.

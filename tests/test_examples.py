@@ -226,7 +226,7 @@ def test_a_plain_loop_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys: p
     plain.train(str(tmp_path / "parts"), 19, 8)
     assert "going on" not in capsys.readouterr().out
     plain.train(str(tmp_path / "parts"), 24, 8)
-    assert "going on after step 16\n" in capsys.readouterr().out
+    assert "resuming after step 16\n" in capsys.readouterr().out
     whole, parts = (tensors_of(tmp_path / run / "step-00000024") for run in ("whole", "parts"))
     assert whole == parts and "rng" in whole
 

@@ -1,7 +1,7 @@
-"""The demo: a training run is killed in the middle of a save and goes on with another number of ranks and another mesh, bit for bit.
+"""The demo: a training run is killed in the middle of a save and resumes on another number of ranks and another mesh, bit for bit.
 
 1. ``train.py`` trains on 4 ranks, FSDP2 × tensor parallelism, and saves as it goes. While a save is writing, all ranks get SIGKILL.
-2. It is started again on 2 ranks, FSDP2 alone: it goes on from the newest committed checkpoint, saves, and is started once more
+2. It is started again on 2 ranks, FSDP2 alone: it resumes from the newest committed checkpoint, saves, and is started once more
    from that.
 3. Another 2 ranks start from the same committed checkpoint and run straight through. The losses of 2 and 3 must be equal, bit for bit.
 4. The ``ckpt`` command inspects and verifies what all that wrote.

@@ -1,7 +1,7 @@
 """Trains a small byte-level transformer with FSDP2, and tensor parallelism if asked, and checkpoints everything that a resume needs.
 
 One process per rank: ``torchrun --nproc-per-node 4 examples/demo/train.py runs/a --tp 2``. Started again, on any number of ranks and
-with any ``--tp``, it goes on from the newest committed checkpoint of the run.
+with any ``--tp``, it resumes from the newest committed checkpoint of the run.
 """
 
 from __future__ import annotations
