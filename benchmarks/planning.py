@@ -29,7 +29,7 @@ from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Shard
+from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables

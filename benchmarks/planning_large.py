@@ -14,7 +14,7 @@ from ckpt.adapters.collect import Collected
 from ckpt.dtypes import dtype
 from ckpt.engine.save.plan import Plans, RankPlan
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat
+from ckpt.layout.placements import Flat
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 from ckpt.plan.tables import Table

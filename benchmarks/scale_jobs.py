@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpt.dtypes import dtype
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 

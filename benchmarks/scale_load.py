@@ -29,7 +29,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
 from ckpt.plan.ownership import Global, Owned, assign

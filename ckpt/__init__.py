@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from .layout.numbering import Numbered as Numbered
     from .layout.numbering import experts as experts
     from .layout.numbering import pipeline as pipeline
+    from .layout.placements import Flat as Flat
     from .layout.placements import GlobalShape as GlobalShape
+    from .layout.placements import Interleaved as Interleaved
     from .layout.placements import OnMesh as OnMesh
     from .layout.placements import Padded as Padded
+    from .layout.placements import Replicate as Replicate
+    from .layout.placements import Shard as Shard
     from .layout.placements import Stage as Stage
     from .layout.placements import Uneven as Uneven
-    from .layout.splits import Flat as Flat
-    from .layout.splits import Interleaved as Interleaved
-    from .layout.splits import Replicate as Replicate
-    from .layout.splits import Shard as Shard
     from .maintenance.step_listing import list_steps as list_steps
     from .training.checkpointer import Checkpointer as Checkpointer
     from .view import View as View
@@ -67,10 +67,10 @@ _WHERE = {
     "PerRank": "adapters.per_rank",
     "Layout": "layout.layout",
     "Mesh": "layout.mesh",
-    "Shard": "layout.splits",
-    "Replicate": "layout.splits",
-    "Flat": "layout.splits",
-    "Interleaved": "layout.splits",
+    "Shard": "layout.placements",
+    "Replicate": "layout.placements",
+    "Flat": "layout.placements",
+    "Interleaved": "layout.placements",
     "Padded": "layout.placements",
     "Uneven": "layout.placements",
     "GlobalShape": "layout.placements",

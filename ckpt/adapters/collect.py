@@ -19,8 +19,8 @@ from .modules import ModuleTensors, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import Compound, PerRank
 from .place import Placer
-from .placements import Placements
 from .refill import is_stateful
+from .shard_cache import ShardCache
 from .survey import survey
 from .tensors import LocalTensor
 
@@ -34,8 +34,8 @@ class Collected:
     own: dict[str, Node] = field(default_factory=dict)
 
 
-def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None, placements: Placements | None = None) -> Collected:
-    """Walk a state. No tensor is copied. ``placements`` is what the last walk found, if there was one.
+def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None, shards: ShardCache | None = None) -> Collected:
+    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one.
 
     Raises:
         UsageError: it is not a dict.
@@ -45,7 +45,7 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     """
     seen = survey(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        placer = Placer(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         found, parts = Collected(placer), dict[int, ModuleTensors]()
         walk = _CollectWalk(found, names_in(seen.modules, parts), parts)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())

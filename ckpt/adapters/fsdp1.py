@@ -18,7 +18,7 @@ from torch import nn
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat
+from ckpt.layout.placements import Flat
 from ckpt.layout.tensor_layout import TensorLayout
 
 from .meshes import mesh_of
@@ -60,20 +60,14 @@ class FlatPart(Sharded):
     def elements(self, value: torch.Tensor) -> Sharded:
         """This parameter's elements in a tensor of an optimizer's state; only ranks that have any take part."""
         memory = value.detach().view(-1).narrow(0, self.start, self.count)
-        split = self.layout.splits[0] if self.layout.splits else None
-        if isinstance(split, Flat):
-            return Sharded(memory, self.shape, TensorLayout(self.layout.mesh, self.layout.splits, self._holders(split)))
+        filled = self.layout.filled()
+        if filled:
+            return Sharded(memory, self.shape, TensorLayout(self.layout.mesh, self.layout.splits, filled))
         return Sharded(memory.view(self.shape), self.shape, self.layout)
 
     def number(self, value: torch.Tensor) -> Sharded:
         """A single number kept for this parameter, such as Adam's ``step``."""
-        split = self.layout.splits[0] if self.layout.splits else None
-        at = self._holders(split) if isinstance(split, Flat) else ()
-        return Sharded(value.detach(), tuple(value.shape), TensorLayout(self.layout.mesh, (), at))
-
-    def _holders(self, split: Flat) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        assert split.sizes is not None
-        return ((split.over, tuple(i for i, size in enumerate(split.sizes) if size)),)
+        return Sharded(value.detach(), tuple(value.shape), TensorLayout(self.layout.mesh, (), self.layout.filled()))
 
 
 def handles_of(module: nn.Module) -> list[tuple[str, Any, Any]]:

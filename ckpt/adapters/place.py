@@ -12,13 +12,12 @@ import torch
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout.layout import Layout, Placed
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 
 from .dtensor import is_dtensor
 from .meshes import widened
-from .placements import Placement, Placements, alive_of, key_of, memory_of
+from .shard_cache import CachedShard, ShardCache, alive_of, key_of, memory_of
 from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
 from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
@@ -45,7 +44,7 @@ class Placer:
     """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
     forward_mutable: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
-    placements: Placements = field(default_factory=Placements)
+    shards: ShardCache = field(default_factory=ShardCache)
     """What earlier walks of the same context found."""
     _replicated: TensorLayout | None = None
     _seen: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -54,11 +53,11 @@ class Placer:
     _more: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """The others that begin there and are not the same."""
     _counted: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    _anew: dict[str, Placement] = field(default_factory=dict)
+    _anew: dict[str, CachedShard] = field(default_factory=dict)
     _unproven: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.placements.settle(self.rank, self.ranks, self.layout, self.meshes)
+        self.shards.settle(self.rank, self.ranks, self.layout, self.meshes)
 
     @property
     def position(self) -> int:
@@ -73,7 +72,7 @@ class Placer:
         key = key_of(tensor)
         if key is None and is_sharded_tensor(tensor):
             return self._add_sharded(said, from_sharded_tensor(tensor, said))
-        known = self.placements.known.get(said)
+        known = self.shards.known.get(said)
         if known is not None and known.key == key:
             return self._recall(said, tensor, known)
         return self._remembered(self._place(said, tensor), tensor, key, tensor)
@@ -99,7 +98,7 @@ class Placer:
         dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
         return from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
 
-    def _recall(self, said: str, tensor: torch.Tensor, known: Placement) -> LocalTensor:
+    def _recall(self, said: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
         """Place a tensor as the last walk did: nothing that decides it has changed."""
         memory = memory_of(tensor)
         return self._register(LocalTensor(known.info, [Held(known.box, memory)], said), tensor, memory)
@@ -110,7 +109,7 @@ class Placer:
         memory = local_of(tensor)
         self._unproven.add(local.info.name)
         if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
-            self._anew[local.said] = Placement(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
+            self._anew[local.said] = CachedShard(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
         return self._register(local, tensor, memory)
 
     def unproven(self) -> list[LocalTensor]:
@@ -119,7 +118,7 @@ class Placer:
 
     def remember(self) -> None:
         """What this walk has found is right: the next one may rely on it."""
-        self.placements.known.update(self._anew)
+        self.shards.known.update(self._anew)
 
     def replicated(self) -> TensorLayout:
         """The layout of tensors that all ranks have."""
@@ -154,7 +153,7 @@ class Placer:
         """
         keys = key_of(tensor), key_of(param)
         key = None if None in keys else (*keys, param_name, prefix)
-        known = self.placements.known.get(said)
+        known = self.shards.known.get(said)
         if known is not None and known.key == key:
             return self._recall(said, tensor, known)
         local = self._place_state(said, tensor, param, param_name, prefix)
@@ -254,8 +253,7 @@ def _one_number(placed: Placed, name: str, tensor: torch.Tensor) -> Placed:
     if placed.stack is None:
         return Placed(name=name, shape=shape, layout=TensorLayout(placed.layout.mesh, (), placed.layout.at))
     dim, index = placed.stack
-    stacked = next(s for s in placed.layout.splits if isinstance(s, Shard) and s.dim == dim)
-    layout = TensorLayout(placed.layout.mesh, (Shard(0, stacked.over, stacked.sizes),), placed.layout.at)
+    layout = TensorLayout(placed.layout.mesh, placed.layout.splits[:1], placed.layout.at)
     return Placed(name=name, shape=(placed.shape[dim], *shape), layout=layout, stack=(0, index))
 
 

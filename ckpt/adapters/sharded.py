@@ -13,7 +13,7 @@ import torch
 
 from ckpt.errors import StateError
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Boxes, Shard
+from ckpt.layout.placements import Boxes, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,10 +10,12 @@ import torch
 
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
-from ckpt.layout.geometry import Box, ceil_cuts
+from ckpt.layout.geometry import Box
 from ckpt.layout.layout import Placed
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Interleaved, Shard, Split
+from ckpt.layout.placements import Split
+from ckpt.layout.placements.base import DTensorAxis
+from ckpt.layout.placements.registry import split_from_dtensor
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 
@@ -141,11 +142,7 @@ def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
 
 
 def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[int]) -> list[Split]:
-    """DTensor's placements, in the order in which they cut.
-
-    A plain Shard cuts before those to its right; a strided one after those to its right whose sizes multiply to its ``split_factor``
-    (torch/distributed/tensor/placement_types.py). A split factor that no such shards explain interleaves that many groups.
-    """
+    """DTensor's placements, in the order in which they cut. Each split reads its own kind of placement."""
     kinds = placement_types()
     dims = [p.dim for p in tensor.placements if isinstance(p, kinds.Shard)]
     if not hasattr(kinds, "_StridedShard") and len(set(dims)) < len(dims):
@@ -155,23 +152,14 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
             hint="use torch 2.5 or newer for FSDP over tensor parallelism",
         )
     order: list[tuple[Split, int]] = []
-    for axis in reversed(range(len(sizes))):
-        placement = tensor.placements[axis]
-        if isinstance(placement, kinds.Replicate):
+    for number in reversed(range(len(sizes))):
+        placement = tensor.placements[number]
+        if placement.is_replicate():
             continue
-        factor = getattr(placement, "split_factor", 1)
-        if not isinstance(placement, kinds.Shard) and not hasattr(placement, "split_factor"):
+        split = split_from_dtensor(placement, DTensorAxis(over=names[number], shape=tuple(tensor.shape), later=tuple(order)))
+        if split is None:
             raise LayoutError(f"{placement} cannot be stored", where=f"tensor {name}", hint="redistribute it to Shard or Replicate first")
-        dim = int(getattr(placement, "dim")) % max(tensor.ndim, 1)  # noqa: B009  Placement's stub has no dim
-        at, product = 0, 1
-        for i, (split, size) in enumerate(order):
-            if isinstance(split, Shard) and split.dim == dim and product < factor:
-                at, product = i + 1, product * size
-        if product == factor:
-            order.insert(at if factor > 1 else 0, (Shard(dim, names[axis]), sizes[axis]))
-        else:
-            groups = tuple(b - a for a, b in itertools.pairwise(ceil_cuts(tensor.shape[dim], factor)))
-            order.insert(0, (Interleaved(dim, names[axis], groups), sizes[axis]))
+        order.insert(split[1], (split[0], sizes[number]))
     return [split for split, _ in order]
 
 

@@ -14,8 +14,8 @@ from ckpt.errors import LayoutError
 
 from .mesh import Mesh
 from .numbering import Numbered
-from .placements import PLACEMENTS, GlobalShape, OnMesh, Padded, Placement, Stage, Uneven
-from .splits import Boxes, Flat, Interleaved, Shard, Split
+from .placements.base import Placement, dimension
+from .placements.shard import Shard
 from .tensor_layout import TensorLayout
 
 
@@ -73,7 +73,7 @@ class Layout:
         self.numbered = tuple(numbered)
         for glob, placements in self.rules:
             for p in placements:
-                if not isinstance(p, PLACEMENTS):
+                if not isinstance(p, Placement) or not p.in_rules:
                     raise LayoutError(f"the rule for {glob!r} has {p!r} of {type(p).__module__}", hint="placements are classes of ckpt")
         for other in self.meshes.values():
             if set(other.ranks) != set(self.mesh.ranks):
@@ -118,12 +118,11 @@ class Layout:
         if rank not in self.mesh.ranks:
             raise LayoutError(f"the rank is not in the layout's mesh {self.mesh}")
         placements = self._rule(name)
-        given = next((p.name for p in placements if isinstance(p, OnMesh)), None)
         stored, numbers = self._renumber(name, rank)
-        mesh_name = given or next((n.rule.mesh for n in numbers if n.rule.mesh), None)
-        mesh = self._mesh(mesh_name)
+        mesh_names = [p.mesh_name() for p in placements] + [n.rule.mesh for n in numbers]
+        mesh = self._mesh(next((mesh_name for mesh_name in mesh_names if mesh_name), None))
         at = self._at(placements, numbers, mesh, rank)
-        splits = tuple(p for p in placements if isinstance(p, (Shard, Interleaved, Flat)))
+        splits = tuple(split for p in placements if (split := p.as_split()) is not None)
         layout = TensorLayout(mesh, splits, at)
         shape = _global_shape(placements, layout, local_shape)
         logical = _logical(placements, shape)
@@ -175,51 +174,26 @@ class Layout:
             if n.value is not None and n.rule.over in mesh.names:
                 at[n.rule.over] = (n.coordinate,)
         for p in placements:
-            if isinstance(p, Stage):
-                at[p.over] = _stages(p, mesh.size(p.over))
+            at |= p.coordinates(mesh)
         return tuple(sorted(at.items()))
 
     def _stack(self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number) -> Placed:
         """The layout of the stacked tensor: a new dimension, cut over the number's mesh dimension; ids must be contiguous blocks."""
         rule, ndim = number.rule, len(shape) + 1
         assert rule.stack is not None and number.value is not None
-        dim = _dim(rule.stack, ndim, rule)
+        dim = dimension(rule.stack, ndim, rule)
         flat = [i for coordinate in rule.ids for chunk in coordinate for i in chunk]
         if flat != list(range(len(flat))) or any(len(coordinate) != 1 for coordinate in rule.ids):
             raise LayoutError(
                 f"{rule.pattern!r} cannot be stacked: a coordinate's numbers are not one contiguous block", hint="leave stack=None"
             )
         sizes = tuple(len(coordinate[0]) for coordinate in rule.ids)
-        splits = tuple(_shifted(s, dim, ndim) for s in layout.splits)
+        splits = tuple(s.stacked(dim, ndim) for s in layout.splits)
         at = tuple((over, allowed) for over, allowed in layout.at if over != rule.over)
         stacked = TensorLayout(layout.mesh, (Shard(dim, rule.over, sizes), *splits), at)
         grown = (*shape[:dim], len(flat), *shape[dim:])
         real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
         return Placed(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
-
-
-def _stages(placement: Stage, size: int) -> tuple[int, ...]:
-    """The coordinates of a ``Stage`` on a mesh dimension of ``size``, counted from 0; the last may also be the first."""
-    given = (placement.at,) if isinstance(placement.at, int) else placement.at
-    if not all(-size <= i < size for i in given):
-        raise LayoutError(f"{placement} does not fit: {placement.over!r} has {size} coordinates")
-    return tuple(sorted({i % size for i in given}))
-
-
-def _dim(dim: int, ndim: int, said_by: object) -> int:
-    """A dimension of a tensor that has ``ndim``, counted from 0."""
-    if not -ndim <= dim < ndim:
-        raise LayoutError(f"{said_by} does not fit a tensor of {ndim} dimensions")
-    return dim % ndim
-
-
-def _shifted(split: Split, dim: int, ndim: int) -> Split:
-    """The same split of a tensor that has got a new dimension ``dim``."""
-    if isinstance(split, Flat | Boxes):
-        raise LayoutError("a stacked tensor cannot be Flat")
-    old = split.dim % (ndim - 1)
-    new = old + 1 if old >= dim else old
-    return Shard(new, split.over, split.sizes) if isinstance(split, Shard) else Interleaved(new, split.over, split.groups)
 
 
 def _check_rules(rules: Sequence[Any]) -> None:
@@ -232,42 +206,26 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
-def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, local: tuple[int, ...]) -> tuple[int, ...]:
-    given = next((p.shape for p in placements if isinstance(p, GlobalShape)), None)
-    if given is not None:
-        return given
-    if layout.is_flat:
-        raise LayoutError("the global shape of a Flat tensor cannot be told from its memory", hint="add GlobalShape(shape) to the rule")
-    shape = list(local)
+def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The global shape of a tensor of which a rank holds ``shape``."""
+    stated = next((given for p in placements if (given := p.stated_shape()) is not None), None)
+    if stated is not None:
+        return stated
     # Splits are undone from the last to the first: given sizes are those of what the splits before left.
     for split in reversed(layout.splits):
-        assert not isinstance(split, Flat | Boxes)
-        dim = _dim(split.dim, len(local), split)
-        if isinstance(split, Shard) and split.sizes is not None:
-            shape[dim] = sum(split.sizes)
-        elif isinstance(split, Interleaved) and isinstance(split.groups, tuple):
-            shape[dim] = sum(split.groups)
-        else:
-            shape[dim] *= layout.mesh.size(split.over)
-        if isinstance(split, Interleaved) and isinstance(split.groups, int) and shape[dim] % split.groups:
-            raise LayoutError(
-                f"dimension {dim} has {shape[dim]} elements, which are not {split.groups} equal groups", hint="give Interleaved their sizes"
-            )
+        shape = split.global_shape(shape, layout.mesh)
     for p in placements:
-        if isinstance(p, Uneven):
-            shape[_dim(p.dim, len(local), p)] = p.size
-    return tuple(shape)
+        if p.as_split() is None:
+            shape = p.global_shape(shape, layout.mesh)
+    return shape
 
 
 def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    logical = list(shape)
+    logical = None
     for p in placements:
-        if isinstance(p, Padded):
-            dim = _dim(p.dim, len(shape), p)
-            if p.size > shape[dim]:
-                raise LayoutError(f"dimension {dim} has {shape[dim]} elements, fewer than the {p.size} real ones of {p}")
-            logical[dim] = p.size
-    return tuple(logical) if any(isinstance(p, Padded) for p in placements) else None
+        real = p.real_shape(shape if logical is None else logical)
+        logical = logical if real is None else real
+    return logical
 
 
 def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:

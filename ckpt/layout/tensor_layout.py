@@ -1,5 +1,18 @@
 """Where each rank's elements of one global tensor are: a mesh, and the splits that cut the tensor over it. Pure numpy.
 
+How a layout becomes boxes. Each dimension is cut on its own into the ranges that each coordinate holds; the boxes of a rank are the
+product of its ranges, and its memory has them in this order::
+
+    Shard(0, "dp"), Interleaved(1, "tp", 2) on {dp: 2, tp: 2}, shape (4, 8)
+
+               tp 0 1   0 1        dimension 0: dp 0 has rows 0:2, dp 1 has 2:4
+        dp 0   │ A B │ A B │       dimension 1: two groups of 4 columns; tp 0 has 0:2 and 4:6, tp 1 the rest
+        dp 1   │ C D │ C D │       rank (0, 0) has the boxes [0:2,0:2] and [0:2,4:6], side by side in memory of shape (2, 4)
+
+The tiling is the reverse: the boundaries of all ranges of all coordinates are a grid of cells, and each cell has one coordinate of the mesh
+dimensions that cut, and every coordinate of those that do not: its replicas. A ``BlockSplit`` (flat ranges, listed boxes) has no such
+grid; its cells are listed.
+
 A tensor's splits are applied one after another, each to what the ones before it left: ``(Shard(0, "tp"), Shard(0, "dp"))`` is FSDP over
 tensor parallelism, the layout that DTensor spells ``_StridedShard``. Mesh dimensions that no split names hold replicas.
 """
@@ -19,17 +32,11 @@ import numpy.typing as npt
 from ckpt.errors import LayoutError
 
 from .flat_ranges import FlatBlocks
-from .geometry import Box, Cuts, IntArray, ceil_cut, flat_to_boxes, merge_cuts
+from .geometry import Box, Cuts, IntArray, merge_cuts
+from .intervals import Interval, Shares, joined, slice_of
 from .mesh import Mesh
-from .splits import Boxes, Flat, Interleaved, Interval, Shard, Shares, Split, given_cuts, part_of, split_from_json
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor, and where it is in this rank's memory: a box of the local tensor (a range of it for ``Flat``)."""
-
-    box: Box
-    local: Box
+from .placements.base import AxisSplit, BlockSplit, Piece, Split
+from .placements.registry import split_from_json
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,11 +66,10 @@ class TensorLayout:
         over = [s.over for s in self.splits] + [name for name, _ in self.at]
         for name in over:
             self.mesh.axis(name)
-        if any(isinstance(s, Flat) for s in self.splits[:-1]):
-            raise LayoutError("Flat must be the last split")
-        if len(self.splits) > 1 and any(isinstance(s, Boxes) for s in self.splits):
-            raise LayoutError("Boxes must be the only split")
-        if len(set(over)) != len(over) and not self._is_flat_at():
+        for split in self.splits if len(self.splits) > 1 else ():
+            if isinstance(split, BlockSplit) and (split.alone or split is not self.splits[-1]):
+                raise LayoutError(f"{type(split).__name__} must be the {'only' if split.alone else 'last'} split")
+        if len(set(over)) != len(over) and not self._leaves_out_empty_parts():
             raise LayoutError(f"a mesh dimension is used twice: {over}", hint="each mesh dimension can split a tensor once")
         for name, allowed in self.at:
             size = self.mesh.size(name)
@@ -79,20 +85,27 @@ class TensorLayout:
         return cls(Mesh.flat(ranks))
 
     @property
-    def is_flat(self) -> bool:
-        return bool(self.splits) and isinstance(self.splits[-1], Flat)
+    def block_split(self) -> BlockSplit | None:
+        """The last split, if it cuts the block that the others leave."""
+        last = self.splits[-1] if self.splits else None
+        return last if isinstance(last, BlockSplit) else None
 
     @property
-    def boxes(self) -> Boxes | None:
-        """The split, if boxes are listed."""
-        return self.splits[0] if self.splits and isinstance(self.splits[0], Boxes) else None
+    def is_flat(self) -> bool:
+        """Whether a rank's memory is one-dimensional, whatever the tensor's shape."""
+        return self.block_split is not None and self.block_split.flattens
 
-    def _is_flat_at(self) -> bool:
-        """Whether ``at`` names the coordinates of a single flat split whose given ranges are empty at all others."""
-        sizes = self.splits[0].sizes if len(self.splits) == 1 and isinstance(self.splits[0], Flat) else None
-        if sizes is None or len(self.at) != 1 or self.at[0][0] != self.splits[0].over:
+    def filled(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """An ``at`` that leaves out the coordinates of a block split that hold nothing of any tensor; nothing without such a split."""
+        split = self.block_split
+        return () if split is None else ((split.over, tuple(i for i in range(self.mesh.size(split.over)) if not split.is_empty(i))),)
+
+    def _leaves_out_empty_parts(self) -> bool:
+        """Whether ``at`` names the mesh dimension of a single split, all of whose parts at other coordinates are empty."""
+        if len(self.splits) != 1 or len(self.at) != 1:
             return False
-        return not any(size for i, size in enumerate(sizes) if i not in self.at[0][1])
+        (name, allowed), filled = self.at[0], dict(self.filled())
+        return name in filled and set(filled[name]) <= set(allowed)
 
     def _submesh(self) -> npt.NDArray[np.int64]:
         """The mesh's ranks, restricted by ``at``."""
@@ -125,17 +138,15 @@ class TensorLayout:
         if where is None:
             return (0,) if self.is_flat else (0,) * len(shape)
         block = tuple(sum(b - a for a, b in axis.intervals(where)) for axis in _axes(self, shape))
-        if not self.is_flat:
-            return block
-        start, stop = _flat_range(self, math.prod(block), where)
-        return (stop - start,)
+        split = self.block_split
+        return block if split is None else split.local_shape(block, self.mesh.size(split.over), where[self.mesh.axis(split.over)])
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
         """The cells of a tensor of global ``shape`` and their holders, the same on every rank."""
         return _tiling(self, shape)
 
     def to_json(self) -> Any:
-        splits = [[type(s).__name__, *(getattr(s, f) for f in s.__slots__)] for s in self.splits]
+        splits = [s.to_json() for s in self.splits]
         ranks = self.mesh.ranks
         spelled = {"start": ranks.start} if isinstance(ranks, range) else ranks
         return [self.mesh.names, self.mesh.sizes, spelled, splits, self.at]
@@ -159,48 +170,49 @@ class _Axis:
     """How one tensor dimension of ``size`` elements is cut: by ``splits``, over ``mesh_axes`` of ``counts`` coordinates."""
 
     size: int
-    splits: tuple[Shard | Interleaved, ...]
+    splits: tuple[AxisSplit, ...]
     mesh_axes: tuple[int, ...]
     counts: tuple[int, ...]
 
     def intervals(self, where: tuple[int, ...]) -> tuple[Interval, ...]:
         """What the coordinate ``where`` of the mesh holds, in local order."""
-        held: tuple[Interval, ...] = ((0, self.size),)
+        left: tuple[Interval, ...] = ((0, self.size),)
         for split, axis, count in zip(self.splits, self.mesh_axes, self.counts, strict=True):
-            held = part_of(split, held, count, where[axis])
-        return held
+            ranges = split.part(sum(b - a for a, b in left), count, where[axis])
+            left = joined([interval for start, stop in ranges for interval in slice_of(left, start, stop)])
+        return left
 
     @cached_property
     def shares(self) -> Shares:
-        """What all coordinates on ``mesh_axes`` hold, these numbered row-major."""
+        """What all coordinates on ``mesh_axes`` hold, these numbered row-major: :meth:`intervals` of all of them. Rows of one size are cut
+        alike, so their ranges are made once."""
         shares = Shares.all_of(self.size)
         for split, count in zip(self.splits, self.counts, strict=True):
-            shares = shares.divided(split, count)
+            sizes, kind = np.unique(shares.sizes(), return_inverse=True)
+            ranges = [split.all_parts(size, count) for size in sizes.tolist()]
+            most = max(len(first) for first, _ in ranges)
+            first, last = (np.stack([_padded(edges, most) for edges in side])[kind.reshape(-1)] for side in zip(*ranges, strict=True))
+            shares = shares.divided(first, last)
         return shares
+
+
+def _padded(edges: IntArray, ranges: int) -> IntArray:
+    """``[ranges, parts]``, with empty ranges after those that there are: sizes that are cut into fewer ranges than others."""
+    return edges if len(edges) == ranges else np.pad(edges, ((0, ranges - len(edges)), (0, 0)))
 
 
 @lru_cache(maxsize=4096)
 def _axes(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[_Axis, ...]:
-    return tuple(_axis(layout, dim, size, len(shape)) for dim, size in enumerate(shape)) if shape else _no_axes(layout)
-
-
-def _no_axes(layout: TensorLayout) -> tuple[_Axis, ...]:
-    if any(not isinstance(s, Flat) for s in layout.splits):
+    splits = [split for split in layout.splits if isinstance(split, AxisSplit)]
+    if splits and not shape:
         raise LayoutError("a scalar cannot be sharded", hint="give it a rule of its own: Replicate()")
-    return ()
-
-
-def _axis(layout: TensorLayout, dim: int, size: int, ndim: int) -> _Axis:
-    splits: list[Shard | Interleaved] = []
-    for split in layout.splits:
-        if isinstance(split, Flat | Boxes):
-            continue
-        if not -ndim <= split.dim < ndim:
-            raise LayoutError(f"{split} does not fit a tensor of {ndim} dimensions")
-        if split.dim % ndim == dim:
-            splits.append(split)
-    axes = tuple(layout.mesh.axis(split.over) for split in splits)
-    return _Axis(size, tuple(splits), axes, tuple(layout.mesh.sizes[axis] for axis in axes))
+    dims = [split.dimension(len(shape)) for split in splits]
+    axes = []
+    for dim, size in enumerate(shape):
+        own = tuple(split for split, its_dim in zip(splits, dims, strict=True) if its_dim == dim)
+        over = tuple(layout.mesh.axis(split.over) for split in own)
+        axes.append(_Axis(size, own, over, tuple(layout.mesh.sizes[axis] for axis in over)))
+    return tuple(axes)
 
 
 # ------------------------------------------------------------------------------------------------------- pieces, tiling
@@ -211,11 +223,9 @@ def _pieces(layout: TensorLayout, shape: tuple[int, ...], rank: int) -> list[Pie
     where = layout.coordinate(rank)
     if where is None:
         return []
-    if layout.boxes is not None:
-        held = layout.boxes.held[where[layout.mesh.axis(layout.boxes.over)]]
-        return [Piece(Box(offset, size), Box((0,) * len(size), size)) for offset, size in held]
     pieces = _product_pieces([axis.intervals(where) for axis in _axes(layout, shape)])
-    return _flat_pieces(layout, pieces, where) if layout.is_flat else pieces
+    split = layout.block_split
+    return pieces if split is None else split.pieces(pieces, layout.mesh.size(split.over), where[layout.mesh.axis(split.over)])
 
 
 def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
@@ -232,40 +242,10 @@ def _product_pieces(per_dim: Sequence[tuple[Interval, ...]]) -> list[Piece]:
     return pieces
 
 
-def _flat_range(layout: TensorLayout, numel: int, where: tuple[int, ...]) -> Interval:
-    split = layout.splits[-1]
-    axis = layout.mesh.axis(split.over)
-    given, parts, number = split.sizes if isinstance(split, Flat) else None, layout.mesh.sizes[axis], where[axis]
-    if given is None:
-        return ceil_cut(numel, parts, number), ceil_cut(numel, parts, number + 1)
-    cuts = given_cuts(given, numel, parts)
-    return cuts[number], cuts[number + 1]
-
-
-def _flat_pieces(layout: TensorLayout, block: list[Piece], where: tuple[int, ...]) -> list[Piece]:
-    """Cut the block that earlier splits left (its pieces) to this rank's flat range."""
-    if not block:
-        return []
-    local_shape = tuple(np.max([p.local.end for p in block], axis=0).tolist()) if block[0].local.shape else ()
-    start, stop = _flat_range(layout, math.prod(local_shape), where)
-    found, at = [], 0
-    for part in flat_to_boxes(local_shape, start, stop):
-        for piece in block:
-            common = part.intersect(piece.local)
-            if common is None:
-                continue
-            if common != part:
-                raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under a name of its own")
-            shift = tuple(g - o for g, o in zip(piece.box.offset, piece.local.offset, strict=True))
-            found.append(Piece(common.shifted(shift), Box((at,), (part.numel,))))
-        at += part.numel
-    return found
-
-
 @lru_cache(maxsize=4096)
 def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
-    if layout.is_flat or layout.boxes is not None:
-        return _flat_tiling(layout, shape)
+    if layout.block_split is not None:
+        return _listed_tiling(layout, shape)
     axes = _axes(layout, shape)
     array = layout._submesh()
     cuts = tuple(map(_axis_cuts, axes))
@@ -301,7 +281,7 @@ def _cell_coordinates(axis: _Axis, cuts: Cuts) -> npt.NDArray[np.int64]:
     return np.stack(np.unravel_index(holder, axis.counts), axis=1).astype(np.int64)
 
 
-def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
+def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     """Explicit boxes: what each rank holds, once per group of ranks that hold the same."""
     blocks = flat_blocks(layout, shape)
     if blocks is not None:
@@ -326,13 +306,14 @@ def _flat_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
 def flat_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | None:
     """The blocks of a flat layout and who holds their ranges. None where there are no blocks to speak of: an empty tensor, a scalar,
     interleaved parts, of which a rank holds several, or ranges of given sizes."""
-    flat = layout.splits[-1] if layout.splits else None
-    if not isinstance(flat, Flat) or flat.sizes is not None or math.prod(shape) == 0 or not shape:
+    flat = layout.block_split
+    if flat is None or not flat.has_even_ranges() or math.prod(shape) == 0 or not shape:
         return None
-    if not all(isinstance(s, Shard) for s in layout.splits[:-1]):
+    if not all(isinstance(s, AxisSplit) and s.contiguous for s in layout.splits[:-1]):
         return None
     tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
-    assert tiling.cuts is not None
+    if tiling.cuts is None:
+        return None
     sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(allowed) for name, allowed in layout.at}
     free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
     holders = tiling.holders.reshape(-1, *(sizes[name] for name in free))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
 
-from ckpt.layout.splits import Interval, joined, slice_of
+from ckpt.layout.intervals import Interval, joined, slice_of
 
 from .stand_ins import Made
 from .stored import Meanings, StoredPart, StoredView, counts, shape_of

@@ -15,7 +15,7 @@ from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.datafiles.datafile import coded_groups
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Shard
+from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import Global, Owned, assign

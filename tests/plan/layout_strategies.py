@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES, DType
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Interleaved, Shard, Split
+from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
 

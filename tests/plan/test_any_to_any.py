@@ -23,7 +23,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
 from ckpt.layout.geometry import Box, strided_blocks
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Interleaved, Shard
+from ckpt.layout.placements import Flat, Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.join import Copy, join

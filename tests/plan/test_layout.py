@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckpt.errors import LayoutError
 from ckpt.layout.geometry import Box, cells
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Interleaved, Shard
+from ckpt.layout.placements import Flat, Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from tests.plan.layout_strategies import local_array, meshes, numbered, placed_tensors, through_pieces
 

@@ -19,7 +19,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.layout.flat_ranges import range_boxes
 from ckpt.layout.geometry import flat_to_boxes
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Shard, Split
+from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.parcels import MOST, reader_of, shared_chunks
 

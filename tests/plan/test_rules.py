@@ -15,8 +15,7 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.layout import Layout, Placed
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.numbering import Numbered, experts, pipeline
-from ckpt.layout.placements import GlobalShape, OnMesh, Padded, Stage, Uneven
-from ckpt.layout.splits import Flat, Interleaved, Replicate, Shard
+from ckpt.layout.placements import Flat, GlobalShape, Interleaved, OnMesh, Padded, Replicate, Shard, Stage, Uneven
 from ckpt.layout.tensor_layout import TensorLayout
 from tests.plan.layout_strategies import chunked, numbered, through_pieces
 

@@ -17,7 +17,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Interleaved, Shard, Split
+from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import flat, merge, ownership
 from ckpt.plan.join import join

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.splits import Flat, Shard
+from ckpt.layout.placements import Flat, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global, assign
 from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text

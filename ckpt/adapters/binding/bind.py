@@ -19,8 +19,8 @@ from ckpt.adapters.modules import copies_of, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
 from ckpt.adapters.place import Placer, own_name
-from ckpt.adapters.placements import Placements
 from ckpt.adapters.refill import is_stateful, refill
+from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.stateful import StatefulObject
 from ckpt.adapters.survey import survey
 from ckpt.catalog import Catalog
@@ -42,16 +42,16 @@ def bind(
     layout: Layout | None,
     selection: Selection,
     cast: bool,
-    placements: Placements | None = None,
+    shards: ShardCache | None = None,
 ) -> Binding:
-    """Walk a state and match it with a checkpoint. Changes nothing. ``placements`` is what an earlier walk found, if there was one.
+    """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one.
 
     Raises:
         UsageError, StateError, LayoutError: as for a save.
     """
     seen = survey(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, seen.meshes, placements=placements or Placements())
+        placer = Placer(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         walk = _BindWalk(catalog, placer, selection, names_in(seen.modules), cast=cast)
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from ckpt import settings
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
-from ckpt.adapters.placements import Placements
+from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.stateful import take_all
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency.gc_paused import uncollected
@@ -126,7 +126,7 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
     )
 
 
-_placements: WeakKeyDictionary[Members, Placements] = WeakKeyDictionary()
+_shards: WeakKeyDictionary[Members, ShardCache] = WeakKeyDictionary()
 """What earlier loads of a job found out about where its tensors lie."""
 
 recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
@@ -184,7 +184,7 @@ class _Load:
     def match(self, state: object) -> Row:
         """Every rank: bind, and say what does not fit."""
         group = self.call.group
-        placements = _placements.setdefault(group, Placements())
+        shards = _shards.setdefault(group, ShardCache())
         with self.span("open"):
             self.opened += 1
             self.catalog = open_together(self.call, self.options.sources, f"index{self.opened}")
@@ -197,10 +197,10 @@ class _Load:
                 layout=self.options.layout,
                 selection=self.options.selection,
                 cast=self.options.cast,
-                placements=placements,
+                shards=shards,
             )
-        if len(placements.known) > 4 * len(self.binding.targets) + 1000:
-            placements.known.clear()  # of states that are not loaded any more
+        if len(shards.known) > 4 * len(self.binding.targets) + 1000:
+            shards.known.clear()  # of states that are not loaded any more
         said = {"missing": self.binding.missing, "misfits": self.binding.misfits}
         everything = self.binding.used >= names_of(self.catalog)
         used = {"used": None if everything else sorted(self.binding.used), "values": sorted(self.binding.values)}

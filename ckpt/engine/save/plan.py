@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt.adapters.collect import Collected
-from ckpt.adapters.placements import Placements
+from ckpt.adapters.shard_cache import ShardCache
 from ckpt.dtypes import dtype
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
@@ -85,9 +85,9 @@ class RankPlan:
 
 @dataclass(eq=False)
 class Plans:
-    """What a job remembers between saves of the same state: placements, and the last few plans of this rank."""
+    """What a job remembers between saves of the same state: its shards, and the last few plans of this rank."""
 
-    placements: Placements = field(default_factory=Placements)
+    shards: ShardCache = field(default_factory=ShardCache)
     hits: int = 0
     _kept: list[RankPlan] = field(default_factory=list)
 
@@ -98,8 +98,8 @@ class Plans:
             StateError: a name cannot be stored.
         """
         placer = collected.placer
-        if len(self.placements.known) > 4 * len(placer.tensors) + 1000:
-            self.placements.known.clear()  # of states that are not saved any more
+        if len(self.shards.known) > 4 * len(placer.tensors) + 1000:
+            self.shards.known.clear()  # of states that are not saved any more
         limits = rank, position, merge, codec, ownership.MAX_CHUNK, ownership.SMALL
         key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), limits)
         for i, kept in enumerate(self._kept):

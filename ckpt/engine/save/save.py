@@ -168,9 +168,7 @@ class Save:
         self.backend: Backend = open_backend(self.call.url)
         plans = self.memory.plans
         with self.spans.span("collect"):
-            self.collected: Collected = collect(
-                state, rank=group.rank, ranks=group.ranks, layout=self.options.layout, placements=plans.placements
-            )
+            self.collected: Collected = collect(state, rank=group.rank, ranks=group.ranks, layout=self.options.layout, shards=plans.shards)
             self.values = tree.text(self.collected.state).encode()
             self.own_values = json.dumps(self.collected.own).encode() if self.collected.own else b""
         with self.spans.span("plan"):

@@ -1,6 +1,6 @@
-"""Placements that earlier walks found, by name: the second save of a state need not derive layouts again.
+"""ShardCache that earlier walks found, by name: the second save of a state need not derive layouts again.
 
-Invariant: a remembered placement is used only if everything it was derived from is the same: class, dtype and shape of the tensor, its
+Invariant: a remembered shard is used only if everything it was derived from is the same: class, dtype and shape of the tensor, its
 DTensor mesh and placements, and the context (rank, ranks, layout, meshes).
 """
 
@@ -20,7 +20,7 @@ from .dtensor import is_dtensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class CachedShard:
     """The place of one tensor. ``box`` is all that this rank holds, as one block of the whole local tensor."""
 
     key: Hashable
@@ -31,10 +31,10 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Placements:
-    """Remembers one placement per name. ``infos`` makes equal :class:`Global` values one object, so that tables compare quickly."""
+class ShardCache:
+    """Remembers one shard per name. ``infos`` makes equal :class:`Global` values one object, so that tables compare quickly."""
 
-    known: dict[str, Placement] = field(default_factory=dict)
+    known: dict[str, CachedShard] = field(default_factory=dict)
     _context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None
 
     def settle(self, rank: int, ranks: tuple[int, ...], layout: Layout | None, meshes: tuple[Mesh, ...]) -> None:
