@@ -48,7 +48,7 @@ class Uneven(Placement):
 
 @dataclass(frozen=True, slots=True)
 class GlobalShape(Placement):
-    """The tensor's global shape. Needed for :class:`~ckpt.Flat` tensors, whose memory does not show it."""
+    """The tensor's global shape. Needed for :class:`Flat` tensors, whose memory does not show it."""
 
     shape: tuple[int, ...]
 
