@@ -38,7 +38,7 @@ COMMANDS = {
     "import": "Point a checkpoint at the files of another, of any format.",
     "convert": "Write a checkpoint in another format.",
     "cp": "Copy a checkpoint to another storage.",
-    "gc": "Remove what a run does not need: old checkpoints, debris.",
+    "gc": "Remove what a run does not need: old checkpoints, orphaned files.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckpt
 from ckpt.engine.verify.verify import verify
 from ckpt.io_backends import open_backend
-from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.policies import EverySteps, Latest
 
 BATCH = 12
@@ -170,12 +170,12 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def collect_garbage(root: str) -> int:
-    """What ``ckpt gc ROOT --grace 0 --yes`` does; how much there was. Nothing may be left then."""
+    """What ``ckpt gc ROOT --older-than 0 --yes`` does; how much there was. Nothing may be left then."""
     backend = open_backend(root)
-    debris = find_debris(backend, grace=0, now=time.time())
-    remove_debris(backend, debris)
-    assert find_debris(backend, grace=0, now=time.time()) == []
-    return len(debris)
+    orphans = find_orphans(backend, older_than=0, now=time.time())
+    remove_orphans(backend, orphans)
+    assert find_orphans(backend, older_than=0, now=time.time()) == []
+    return len(orphans)
 
 
 def lives(log: Path) -> list[dict[str, Any]]:
@@ -213,8 +213,8 @@ def story(run: str, local: str | None, kills: int, longest: float, folder: Path)
     url, reference = (f"{root}/step-{steps - 1:08d}" for root in (run, straight))
     equal = same(content(url), content(reference))
     whole = all(verify(s.url).ok for root in (run, local) if root is not None for s in ckpt.list_steps(root) if s.committed)
-    debris = sum(collect_garbage(root) for root in (run, local) if root is not None)
-    print(f"{kills} kills, {torn} of them in the middle of a save; {steps} steps; {debris} pieces of debris removed")
+    orphans = sum(collect_garbage(root) for root in (run, local) if root is not None)
+    print(f"{kills} kills, {torn} of them in the middle of a save; {steps} steps; {orphans} orphans removed")
     print(f"the last checkpoint is {'the same bit for bit' if equal else 'DIFFERENT'}; {'all' if whole else 'NOT ALL'} bytes are whole")
     return equal and whole
 

@@ -89,7 +89,7 @@ class _Files(NamedTuple):
 
 def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
     from .native.catalog import not_committed
-    from .native.paths import has_debris
+    from .native.paths import has_orphans
 
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
@@ -104,7 +104,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
         if candidate.recognises(backend, names):
             return candidate.open(backend)
         known.append(candidate.name)
-    if has_debris(backend):
+    if has_orphans(backend):
         raise not_committed(url)
     below = _below(url, names)
     if below is not None:

@@ -289,7 +289,7 @@ class Transfer:
             for path in previous_files(self.target, record):
                 self.target.delete(path)
         except CkptError as err:  # what was copied is committed
-            log.warning("files of the checkpoint that was replaced stay behind in %s as debris: %s", self.target.url, err)
+            log.warning("files of the checkpoint that was replaced stay behind in %s as orphans: %s", self.target.url, err)
 
     def _withdraw(self) -> None:
         """Another checkpoint was committed meanwhile: take away what it does not use."""

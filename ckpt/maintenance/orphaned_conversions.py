@@ -19,7 +19,7 @@ Age = Callable[[Iterable[ObjectMeta], str | None], tuple[bool, str]]
 """Whether files, and those of a save of this id, were left alone for long enough, and how to say it."""
 
 Saves = Callable[[str, str], Sequence[ObjectMeta]]
-"""Takes the files of a save, by directory and id, out of what else would be debris."""
+"""Takes the files of a save, by directory and id, out of what else would be orphans."""
 Committed = Callable[[str], str | None]
 """The id of the checkpoint that is committed in a directory."""
 _MAX_RECORD = 64 << 20
@@ -47,7 +47,7 @@ class Left:
     place: Place
     id: str | None
     stages: tuple[tuple[ObjectMeta, ...], ...]
-    goes: bool
+    removable: bool
     reason: str
     ended: bool = False
 
@@ -84,14 +84,14 @@ class Conversions:
             begun = ConversionRecord.from_bytes(data)
             if begun is None:
                 reason = "its record does not say which files are its: another version of ckpt began it"
-                yield Left(place=place, id=None, stages=((entry,),), goes=False, reason=reason)
+                yield Left(place=place, id=None, stages=((entry,),), removable=False, reason=reason)
                 continue
             own = tuple(marks.pop((place, begun.id), ()))
             try:
                 ended = place.name is None and committed(place.directory) == begun.id
             except (CorruptError, FormatError) as err:
                 reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
-                yield Left(place=place, id=begun.id, stages=((entry,), own), goes=False, reason=reason)
+                yield Left(place=place, id=begun.id, stages=((entry,), own), removable=False, reason=reason)
                 continue
             if ended:
                 yield _judged(place, begun.id, ((entry,), own), age, ended=True)
@@ -119,9 +119,9 @@ def _unfinished(
     other = _not_its_own(place, begun, {e.path: e.size for e in files.values()}, {e.path.rpartition("/")[2] for e in marks})
     if other is not None:
         reason = f"{other} is not as the conversion left it, so somebody else may have written it"
-        return Left(place=place, id=begun.id, stages=stages, goes=False, reason=reason)
+        return Left(place=place, id=begun.id, stages=stages, removable=False, reason=reason)
     if busy & own:
-        return Left(place=place, id=begun.id, stages=stages, goes=False, reason="a file of it is being uploaded")
+        return Left(place=place, id=begun.id, stages=stages, removable=False, reason="a file of it is being uploaded")
     return _judged(place, begun.id, stages, age)
 
 
@@ -135,9 +135,9 @@ def _not_its_own(place: Place, begun: ConversionRecord, sizes: Mapping[str, int]
 
 
 def _judged(place: Place, id: str, stages: tuple[tuple[ObjectMeta, ...], ...], age: Age, *, ended: bool = False) -> Left:
-    goes, reason = age([e for stage in stages for e in stage], id)
+    removable, reason = age([e for stage in stages for e in stage], id)
     told = f"it has ended, and only its marks are left; {reason}" if ended else reason
-    return Left(place=place, id=id, stages=stages, goes=goes, reason=told, ended=ended)
+    return Left(place=place, id=id, stages=stages, removable=removable, reason=told, ended=ended)
 
 
 def is_still(backend: Backend, left: Left, committed: Committed) -> bool:

@@ -1,12 +1,6 @@
-"""What killed and failed saves, copies and conversions left below a run, and whether it may go. No torch.
+"""Files that killed and failed saves, copies and conversions left below a run: which are orphans, and which of them may go. No torch.
 
-A save that goes on looks like one that was killed, so time decides: what nobody touched for the *grace* is debris; younger files may be
-of a save, a copy or a conversion that goes on. One case needs less time: beside a committed checkpoint, a save that began before it can
-never commit any more, unless that commit is taken back at once (``clearing``): then it is the checkpoint again. Touched is what the storage
-says of the files, and so is the present time; where it keeps no times, the begin of the save counts, which its id tells by the clock of the
-machine that saved.
-
-Invariant: nothing goes that is beyond a symbolic link. The root may be one, if it is that of a run.
+Invariant: nothing is removed beyond a symbolic link. The root may be a link, if it is that of a run.
 """
 
 from __future__ import annotations
@@ -27,18 +21,29 @@ from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
 from .orphaned_conversions import Conversions, Left, is_still
 
-GRACE = 86_400.0
-"""Seconds; the default."""
-
 SETTLED = 600.0
 """Seconds after which a commit is not taken back any more. One that lost its files to somebody is, as soon as the save has looked."""
+
+# What makes a file an orphan, and when it may go
+#
+#   no commit record reaches it        an orphan: a save in progress, or one that was killed. Their files look the same, so time decides.
+#     a file was touched lately          stays: the save may be in progress
+#     none was, for ``older_than``       goes
+#     a later save is committed there    goes once that commit is SETTLED: a save can only commit over the record it began with.
+#                                        Not before, since a commit may be taken back, and then this is the checkpoint again
+#   a record of a conversion, unfinished: its files go by the same rule; the record names them, and goes last, so that a removal that is
+#     stopped leaves a conversion that begins again, never a directory that opens with half of its files
+#
+# "Touched" is what the storage says of the files, and so is the present time: no clock of this machine counts. Where a storage keeps no
+# times, the begin of the save counts, which its id tells by the clock of the machine that saved. Time can be wrong, so removing a save is
+# safe even if it is in progress after all: see ``clearing``.
 
 _TEMPORARY = re.compile(r"(?:.*/)?\.(?:publish|prepare)-[0-9a-f]{16}\.tmp")
 _THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Debris:
+class Orphan:
     """Something left behind: the files of a ``save`` or a ``conversion`` below ``directory`` (relative to the root), a ``temporary`` file,
     or an ``upload``."""
 
@@ -50,7 +55,7 @@ class Debris:
     upload: PendingUpload | None = None
     left: Left | None = None
     """Of a conversion."""
-    goes: bool
+    removable: bool
     reason: str
 
     @property
@@ -73,35 +78,35 @@ class _Directory:
     saves: dict[str, list[ObjectMeta]] = field(default_factory=dict)
 
 
-def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
-    """All debris below the root of ``backend``, a run or one checkpoint, also what is too young to go.
+def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orphan]:
+    """All orphans below the root of ``backend``, a run or one checkpoint, also what is too young to go.
 
     Args:
-        grace: seconds that nobody touched what goes. 0: nobody saves or copies there now.
+        older_than: seconds for which nobody touched a file that may go. 0: nobody saves or copies there now.
         now: seconds since 1970, as the storage says: ``Backend.now``.
 
     Raises:
         StorageError: the storage cannot be listed.
     """
     directories: dict[str, _Directory] = {}
-    found: list[Debris] = []
+    found: list[Orphan] = []
     conversions = Conversions()
-    age = partial(_judge, backend, grace=grace, now=now)
-    settled = partial(_judge, backend, grace=min(grace, SETTLED), now=now)
+    age = partial(_judge, backend, older_than=older_than, now=now)
+    settled = partial(_judge, backend, older_than=min(older_than, SETTLED), now=now)
     for entry in backend.list_prefix():
         directory, inner = _split(entry.path)
         save = id_of(inner)
         if _TEMPORARY.fullmatch(entry.path):
-            goes, reason = age([entry], None)
-            found.append(Debris(what="temporary", directory=directory, entries=(entry,), goes=goes, reason=reason))
+            removable, reason = age([entry], None)
+            found.append(Orphan(what="temporary", directory=directory, entries=(entry,), removable=removable, reason=reason))
         elif inner == COMMIT_PATH:
             directories.setdefault(directory, _Directory()).record = entry
         elif save is not None:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
             conversions.look(entry)
-    uploads = [_upload(upload, grace, now) for upload in backend.pending_uploads()]
-    busy = {d.path for d in uploads if not d.goes}
+    uploads = [_upload(upload, older_than, now) for upload in backend.pending_uploads()]
+    busy = {d.path for d in uploads if not d.removable}
 
     def taken(directory: str, id: str) -> list[ObjectMeta]:
         return directories[directory].saves.pop(id, []) if directory in directories else []
@@ -112,18 +117,24 @@ def find_debris(backend: Backend, *, grace: float, now: float) -> list[Debris]:
     return _on_this_side(backend, found + uploads)
 
 
-def _on_this_side(backend: Backend, found: list[Debris]) -> list[Debris]:
+def _on_this_side(backend: Backend, found: list[Orphan]) -> list[Orphan]:
     """What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run."""
     target = backend.link()
     if target is None or all(d.directory or d.what in ("temporary", "upload") for d in found):
         return found
     reason = f"the root is a symbolic link to {target}, beyond which nothing is removed: name {target} itself"
-    return [replace(d, goes=False, reason=reason) if not d.directory else d for d in found]
+    return [replace(d, removable=False, reason=reason) if not d.directory else d for d in found]
 
 
-def _conversion(left: Left) -> Debris:
-    return Debris(
-        what="conversion", directory=left.place.directory, id=left.id, entries=left.entries, left=left, goes=left.goes, reason=left.reason
+def _conversion(left: Left) -> Orphan:
+    return Orphan(
+        what="conversion",
+        directory=left.place.directory,
+        id=left.id,
+        entries=left.entries,
+        left=left,
+        removable=left.removable,
+        reason=left.reason,
     )
 
 
@@ -135,7 +146,7 @@ def _split(path: str) -> tuple[str, str]:
 
 def _saves(
     backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]], settled: partial[tuple[bool, str]]
-) -> Iterator[Debris]:
+) -> Iterator[Orphan]:
     if held.record is not None and len(held.saves) < 2:
         return  # one checkpoint and nothing else: no need to read its record
     try:
@@ -143,21 +154,21 @@ def _saves(
     except (CorruptError, FormatError) as err:
         for id, entries in held.saves.items():
             reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
-            yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=False, reason=reason)
+            yield Orphan(what="save", directory=directory, id=id, entries=tuple(entries), removable=False, reason=reason)
         return
     for id, entries in held.saves.items():
         if id == committed:
             continue
         if held.record is not None and committed is not None and id < committed:
-            goes, reason = settled([held.record], committed)
+            removable, reason = settled([held.record], committed)
             reason = (
                 "it began before the save that is committed there, and cannot commit any more"
-                if goes
+                if removable
                 else f"it may be what the save that is committed there replaces, and that may be taken back: {reason}"
             )
         else:
-            goes, reason = age(entries, id)
-        yield Debris(what="save", directory=directory, id=id, entries=tuple(entries), goes=goes, reason=reason)
+            removable, reason = age(entries, id)
+        yield Orphan(what="save", directory=directory, id=id, entries=tuple(entries), removable=removable, reason=reason)
 
 
 def _committed(backend: Backend, directory: str) -> str | None:
@@ -166,33 +177,33 @@ def _committed(backend: Backend, directory: str) -> str | None:
     return None if data is None else CommitRecord.from_bytes(data, f"{backend.url}/{path}").id
 
 
-def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, grace: float, now: float) -> tuple[bool, str]:
-    """Whether files were left alone for the grace, and how to say it. The first young file decides."""
-    if grace == 0:
-        return True, "with a grace of 0 nobody saves there now"
+def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, older_than: float, now: float) -> tuple[bool, str]:
+    """Whether files were left alone for ``older_than`` seconds, and how to say it. The first young file decides."""
+    if older_than == 0:
+        return True, "with an age of 0, nobody saves there now"
     touched: float | None = None
     for entry in entries:
         try:
             modified = backend.modified(entry.path)
         except NotFoundError:
             return False, "its files are being removed, by somebody else"
-        if modified is not None and now - modified < grace:
+        if modified is not None and now - modified < older_than:
             return False, f"it was touched {_ago(now - modified)} ago and may go on"
         touched = max((t for t in (touched, modified) if t is not None), default=None)
     if touched is None:
         touched = began(id) if id is not None else None
-        if touched is not None and now - touched < grace:
+        if touched is not None and now - touched < older_than:
             return False, f"it began {_ago(now - touched)} ago and may go on"
     if touched is None:
-        return False, "nobody can say how old it is: only a grace of 0 removes it"
+        return False, "nobody can say how old it is: only an age of 0 removes it"
     return True, f"nobody touched it for {_ago(now - touched)}"
 
 
-def _upload(upload: PendingUpload, grace: float, now: float) -> Debris:
-    goes = grace == 0 or now - upload.started >= grace
-    reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if goes else " and may go on")
-    return Debris(
-        what="upload", directory=_split(upload.path)[0], id=id_of(_split(upload.path)[1]), upload=upload, goes=goes, reason=reason
+def _upload(upload: PendingUpload, older_than: float, now: float) -> Orphan:
+    removable = older_than == 0 or now - upload.started >= older_than
+    reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if removable else " and may go on")
+    return Orphan(
+        what="upload", directory=_split(upload.path)[0], id=id_of(_split(upload.path)[1]), upload=upload, removable=removable, reason=reason
     )
 
 
@@ -203,13 +214,13 @@ def _ago(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def remove_debris(backend: Backend, debris: Iterable[Debris]) -> None:
-    """Remove what ``goes``. What was committed since ``find_debris`` looked stays, and so does what is being committed (``clearing``).
+def remove_orphans(backend: Backend, orphans: Iterable[Orphan]) -> None:
+    """Remove those that are ``removable``. What was committed since ``find_orphans`` looked stays, and so does what is being committed.
 
     Raises:
-        StorageError: the storage failed. What is left is still debris.
+        StorageError: the storage failed. What is left is still an orphan.
     """
-    going = [d for d in debris if d.goes]
+    going = [d for d in orphans if d.removable]
     for upload in (d.upload for d in going if d.upload is not None):
         backend.abort_upload(upload)
     _delete(backend, (e for d in going if d.what == "temporary" for e in d.entries))

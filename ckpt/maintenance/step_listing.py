@@ -17,7 +17,7 @@ from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
 from ckpt.formats.native.extents import decode_sources
-from ckpt.formats.native.paths import SOURCES, has_debris
+from ckpt.formats.native.paths import SOURCES, has_orphans
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
@@ -43,7 +43,7 @@ class Step:
     url: str
     committed: bool
     damaged: bool = False
-    """There is a commit record, but it is damaged or of a version that this software does not know. Not debris: never collect it."""
+    """There is a commit record, but it is damaged or of a version that this software does not know. No orphan: never collect it."""
     created: str | None = None
     """UTC, ISO 8601; like ``tensor_bytes`` and ``world_size`` it is None unless committed."""
     tensor_bytes: int | None = None
@@ -179,7 +179,7 @@ def remove_steps(root_url: str, steps: Iterable[Step], referrers: Mapping[int, C
 def remove_step(root_url: str, step: Step) -> bool:
     """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
 
-    Stopped anywhere, it leaves a whole checkpoint or debris. A checkpoint that was replaced or tagged since it was listed stays. Whether it
+    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays. Whether it
     was removed.
 
     Raises:
@@ -288,7 +288,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     except (CorruptError, FormatError) as err:
         return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
     if record is None:
-        if not has_debris(backend, prefix):
+        if not has_orphans(backend, prefix):
             return None
         reason = UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED
         return Step(number=number, url=url, committed=False, reason=reason, link=link)

@@ -1,7 +1,7 @@
 """What may be removed: a keeping policy, and the rules that no policy can turn off.
 
 Never removed are the highest committed step, the one that was written last, what is tagged, and what a kept or unknown checkpoint uses.
-What is not committed is left alone: whether it is debris or a save that goes on is not for a policy to say.
+What is not committed is left alone: whether it is an orphan or belongs to a save in progress is not for a policy to say.
 """
 
 from __future__ import annotations

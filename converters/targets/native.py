@@ -100,7 +100,7 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
         if committed_id(backend) != layout.id:  # else another process has just finished it
             raise
     for path in gone:
-        with suppress(CkptError):  # the checkpoint is committed; what stays is debris
+        with suppress(CkptError):  # the checkpoint is committed; what stays is an orphan
             backend.delete(path)
 
 

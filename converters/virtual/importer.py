@@ -147,7 +147,7 @@ def _commit(backend: Backend, contents: Contents, *, id: str, world_size: int, p
         try:
             backend.delete(path)
         except CkptError as err:  # the checkpoint is committed
-            log.warning("a file of the checkpoint that was replaced stays behind as debris: %s", err)
+            log.warning("a file of the checkpoint that was replaced stays behind as an orphan: %s", err)
 
 
 def _check_apart(target: Backend, source: Backend, previous: bytes | None, replaced: Sequence[str], contents: Contents) -> None:

@@ -27,7 +27,7 @@ from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
 from .datafiles.keys import chunk_key, coded_key
 from .index import decode_index
-from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_debris
+from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
 from .tables import too_little_memory
 from .virtual import VirtualCatalog
@@ -335,7 +335,7 @@ def _present_record(backend: Backend) -> bytes:
     data = read_record(backend)
     if data is not None:
         return data
-    if has_debris(backend):
+    if has_orphans(backend):
         raise not_committed(backend.url)
     raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL")
 

@@ -141,7 +141,7 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
 
     Raises:
-        StorageError: the storage failed. What is left is still debris.
+        StorageError: the storage failed. What is left is still an orphan.
     """
     mark = f"{within}{index_path(id, CLEARING)}"
     marked = mine = True

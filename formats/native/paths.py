@@ -61,7 +61,7 @@ def id_of(path: str) -> str | None:
     return (found[1] or found[2]) if found else None
 
 
-def has_debris(backend: Backend, prefix: str = "") -> bool:
+def has_orphans(backend: Backend, prefix: str = "") -> bool:
     """Whether files of a save lie below ``prefix`` (empty, or ending in a slash), which has no commit record: it did not finish."""
     names = backend.list_dir(prefix.rstrip("/"))
     indexes = [name for name in names if name.endswith("/") and id_of(f"{name}{STATE}")]

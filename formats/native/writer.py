@@ -146,8 +146,8 @@ def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = No
     """Remove a checkpoint: first the commit record, so that it does not exist any more, then its files and those of older saves.
 
     It is in the directory ``within`` (empty, or ending in a slash), which is no link. Stopped anywhere, it leaves a whole checkpoint or
-    debris. What is not of this format stays, and what belongs to a save that began later. An absent checkpoint is no error. With ``id`` and
-    ``tags``, those that it had when somebody decided, nothing is removed if it has others now. Whether it was removed.
+    orphans. Files that are not of this format stay, and so do those of a save that began later. An absent checkpoint is no error. With
+    ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others now. Whether it was removed.
 
     Raises:
         StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
@@ -266,5 +266,5 @@ def _holds(backend: Backend, data: bytes) -> bool | None:
 
 def _remove(backend: Backend, paths: Sequence[str]) -> None:
     for path in paths:
-        with suppress(CkptError):  # the error that led here matters more; what stays is debris
+        with suppress(CkptError):  # the error that led here matters more; what stays is an orphan
             backend.delete(path)

@@ -68,7 +68,7 @@ def test_without_a_rule_everything_stays(root: str) -> None:
     assert run("gc", root, "--yes").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
 
 
-def test_debris_goes_when_nobody_touched_it_for_the_grace(root: str) -> None:
+def test_orphans_go_when_nobody_touched_them_for_long_enough(root: str) -> None:
     for n in (0, 9):
         process = FaultyProcess(Fault(at=6, kind="crash"))
         with wrap_backends(process.wrap), pytest.raises(SimulatedCrash):
@@ -76,24 +76,24 @@ def test_debris_goes_when_nobody_touched_it_for_the_grace(root: str) -> None:
     assert len(ckpt.list_steps(root)) == 6
     assert run("gc", root, "--yes").exit_code == 0
     assert len(ckpt.list_steps(root)) == 6, "saves that may go on"
-    said = json.loads(run("gc", root, "--grace", "0", "--json").stdout)
+    said = json.loads(run("gc", root, "--older-than", "0", "--json").stdout)
     assert [(d["url"], d["what"], d["outcome"]) for d in said["debris"]] == [
         (f"{root}/step-00000000", "save", "removed"),
         (f"{root}/step-00000009", "save", "removed"),
     ]
     assert [s["outcome"] for s in said["steps"]] == ["removed", "kept", "kept", "kept", "kept", "removed"]
     assert len(ckpt.list_steps(root)) == 6
-    assert run("gc", root, "--grace", "0", "-q").stdout == f"{root}/step-00000000\n{root}/step-00000009\n"
-    assert run("gc", root, "--grace", "0", "--yes").exit_code == 0
+    assert run("gc", root, "--older-than", "0", "-q").stdout == f"{root}/step-00000000\n{root}/step-00000009\n"
+    assert run("gc", root, "--older-than", "0", "--yes").exit_code == 0
     assert [s.number for s in ckpt.list_steps(root)] == [1, 2, 3, 4]
     assert sorted(p.name for p in Path(root).iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3, 4)]
 
 
-def test_a_grace_that_is_no_time(root: str) -> None:
+def test_an_age_that_is_no_time(root: str) -> None:
     for text in ("soon", "1", "1h 30", "", "-1h"):
-        assert run("gc", root, "--grace", text).exit_code == 2
+        assert run("gc", root, "--older-than", text).exit_code == 2
     for text in ("0", "90min", "1d12h", "30s"):
-        assert run("gc", root, "--grace", text).exit_code == 0
+        assert run("gc", root, "--older-than", text).exit_code == 0
 
 
 def test_killed_in_the_middle_of_removing(root: str) -> None:

@@ -1,4 +1,4 @@
-"""Listing the steps of a run: what counts as a checkpoint, as debris, and as neither."""
+"""Listing the steps of a run: what counts as a checkpoint, as an orphan, and as neither."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_damaged_record_is_listed_not_raised(tmp_path: Path) -> None:
     assert "something else" in (second.reason or "")
 
 
-def test_a_record_of_a_later_version_is_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_a_later_version_is_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("ckpt.formats.native.commit.VERSION", 2)
         write_checkpoint(str(tmp_path / "step-1"), TINY)

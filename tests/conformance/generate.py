@@ -698,7 +698,7 @@ def main() -> None:
     for case, c in accepted().items():
         write(HERE / "accept" / case, c)
         _dump(HERE / "accept" / f"{case}.json", expected(c))
-    members = HERE / "accept" / "members"  # debris of other saves, and spans that cannot be read, which readers ignore
+    members = HERE / "accept" / "members"  # orphans of other saves, and spans that cannot be read, which readers ignore
     (members / "index-0conformance0000").mkdir()
     (members / "index-0conformance0000" / "state.json").write_bytes(b"not even JSON")
     (members / "index-0conformance0001" / "spans.json").write_bytes(b"\0")

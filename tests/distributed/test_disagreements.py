@@ -56,7 +56,7 @@ def check(
     assert [(intact, next_works) for _, intact, next_works in found] == [(True, True)] * 4
     for err, _, _ in found:
         assert [t for t in texts if t not in str(err)] == [], str(err)
-    assert len(list((folder / "a" / "data").iterdir())) == 4, "debris of the failed save"
+    assert len(list((folder / "a" / "data").iterdir())) == 4, "orphans of the failed save"
     return [err for err, _, _ in found]
 
 

@@ -126,7 +126,7 @@ def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, kind: st
             raised += 1
             assert type(error) is ERRORS[fault] and error.hint and error.where, f"{where}: {error!r}"
             assert found(url) == before, where
-            assert files(url) == was_there, f"{where}: debris"
+            assert files(url) == was_there, f"{where}: orphans"
         ckpt.save(url, state(LATER))
         assert stored(url) == LATER and len(files(url)) == FILES, f"{where}: {sorted(files(url))}"
     assert raised >= 5
@@ -142,7 +142,7 @@ def test_with_several_threads_too(root: str) -> None:
             held = found(url)
             assert held == NEW if error is None else held in (BEFORE, NEW), f"{kind} at {process.log[n]}"
             if kind == "error" and error is not None:
-                assert held == BEFORE and files(url) == was_there, f"debris after an error at {process.log[n]}"
+                assert held == BEFORE and files(url) == was_there, f"orphans after an error at {process.log[n]}"
 
 
 @pytest.mark.parametrize("kind", ["error", "crash"])

@@ -23,7 +23,7 @@ from ckpt.formats.native.commit import INLINE_LIMIT
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.faults.proxy import KINDS, FaultProxy, Schedule
 from tests.formats import oracle
@@ -102,11 +102,11 @@ def _restored(url: str, like: int, expected: int | None) -> str:
 
 
 def _nothing_is_left_but(root: str, urls: list[str]) -> None:
-    """Debris can all be found, and what is left are the checkpoints."""
+    """Orphans can all be found, and what is left are the checkpoints."""
     backend = open_backend(root)
-    remove_debris(backend, find_debris(backend, grace=0, now=0))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=0))
     assert list(backend.pending_uploads()) == []
-    assert find_debris(backend, grace=0, now=0) == []
+    assert find_orphans(backend, older_than=0, now=0) == []
     expected = {f"{url.rpartition('/')[2]}/{path}" for url in urls for path in _reached(url)}
     assert everything(backend).keys() - {p for p in everything(backend) if p.endswith("/spans.json")} == expected
 

@@ -181,12 +181,12 @@ def test_a_checkpoint_written_by_hand_is_read(good: Path) -> None:
     assert read_state(str(good)) == SAMPLE["state"]
 
 
-def test_debris_and_unknown_members_are_ignored(tmp_path: Path) -> None:
+def test_orphans_and_unknown_members_are_ignored(tmp_path: Path) -> None:
     sample = copy.deepcopy(SAMPLE)
     sample["record"]["mood"] = {"digest": "sunny"}
     sample["meta"]["framework"] = "none"
     root = build(tmp_path / "c", sample)
-    (root / "data" / "zzzzzzzzzzzzzzzz-00000.safetensors").write_bytes(b"debris")
+    (root / "data" / "zzzzzzzzzzzzzzzz-00000.safetensors").write_bytes(b"orphans")
     assert read(root) == WANTED
 
 

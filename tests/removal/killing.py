@@ -29,7 +29,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import FormatError, NotCommittedError, NotFoundError
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.maintenance.step_listing import infos, list_steps, remove_step
 from ckpt.policies import Latest, retention
 from tests.failures.states import state, stored
@@ -108,7 +108,7 @@ def _saved(root: str) -> str:
     assert number in (OLD, NEW)
     ckpt.save(f"{root}/run", state(LATER))
     left = [e.path for e in open_backend(f"{root}/run").list_prefix() if not e.path.startswith(".publish-")]  # those are for gc
-    assert stored(f"{root}/run") == LATER and len(left) <= 7, f"debris: {left}"
+    assert stored(f"{root}/run") == LATER and len(left) <= 7, f"orphans: {left}"
     return "new" if number == NEW else "old"
 
 
@@ -215,25 +215,25 @@ def _made(act: Callable[[str], object]) -> Callable[[str], str]:
 # ---- gc
 
 
-def _run_with_debris(root: str) -> None:
+def _run_with_orphans(root: str) -> None:
     for n in range(1, 5):
         ckpt.save(f"{root}/run/step-{n}", state(n))
     for n, id in ((2, "z" * 16), (7, "0" * 16)):
         for path in (f"index-{id}/state.json", f"data/{id}-00000.safetensors", f"data/{id}-00001.safetensors"):
             file = Path(root, "run", f"step-{n}", path)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(b"debris")
+            file.write_bytes(b"orphan")
     Path(root, "run", "step-7", "index-" + "0" * 16, "notes.txt").write_bytes(b"somebody's")
 
 
 def _gc(root: str) -> None:
     run = f"{root}/run"
     backend, steps = open_backend(run), list_steps(run)
-    debris = find_debris(backend, grace=0, now=backend.now() or time.time())
+    orphans = find_orphans(backend, older_than=0, now=backend.now() or time.time())
     verdicts = retention(Latest(2), infos(steps), datetime.now(timezone.utc))
     for number in verdicts.removed:
         remove_step(run, next(s for s in steps if s.number == number))
-    remove_debris(backend, debris)
+    remove_orphans(backend, orphans)
 
 
 def _cleared(root: str) -> str:
@@ -264,7 +264,7 @@ KINDS = {
     "convert to hf": Kind(prepare=_source, act=_convert_hf, check=_made(_convert_hf)),
     "import": Kind(prepare=_source, act=_import, check=_made(_import)),
     "export": Kind(prepare=lambda r: None, act=_export, check=_made(_export)),
-    "gc": Kind(prepare=_run_with_debris, act=_gc, check=_cleared),
+    "gc": Kind(prepare=_run_with_orphans, act=_gc, check=_cleared),
 }
 
 

@@ -1,4 +1,4 @@
-"""Debris is cleared away while a save goes on after all: then that save fails, or its checkpoint is whole. Never neither."""
+"""Orphans are cleared away while a save goes on after all: then that save fails, or its checkpoint is whole. Never neither."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, Simulat
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.maintenance.copy import Transfer, copy_checkpoint
-from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest
 from tests.cli.checkpoints import write_checkpoint
@@ -77,7 +77,7 @@ class Clearing:
 
     def _run(self) -> None:
         try:
-            remove_debris(self._backend, find_debris(self._backend, grace=3600, now=time.time() + FAR))
+            remove_orphans(self._backend, find_orphans(self._backend, older_than=3600, now=time.time() + FAR))
         finally:
             self._stopped.set()
 
@@ -147,7 +147,7 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
 
 @pytest.mark.parametrize("meanwhile", ["gc", "tag"])
 def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str) -> None:
-    """Also if a ``ckpt gc`` takes the checkpoint before it for debris meanwhile, or somebody tags the new one."""
+    """Also if a ``ckpt gc`` takes the checkpoint before it for an orphan meanwhile, or somebody tags the new one."""
     root = "memory://clearing/run"
     url = prepared(root, replacing=True)
     counted, clearing = FaultyProcess(), Clearing(root, 12)
@@ -158,9 +158,9 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
 
     def gc() -> None:
         backend = open_backend(root)
-        found = find_debris(backend, grace=3600, now=time.time())
-        assert {d.id: d.goes for d in found}[first] is False
-        remove_debris(backend, found)
+        found = find_orphans(backend, older_than=3600, now=time.time())
+        assert {d.id: d.removable for d in found}[first] is False
+        remove_orphans(backend, found)
 
     first = committed_id(open_backend(url))
     then = {publish + 1: gc} if meanwhile == "gc" else {publish + 5: lambda: set_tags(open_backend(url), ["mine"])}
@@ -211,7 +211,7 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
 
     def clear() -> None:
         backend = PosixBackend(root)
-        remove_debris(backend, find_debris(backend, grace=3600, now=time.time() + FAR))
+        remove_orphans(backend, find_orphans(backend, older_than=3600, now=time.time() + FAR))
 
     counted = FaultyProcess()
     with wrap_backends(lambda b: counted.wrap(b) if b.url.startswith(root) else b):
@@ -296,9 +296,9 @@ def test_what_a_killed_clearing_left_does_not_keep_a_copy_from_going_on(tmp_path
     with pytest.raises(SimulatedCrash), wrap_backends(FaultyProcess(Fault(at=count.operations - 6, kind="crash")).wrap):
         copy_checkpoint(str(tmp_path / "source"), target, threads=1)
     backend = open_backend(str(tmp_path / "run"))
-    found = find_debris(backend, grace=0, now=time.time())
+    found = find_orphans(backend, older_than=0, now=time.time())
     with pytest.raises(SimulatedCrash):
-        remove_debris(FaultyBackend(backend, Fault(at=4, kind="crash")), found)
+        remove_orphans(FaultyBackend(backend, Fault(at=4, kind="crash")), found)
     assert list((tmp_path / "run").glob("step-1/index-*/clearing"))
     copy_checkpoint(str(tmp_path / "source"), target)
     assert stored(target) == NEW and not list((tmp_path / "run").glob("step-1/index-*/clearing"))
@@ -333,15 +333,15 @@ def test_gc_asks_the_storage_what_time_it_is(tmp_path: Path, monkeypatch: pytest
         assert everything(open_backend(str(tmp_path))) == before
 
 
-def test_debris_of_a_clock_that_was_ahead_goes_when_its_files_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphans_of_a_clock_that_was_ahead_go_when_their_files_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         ahead(patch, FAR)
         write_checkpoint(str(tmp_path / "step-1"), {"x": np.ones(9)}, commit=False)
     for file in (tmp_path / "step-1").rglob("*"):
         os.utime(file, (time.time() - 2 * 86_400,) * 2)
-    (found,) = find_debris(open_backend(str(tmp_path)), grace=86_400, now=time.time())
+    (found,) = find_orphans(open_backend(str(tmp_path)), older_than=86_400, now=time.time())
     assert (began(found.id or "") or 0) > time.time() + FAR / 2
-    assert found.goes and found.reason == "nobody touched it for 2 d"
+    assert found.removable and found.reason == "nobody touched it for 2 d"
 
 
 def test_gc_tells_of_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_gc_tells_of_a_directory_that_cannot_be_written(tmp_path: Path, monkeypa
     assert "touched" in run("gc", tmp_path).stdout
 
 
-# ---- what is nobody's debris
+# ---- what is nobody's orphan
 
 
 def test_only_files_of_our_names_go(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_only_files_of_our_names_go(tmp_path: Path) -> None:
     for path in (*theirs, *ours):
         put(backend, path, b"x")
     assert [s.url for s in list_steps(str(tmp_path))] == [str(tmp_path / "foo")]
-    assert run("gc", tmp_path, "--grace", "0", "--yes").exit_code == 0
+    assert run("gc", tmp_path, "--older-than", "0", "--yes").exit_code == 0
     assert sorted(everything(backend)) == sorted(theirs) and list_steps(str(tmp_path)) == []
 
 

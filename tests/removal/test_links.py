@@ -145,7 +145,7 @@ def test_dangling_links_are_nobodys(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-3").mkdir()
     (tmp_path / "run" / "step-3" / "checkpoint.json").symlink_to("checkpoint.json")
     assert numbers(tmp_path / "run") == [5]
-    assert run("gc", tmp_path / "run", "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
+    assert run("gc", tmp_path / "run", "--keep", "latest=1", "--older-than", "0", "--yes").exit_code == 0
     assert os.path.islink(tmp_path / "run" / "step-1")
 
 
@@ -162,14 +162,14 @@ def test_a_run_that_is_a_link_is_worked_on(tmp_path: Path) -> None:
     (tmp_path / "disk" / "step-1").mkdir()
     (tmp_path / "disk" / "step-1" / "data").mkdir()
     (tmp_path / "disk" / "step-1" / "data" / "0123456789abcdef-00000.safetensors").touch()
-    assert run("gc", root, "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
+    assert run("gc", root, "--keep", "latest=1", "--older-than", "0", "--yes").exit_code == 0
     assert sorted(p.name for p in (tmp_path / "disk").iterdir()) == ["step-00000003"]
 
 
 def test_gc_of_a_link_to_a_checkpoint_removes_nothing(tmp_path: Path, shared: Path) -> None:
     (shared / "data" / "0123456789abcdef-00000.safetensors").touch()
     (tmp_path / "here").symlink_to(shared)
-    told = run("gc", tmp_path / "here", "--grace", "0", "--yes")
+    told = run("gc", tmp_path / "here", "--older-than", "0", "--yes")
     assert told.exit_code == 0 and f"link to {shared}" in told.stdout
     assert (shared / "data" / "0123456789abcdef-00000.safetensors").exists()
 
@@ -301,7 +301,7 @@ def test_links_inside_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(StorageError, match="beyond a symbolic link.*disk"):
         open_backend(str(url)).delete(f"data/{next(iter(before))}")
     ckpt.save(str(url), state(2))
-    assert "debris" in caplog.text and "symbolic link" in caplog.text
+    assert "orphan" in caplog.text and "symbolic link" in caplog.text
     assert before.items() <= contents(tmp_path / "disk").items() and stored(str(url)) == 2
     remove_at(str(url))
     assert before.items() <= contents(tmp_path / "disk").items()

@@ -19,7 +19,7 @@ from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_debris, remove_debris
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.failures.flips import Flip
 from tests.formats import oracle
@@ -73,7 +73,7 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
     assert report.copied_files < report.files
     assert everything(open_backend(source)).items() <= everything(open_backend(target)).items()
     assert list(backend.pending_uploads()), "the upload of the process that was killed"
-    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=time.time()))
     assert list(backend.pending_uploads()) == []
     assert everything(open_backend(target)) == everything(open_backend(source))
 
@@ -123,9 +123,9 @@ def test_gc(s3_url: str) -> None:
     assert [(s["step"], s["outcome"]) for s in found["steps"]] == [(1, "removed"), (2, "removed"), (3, "kept"), (4, "kept")]
     assert [(d["what"], d["outcome"]) for d in found["debris"]] == [("save", "kept"), ("upload", "kept")]
     before = everything(backend)
-    later = find_debris(backend, grace=3600, now=time.time() + 7200)
-    assert [d.goes for d in later] == [True, True]
+    later = find_orphans(backend, older_than=3600, now=time.time() + 7200)
+    assert [d.removable for d in later] == [True, True]
     assert everything(backend) == before
-    assert run("gc", root, "--keep", "latest=1", "--grace", "0", "--yes").exit_code == 0
+    assert run("gc", root, "--keep", "latest=1", "--older-than", "0", "--yes").exit_code == 0
     assert everything(backend) == {p: d for p, d in before.items() if p.startswith("step-3/")}
     assert list(backend.pending_uploads()) == []

@@ -298,7 +298,7 @@ class Leader:
             if self._first or self._longest > self.backend.io_hints.single_put_size:  # else no save of this job leaves any
                 self._forget_uploads(id)
         except CkptError as err:
-            log.warning("files of older saves stay behind in %s as debris: %s", self.call.url, err)
+            log.warning("files of older saves stay behind in %s as orphans: %s", self.call.url, err)
 
     def _forget_uploads(self, id: str) -> None:
         uploads = []

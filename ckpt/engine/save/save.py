@@ -365,4 +365,4 @@ class Save:
         try:
             return committed_id(self.backend) == id
         except CkptError:
-            return True  # the storage cannot say; debris is better than loss
+            return True  # the storage cannot say; an orphan is better than a loss

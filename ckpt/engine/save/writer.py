@@ -113,7 +113,7 @@ class RankWriter:
         return self.written
 
     def discard(self) -> None:
-        """Remove what was written; what cannot be removed stays as debris that nothing refers to."""
+        """Remove what was written; what cannot be removed stays as an orphan that nothing refers to."""
         for path in self._made:
             with suppress(CkptError):
                 self.backend.delete(path)

@@ -22,7 +22,7 @@ from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, Simulat
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import Backend, PendingUpload
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.orphans import Debris, find_debris, remove_debris
+from ckpt.maintenance.orphans import Orphan, find_orphans, remove_orphans
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 
@@ -67,8 +67,8 @@ def begun(source: str, tmp_path: Path, to: str) -> None:
     raise AssertionError("it was never killed between its first mark and its end")
 
 
-def looked(tmp_path: Path, later: float, grace: float = DAY) -> list[Debris]:
-    return find_debris(open_backend(str(tmp_path / "run")), grace=grace, now=time.time() + later)
+def looked(tmp_path: Path, later: float, older_than: float = DAY) -> list[Orphan]:
+    return find_orphans(open_backend(str(tmp_path / "run")), older_than=older_than, now=time.time() + later)
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -76,13 +76,13 @@ def test_it_stays_while_it_may_go_on_and_then_goes(source: str, tmp_path: Path, 
     begun(source, tmp_path, to)
     before = everything(open_backend(str(tmp_path / "run")))
     (young,) = looked(tmp_path, DAY - 60)
-    assert (young.what, young.goes, young.path) == ("conversion", False, TARGETS[to].removeprefix("run/"))
+    assert (young.what, young.removable, young.path) == ("conversion", False, TARGETS[to].removeprefix("run/"))
     assert {e.path for e in young.entries} == before.keys() and "may go on" in young.reason
-    remove_debris(open_backend(str(tmp_path / "run")), [young])
+    remove_orphans(open_backend(str(tmp_path / "run")), [young])
     assert everything(open_backend(str(tmp_path / "run"))) == before
     (old,) = looked(tmp_path, DAY + 60)
-    assert old.goes and "nobody touched it" in old.reason
-    remove_debris(open_backend(str(tmp_path / "run")), [old])
+    assert old.removable and "nobody touched it" in old.reason
+    remove_orphans(open_backend(str(tmp_path / "run")), [old])
     assert everything(open_backend(str(tmp_path / "run"))) == {}
     converted(source, tmp_path, to)  # from the beginning
     assert looked(tmp_path, 2 * DAY) == []
@@ -92,7 +92,7 @@ def test_it_stays_while_it_may_go_on_and_then_goes(source: str, tmp_path: Path, 
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_conversion_goes_on_after_it_was_looked_at(source: str, tmp_path: Path, to: str) -> None:
     begun(source, tmp_path, to)
-    remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, 60))
+    remove_orphans(open_backend(str(tmp_path / "run")), looked(tmp_path, 60))
     converted(source, tmp_path, to)
     assert looked(tmp_path, 2 * DAY) == []
 
@@ -108,7 +108,7 @@ class _EndsMeanwhile(PosixBackend):
 
 def test_a_conversion_that_ends_meanwhile(source: str, tmp_path: Path) -> None:
     begun(source, tmp_path, "hf")
-    assert find_debris(_EndsMeanwhile(str(tmp_path / "run")), grace=DAY, now=time.time() + 2 * DAY) == []
+    assert find_orphans(_EndsMeanwhile(str(tmp_path / "run")), older_than=DAY, now=time.time() + 2 * DAY) == []
 
 
 def test_a_listing_does_not_call_it_a_save(source: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_listing_does_not_call_it_a_save(source: str, tmp_path: Path) -> None:
 def test_wherever_it_was_killed_nothing_is_left_or_all_is_there(source: str, tmp_path: Path, to: str) -> None:
     at, whole = 0, 0
     while killed(source, tmp_path, to, at):
-        remove_debris(open_backend(str(tmp_path / "run")), looked(tmp_path, DAY + 60))
+        remove_orphans(open_backend(str(tmp_path / "run")), looked(tmp_path, DAY + 60))
         left = everything(open_backend(str(tmp_path / "run")))
         if left:
             whole += 1
@@ -134,14 +134,14 @@ def test_wherever_it_was_killed_nothing_is_left_or_all_is_there(source: str, tmp
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp"])
 def test_a_removal_that_is_killed(source: str, tmp_path: Path, to: str) -> None:
-    """What is left can be opened by nobody, is debris still, or begins again."""
+    """What is left can be opened by nobody, is an orphan still, or begins again."""
     for at in range(100):
         begun(source, tmp_path / str(at), to)
         root = tmp_path / str(at)
         process = FaultyProcess(Fault(at=at, kind="crash"))
         backend = FaultyBackend(open_backend(str(root / "run")), process=process)
         try:
-            remove_debris(backend, looked(root, DAY + 60))
+            remove_orphans(backend, looked(root, DAY + 60))
         except SimulatedCrash:
             with pytest.raises((NotCommittedError, NotFoundError)):
                 open_catalog(str(root / TARGETS[to]))
@@ -160,9 +160,9 @@ def test_a_file_that_somebody_else_wrote_there(source: str, tmp_path: Path) -> N
     (name,) = (p.name for p in (tmp_path / "run/export").glob("model-00001-*"))
     (tmp_path / "run/export" / name).write_bytes(bytes(100_000))
     (found,) = looked(tmp_path, 9 * DAY)
-    assert not found.goes and name in found.reason and "somebody else" in found.reason
+    assert not found.removable and name in found.reason and "somebody else" in found.reason
     (tmp_path / "run/export" / name).write_bytes(bytes(10))  # it was durable, and longer
-    assert not looked(tmp_path, 9 * DAY, grace=0)[0].goes
+    assert not looked(tmp_path, 9 * DAY, older_than=0)[0].removable
     put(open_backend(str(tmp_path)), "run/notes/convert.json", b'{"mine": true}')
     assert [d.directory for d in looked(tmp_path, 9 * DAY)] == ["export"]
 
@@ -181,8 +181,8 @@ def test_a_file_that_somebody_else_wrote_there(source: str, tmp_path: Path) -> N
 def test_a_record_that_is_not_ours(source: str, tmp_path: Path, files: object) -> None:
     said = {"format": "ckpt-convert", "version": 1, "id": "0mwpsxo3h46af2rm", "digest": "0"}
     put(open_backend(str(tmp_path / "run")), "convert.json", json.dumps(said if files is None else said | {"files": files}).encode())
-    (found,) = looked(tmp_path, 9 * DAY, grace=0)
-    assert not found.goes and "another version" in found.reason
+    (found,) = looked(tmp_path, 9 * DAY, older_than=0)
+    assert not found.removable and "another version" in found.reason
 
 
 def test_marks_of_a_conversion_that_ended(source: str, tmp_path: Path) -> None:
@@ -194,11 +194,11 @@ def test_marks_of_a_conversion_that_ended(source: str, tmp_path: Path) -> None:
     put(open_backend(str(target)), "convert.json", json.dumps(record).encode())
     put(open_backend(str(target)), f"convert-{id}/00000", b"{}")
     (found,) = looked(tmp_path, DAY + 60)
-    assert found.goes and len(found.entries) == 2 and "it has ended" in found.reason
-    remove_debris(open_backend(str(tmp_path / "run")), [found])
+    assert found.removable and len(found.entries) == 2 and "it has ended" in found.reason
+    remove_orphans(open_backend(str(tmp_path / "run")), [found])
     put(open_backend(str(target)), f"convert-{id}/00000", b"{}")  # or after its record had gone
     (found,) = looked(tmp_path, DAY + 60)
-    remove_debris(open_backend(str(tmp_path / "run")), [found])
+    remove_orphans(open_backend(str(tmp_path / "run")), [found])
     assert oracle.read(target).keys() == ARRAYS.keys() and looked(tmp_path, 9 * DAY) == []
 
 
@@ -206,7 +206,7 @@ def test_what_happened_since_it_was_looked_at(source: str, tmp_path: Path) -> No
     begun(source, tmp_path, "dcp")
     found = looked(tmp_path, DAY + 60)
     converted(source, tmp_path, "dcp")
-    remove_debris(open_backend(str(tmp_path / "run")), found)
+    remove_orphans(open_backend(str(tmp_path / "run")), found)
     assert open_catalog(str(tmp_path / TARGETS["dcp"])).tensors.keys() == ARRAYS.keys()
 
 
@@ -226,28 +226,28 @@ class _Uploading:
 def test_an_upload_that_may_go_on_keeps_the_conversion(source: str, tmp_path: Path) -> None:
     begun(source, tmp_path, "dcp")
     now = time.time() + 9 * DAY
-    for hours, goes in ((2, False), (30, True)):
+    for hours, removable in ((2, False), (30, True)):
         backend = _Uploading(open_backend(str(tmp_path / "run")), "dcp/__0_0.distcp", now - hours * 3600)
-        found = {d.what: d for d in find_debris(backend, grace=DAY, now=now)}  # type: ignore[arg-type]
-        assert (found["conversion"].goes, found["upload"].goes) == (goes, goes)
+        found = {d.what: d for d in find_orphans(backend, older_than=DAY, now=now)}  # type: ignore[arg-type]
+        assert (found["conversion"].removable, found["upload"].removable) == (removable, removable)
 
 
 def test_the_command(source: str, tmp_path: Path) -> None:
     for to in ("native", "torch"):
         begun(source, tmp_path, to)
     root = str(tmp_path / "run")
-    alone = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--grace", "0", f"{root}/step-1"]).stdout)
+    alone = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--older-than", "0", f"{root}/step-1"]).stdout)
     assert [(d["what"], d["url"], d["outcome"]) for d in alone["debris"]] == [("conversion", f"{root}/step-1", "removed")]
     shown = CliRunner().invoke(cli, ["gc", root])
     assert shown.exit_code == 0 and shown.output.count("unfinished conversion") == 2 and "may go on" in shown.output
     for path in Path(root).rglob("*"):
         os.utime(path, (0, 0))
     before = everything(open_backend(root))
-    said = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--grace", "0", "--dry-run", root]).stdout)
+    said = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--older-than", "0", "--dry-run", root]).stdout)
     assert [(d["what"], d["outcome"]) for d in said["debris"]] == [("conversion", "removed")] * 2
     assert {d["url"] for d in said["debris"]} == {f"{root}/step-1", f"{root}/model.pt"}
     assert everything(open_backend(root)) == before
-    assert CliRunner().invoke(cli, ["gc", "--grace", "0", "--yes", root]).exit_code == 0
+    assert CliRunner().invoke(cli, ["gc", "--older-than", "0", "--yes", root]).exit_code == 0
     assert everything(open_backend(root)) == {}
     with pytest.raises(CkptError):
         open_catalog(f"{root}/step-1")

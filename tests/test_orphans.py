@@ -1,4 +1,4 @@
-"""What goes as debris: what nobody can need any more, and nothing that a save or a copy may still be writing."""
+"""Orphans: files that nobody can need any more go, and nothing that a save or a copy may still be writing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.formats.native.commit import began, new_id
 from ckpt.io_backends import Backend, MemoryBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import PendingUpload
-from ckpt.maintenance.orphans import SETTLED, find_debris, remove_debris
+from ckpt.maintenance.orphans import SETTLED, find_orphans, remove_orphans
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets
@@ -47,18 +47,18 @@ def test_the_time_of_an_id() -> None:
     assert began("not-an-id") is None
 
 
-def test_only_what_was_left_alone_for_the_grace_goes(root: str) -> None:
+def test_only_what_was_left_alone_for_long_enough_goes(root: str) -> None:
     id = unfinished(f"{root}/step-1")
     put(open_backend(root), "step-1/data/notes.txt", b"not ours")
     backend = open_backend(root)
-    (young,) = find_debris(backend, grace=HOUR, now=time.time() + HOUR - 60)
-    assert (young.goes, young.id, young.what, len(young.entries)) == (False, id, "save", 2)
+    (young,) = find_orphans(backend, older_than=HOUR, now=time.time() + HOUR - 60)
+    assert (young.removable, young.id, young.what, len(young.entries)) == (False, id, "save", 2)
     assert "may go on" in young.reason
-    remove_debris(backend, [young])
+    remove_orphans(backend, [young])
     assert len(everything(backend)) == 3
-    (old,) = find_debris(backend, grace=HOUR, now=time.time() + HOUR + 60)
-    assert old.goes
-    remove_debris(backend, [old])
+    (old,) = find_orphans(backend, older_than=HOUR, now=time.time() + HOUR + 60)
+    assert old.removable
+    remove_orphans(backend, [old])
     assert everything(backend) == {"step-1/data/notes.txt": b"not ours"}
 
 
@@ -68,11 +68,11 @@ def test_files_that_are_still_written_keep_an_old_save(tmp_path: Path) -> None:
     put(backend, "step-1/data/0aaaaaaaa1234567-00000.safetensors")
     put(backend, "step-1/data/0aaaaaaaa1234567-00001.safetensors")
     os.utime(tmp_path / "step-1/data/0aaaaaaaa1234567-00000.safetensors", (0, 0))
-    (found,) = find_debris(backend, grace=HOUR, now=time.time())
-    assert not found.goes
+    (found,) = find_orphans(backend, older_than=HOUR, now=time.time())
+    assert not found.removable
     os.utime(tmp_path / "step-1/data/0aaaaaaaa1234567-00001.safetensors", (0, 0))
-    (found,) = find_debris(backend, grace=HOUR, now=time.time())
-    assert found.goes
+    (found,) = find_orphans(backend, older_than=HOUR, now=time.time())
+    assert found.removable
 
 
 def test_beside_a_committed_checkpoint(root: str) -> None:
@@ -86,14 +86,14 @@ def test_beside_a_committed_checkpoint(root: str) -> None:
     write_checkpoint(url, {"x": np.ones(9)}, commit=False)
     newer = {p for p in everything(open_backend(url)) if p not in before}
     backend = open_backend(root)
-    assert not any(d.goes for d in find_debris(backend, grace=HOUR, now=time.time()))
-    found = {d.id: d for d in find_debris(backend, grace=HOUR, now=time.time() + SETTLED + 1)}
-    assert {id: d.goes for id, d in found.items()} == {older: True, next(iter(newer))[5:21]: False}
-    remove_debris(backend, found.values())
+    assert not any(d.removable for d in find_orphans(backend, older_than=HOUR, now=time.time()))
+    found = {d.id: d for d in find_orphans(backend, older_than=HOUR, now=time.time() + SETTLED + 1)}
+    assert {id: d.removable for id, d in found.items()} == {older: True, next(iter(newer))[5:21]: False}
+    remove_orphans(backend, found.values())
     left = set(everything(open_backend(url)))
     assert newer < left
     assert not [p for p in left if older in p]
-    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=time.time()))
     assert everything(open_backend(url)).keys() == left - newer
 
 
@@ -104,9 +104,9 @@ def test_a_damaged_record_keeps_everything(root: str) -> None:
     backend = open_backend(url)
     record = backend.read("checkpoint.json")
     backend.put_if("checkpoint.json", record.replace(b'"id"', b'"iD"'), expected=record)
-    found = find_debris(open_backend(root), grace=0, now=time.time())
+    found = find_orphans(open_backend(root), older_than=0, now=time.time())
     assert len(found) == 2
-    assert not any(d.goes for d in found)
+    assert not any(d.removable for d in found)
 
 
 def test_what_commits_meanwhile_stays(root: str) -> None:
@@ -115,11 +115,11 @@ def test_what_commits_meanwhile_stays(root: str) -> None:
     backend = open_backend(url)
     record = backend.read("checkpoint.json")
     backend.delete("checkpoint.json")
-    found = find_debris(open_backend(root), grace=0, now=time.time())
-    assert [d.goes for d in found] == [True]
+    found = find_orphans(open_backend(root), older_than=0, now=time.time())
+    assert [d.removable for d in found] == [True]
     backend.put_if("checkpoint.json", record, expected=None)
     before = everything(backend)
-    remove_debris(open_backend(root), found)
+    remove_orphans(open_backend(root), found)
     assert everything(backend) == before
 
 
@@ -129,21 +129,21 @@ def test_temporary_files(tmp_path: Path) -> None:
     names = {f"step-1/.publish-{'0' * 16}.tmp", f".prepare-{'a' * 16}.tmp"}
     for name in names | {".publish-notes.tmp", f"step-1/publish-{'0' * 16}.tmp"}:
         put(backend, name, b"xy")
-    assert not any(d.goes for d in find_debris(backend, grace=HOUR, now=time.time()))
-    found = find_debris(backend, grace=HOUR, now=time.time() + 2 * HOUR)
-    assert {d.path for d in found if d.goes} == names
+    assert not any(d.removable for d in find_orphans(backend, older_than=HOUR, now=time.time()))
+    found = find_orphans(backend, older_than=HOUR, now=time.time() + 2 * HOUR)
+    assert {d.path for d in found if d.removable} == names
     assert {d.bytes for d in found} == {2}
-    remove_debris(backend, found)
+    remove_orphans(backend, found)
     assert oracle.read(tmp_path / "step-1").keys() == {"x"}
     assert not names & everything(backend).keys()
 
 
-def test_where_no_time_is_kept_only_a_grace_of_0_removes(tmp_path: Path) -> None:
+def test_where_no_time_is_kept_only_an_age_of_0_removes(tmp_path: Path) -> None:
     backend = open_backend("memory://m/run")
     put(backend, f".prepare-{'a' * 16}.tmp")
-    (found,) = find_debris(backend, grace=1, now=time.time() + 9 * HOUR)
-    assert (found.goes, "grace of 0" in found.reason) == (False, True)
-    remove_debris(backend, find_debris(backend, grace=0, now=time.time()))
+    (found,) = find_orphans(backend, older_than=1, now=time.time() + 9 * HOUR)
+    assert (found.removable, "age of 0" in found.reason) == (False, True)
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=time.time()))
     assert everything(backend) == {}
 
 
@@ -164,9 +164,9 @@ def test_uploads_that_nobody_ends() -> None:
     path = "step-1/data/0mwpsxo3h46af2rm-00000.safetensors"
     old, young = (PendingUpload(path=path, started=now - hours * HOUR, token=str(hours)) for hours in (30, 2))
     backend: Backend = WithUploads("memory://m/run", [old, young])
-    found = find_debris(backend, grace=24 * HOUR, now=now)
-    assert [(d.path, d.id, d.goes) for d in found] == [(path, "0mwpsxo3h46af2rm", True), (path, "0mwpsxo3h46af2rm", False)]
-    remove_debris(backend, found)
+    found = find_orphans(backend, older_than=24 * HOUR, now=now)
+    assert [(d.path, d.id, d.removable) for d in found] == [(path, "0mwpsxo3h46af2rm", True), (path, "0mwpsxo3h46af2rm", False)]
+    remove_orphans(backend, found)
     assert list(backend.pending_uploads()) == [young]
 
 
@@ -175,8 +175,8 @@ def test_a_root_that_is_one_checkpoint(root: str) -> None:
     time.sleep(0.002)
     write_checkpoint(root, {"x": np.zeros(9)})
     backend = open_backend(root)
-    (found,) = find_debris(backend, grace=HOUR, now=time.time() + SETTLED + 1)
-    assert (found.id, found.goes, found.path) == (older, True, "")
-    remove_debris(backend, [found])
-    assert find_debris(backend, grace=0, now=time.time() + SETTLED + 1) == []
+    (found,) = find_orphans(backend, older_than=HOUR, now=time.time() + SETTLED + 1)
+    assert (found.id, found.removable, found.path) == (older, True, "")
+    remove_orphans(backend, [found])
+    assert find_orphans(backend, older_than=0, now=time.time() + SETTLED + 1) == []
     assert backend.read("checkpoint.json")
