@@ -207,12 +207,12 @@ class _Open:
         self.writer.write(start, [data])
 
     def mark(self, item: int) -> _Digest | None:
-        """See ``straight.Put``."""
+        """The digest of an item so far: what ``back`` returns to before a part is written again."""
         digest = self._state.get(item)
         return None if digest is None else digest.copy()
 
     def back(self, item: int, mark: object) -> None:
-        """See ``straight.Put``."""
+        """Forget what was digested of an item since ``mark``."""
         if mark is None:
             self._state.pop(item, None)
         else:

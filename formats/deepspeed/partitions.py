@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from ckpt.catalog import Grid
 from ckpt.errors import CorruptError
 from ckpt.formats.external.base import grid_of
+from ckpt.formats.external.flat import flat_pieces
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable
-from ckpt.layout.geometry import Box, flat_to_boxes
+from ckpt.layout.geometry import Box
 
 from .experts import SharedGroup, owned_parameters
 from .flat import FlatRun, padded, split_each, split_evenly
@@ -176,10 +177,8 @@ class StateTable:
         """The chunks of a parameter: for each its fragment, its box, and how far into the fragment it begins."""
         parts = []
         for fragment in partitioned.fragments:
-            begins = 0
-            for box in flat_to_boxes(partitioned.shape, fragment.start, fragment.start + fragment.length):
+            for box, begins in flat_pieces(partitioned.shape, fragment.start, fragment.start + fragment.length):
                 parts.append((fragment, box, begins))
-                begins += box.numel
         files = [self.table.rows[self.ranks[f.rank].file.file] for f, _, _ in parts]
         grid, order = grid_of(
             partitioned.name, partitioned.shape, [(b.offset, b.shape) for _, b, _ in parts], files, self.ranks[0].file.where

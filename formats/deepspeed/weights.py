@@ -11,10 +11,10 @@ from typing import Any
 
 from ckpt.errors import FormatError
 from ckpt.formats.external.base import grid_of
+from ckpt.formats.external.flat import flat_pieces
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.table import StorageBlock, TensorTable
-from ckpt.layout.geometry import flat_to_boxes
 from ckpt.tree import Node
 
 from .flat import split_each
@@ -79,13 +79,11 @@ class Weights:
             files[0].damaged(f"the parts of {name} {list(shape)} have {', '.join(str(v.shape[0]) for v in views)} elements")
         boxes, blocks = [], []
         for fragment in split_each({name: numel}, [part], len(files))[name]:
-            view, at = views[fragment.rank], fragment.at
-            for box in flat_to_boxes(shape, fragment.start, fragment.start + fragment.length):
+            view, file = views[fragment.rank], files[fragment.rank].file
+            for box, begins in flat_pieces(shape, fragment.start, fragment.start + fragment.length):
+                at = (view.offset + fragment.at + begins) * view.itemsize
                 boxes.append((box.offset, box.shape))
-                blocks.append(
-                    StorageBlock(files[fragment.rank].file, view.storage, (view.offset + at) * view.itemsize, box.numel * view.itemsize)
-                )
-                at += box.numel
+                blocks.append(StorageBlock(file, view.storage, at, box.numel * view.itemsize))
             files[fragment.rank].archive.check(view.storage)
         if not numel:
             self.table.add(

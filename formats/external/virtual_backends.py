@@ -30,19 +30,15 @@ class SingleFile(Backend):
         return self.parent.url
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         return self.parent.read(path, offset, length)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         self.parent.read_into(path, offset, buffer)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        """See ``Backend.evict``."""
         self.parent.evict(path, offset, length)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         return self.parent.size(path)
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
@@ -128,16 +124,13 @@ class WithFile(ReadOnly):
 
     @property
     def url(self) -> str:
-        """See ``Backend.url``."""
         return self.inner.url
 
     @property
     def io_hints(self) -> IOHints:
-        """See ``Backend.io_hints``."""
         return self.inner.io_hints
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         if path != self._path:
             return self.inner.read(path, offset, length)
         stop = len(self._data) if length is None else offset + length
@@ -146,7 +139,6 @@ class WithFile(ReadOnly):
         return self._data[offset:stop]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         if path != self._path:
             self.inner.read_into(path, offset, buffer)
             return
@@ -154,12 +146,10 @@ class WithFile(ReadOnly):
         out[:] = self.read(path, offset, len(out))
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        """See ``Backend.evict``."""
         if path != self._path:
             self.inner.evict(path, offset, length)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         return len(self._data) if path == self._path else self.inner.size(path)
 
     def version_token(self, path: str) -> str | None:
@@ -167,9 +157,7 @@ class WithFile(ReadOnly):
         return "in memory" if path == self._path else self.inner.version_token(path)
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``."""
         return self.inner.list_prefix(prefix)
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         return self.inner.list_dir(prefix)

@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckpt.formats.external.flat import flat_pieces
 from ckpt.formats.external.strided import reach
-from ckpt.layout.geometry import flat_to_boxes, row_major_strides
 
 from .params import LocalParam, ParamBlock
 from .pieces import Source, SourcePiece
@@ -165,11 +165,9 @@ def _segment_start(segment: BufferSegment) -> int:
 
 
 def _boxes(block: ParamBlock, low: int, high: int, segment: BufferSegment, first: int) -> Iterator[tuple[str, SourcePiece]]:
-    strides = row_major_strides(block.shape)
-    for box in flat_to_boxes(block.shape, low, high):
-        flat = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-        offset = tuple(a + b for a, b in zip(block.offset, box.offset, strict=True))
-        yield block.name, SourcePiece(offset, box.shape, segment.source, segment.at + first + flat - segment.start)
+    for box, begins in flat_pieces(block.shape, low, high):
+        offset = box.shifted(block.offset).offset
+        yield block.name, SourcePiece(offset, box.shape, segment.source, segment.at + first + low + begins - segment.start)
 
 
 # --------------------------------------------------------------------------------------------- a defect that can be undone

@@ -1,5 +1,5 @@
 """Names of parameters as a model has them on one rank, from those that ``names`` has for the whole model. Pure: the way back of
-``legacy_names``.
+``legacy.names``.
 
 (Sources: Megatron-LM core/models/gpt/gpt_layer_specs.py, core/transformer/moe/experts.py.)
 """
@@ -11,12 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .names import EXTRA_STATE, LAYER, expert_name, expert_of
+from .names import EXTRA_STATE, LAYER, expert_name, expert_of, local_norm
 
 Experts = Literal["sequential", "grouped", "transposed"]
-_QKV_NORM = re.compile(r"self_attention\.linear_qkv\.layer_norm_(\w+)")
-_MLP_NORM = re.compile(r"mlp\.linear_fc1\.layer_norm_(\w+)")
-_LATENT_NORM = re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
 _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|output_layer)(?=\.weight\d*)")
 
 
@@ -43,20 +40,13 @@ class LocalNames:
             return name
         inner, expert = match[3], expert_of(match[3])
         if expert is None:
-            inner = inner if self.fused else _norm(inner)
+            inner = inner if self.fused else local_norm(inner)
         elif self.experts == "grouped":
             linear, _, kind = expert.rest.partition(".")
             inner = f"mlp.experts.{linear}.{kind}{expert.number - first_expert}"
         else:
             inner = expert_name(expert.number - first_expert, expert.rest)
         return f"{match[1]}{int(match[2]) - first_layer}.{inner}"
-
-
-def _norm(inner: str) -> str:
-    """What a local layer specification calls a norm."""
-    inner = _QKV_NORM.sub(r"input_layernorm.\1", inner)
-    inner = _MLP_NORM.sub(r"pre_mlp_layernorm.\1", inner)
-    return _LATENT_NORM.sub(r"self_attention.\1_layernorm.\2", inner)
 
 
 def extra_states(names: Collection[str]) -> list[str]:

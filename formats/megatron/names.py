@@ -22,8 +22,15 @@ NOT_TRAINED = (".router.expert_bias", ".router.local_tokens_per_expert")
 
 LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
-_LATENT_NORM = re.compile(r"self_attention\.(q|kv)_layernorm\.")
 _LOCAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_FUSED_NORMS = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
+"""A norm by the name that local layer specifications give it → the linear layer that has it with Transformer Engine."""
+_LOCAL_NORMS = {linear: norm for norm, linear in _FUSED_NORMS.items()}
 
 _ROWS = frozenset(
     f"{layer}.{kind}"
@@ -136,18 +143,17 @@ def fused_norms(names: Iterable[str]) -> dict[str, str]:
 
 
 def _norm(inner: str, layer: Collection[str]) -> str:
-    kind = inner.rpartition(".")[2]
-    if inner.startswith("input_layernorm.") and "self_attention.linear_qkv.weight" in layer:
-        return f"self_attention.linear_qkv.layer_norm_{kind}"
-    latent = _LATENT_NORM.match(inner)
-    if latent is not None and f"self_attention.linear_{latent[1]}_up_proj.weight" in layer:
-        return f"self_attention.linear_{latent[1]}_up_proj.layer_norm_{kind}"
-    routed = "mlp.router.weight" in layer
-    if inner.startswith("pre_mlp_layernorm.") and not routed and "mlp.linear_fc1.weight" in layer:
-        return f"mlp.linear_fc1.layer_norm_{kind}"
-    if inner.startswith("mlp.linear_fc1.layer_norm_") and routed:
-        return f"pre_mlp_layernorm.{kind.removeprefix('layer_norm_')}"
-    return inner
+    norm, _, kind = inner.rpartition(".")
+    if "mlp.router.weight" in layer and norm in ("pre_mlp_layernorm", "mlp.linear_fc1"):
+        return local_norm(inner)
+    linear = _FUSED_NORMS.get(norm)
+    return f"{linear}.layer_norm_{kind}" if linear is not None and f"{linear}.weight" in layer else inner
+
+
+def local_norm(inner: str) -> str:
+    """What a local layer specification calls a norm within its layer; other names stay."""
+    linear, fused, kind = inner.partition(".layer_norm_")
+    return f"{_LOCAL_NORMS[linear]}.{kind}" if fused and linear in _LOCAL_NORMS else inner
 
 
 # ------------------------------------------------------------------------------------------------- order in the model

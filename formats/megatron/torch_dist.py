@@ -17,10 +17,10 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.items import open_items
 from ckpt.formats.dcp.metadata import METADATA, DcpTensor, Metadata, read_metadata
 from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.external.flat import flat_pieces
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
-from ckpt.layout.geometry import flat_to_boxes, row_major_strides
 
 from .base import MegatronCatalog, logical_shape
 from .besides import besides
@@ -289,13 +289,12 @@ def _boxes(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str)
         if not fits or math.prod(box.shape[:-1]) != 1:
             raise CorruptError(f"{stored.full} {list(stored.tensor.shape)} is no grid of blocks of {list(true_shape)}", where=where)
         block = tuple(s // g for s, g in zip(true_shape, grid, strict=True))
-        strides, first = row_major_strides(block), box.offset[-1]
+        first = box.offset[-1]
         if first + box.shape[-1] > math.prod(block):
             raise CorruptError(f"{stored.full} has a block of more than {math.prod(block)} elements", where=where)
-        for part in flat_to_boxes(block, first, first + box.shape[-1]):
-            flat = sum(o * s for o, s in zip(part.offset, strides, strict=True))
+        for part, begins in flat_pieces(block, first, first + box.shape[-1]):
             offset = tuple(a * b + o for a, b, o in zip(at, block, part.offset, strict=True))
-            yield SourcePiece(offset, part.shape, source, flat - first)
+            yield SourcePiece(offset, part.shape, source, begins)
 
 
 def _joined(parts: Sequence[ModelPart]) -> tuple[tuple[int, ...], list[SourcePiece]]:
