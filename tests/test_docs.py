@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import ckpt
+from ckpt.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"])
 
 
-@pytest.mark.parametrize("guide", sorted((DOCS / "guides").glob("*.md")), ids=lambda path: path.stem)
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+APART = {"move-from-dcp", "preemption", "s3-in-five-minutes"}
+"""Guides that run in a process of their own: they send signals, serve a port, or print warnings of a library."""
+
+
+def run_guide(guide: Path) -> int:
+    """Run the blocks of a page in the working directory: Python, and the lines of shell blocks that call ``ckpt``. How many there were."""
+    names: dict[str, object] = {}
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, str(guide), "exec"), names)
+        for line in block.splitlines() if language == "sh" else ():
+            if line.startswith("ckpt "):
+                result = CliRunner().invoke(cli, shlex.split(line, comments=True)[1:])
+                assert result.exit_code == 0, f"{line}: {result.output}"
+    return len(blocks)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_blocks_of_a_guide_run(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(guide), "exec"), names)
+    if guide.stem in APART:
+        code = f"from pathlib import Path; from tests.test_docs import run_guide; assert run_guide(Path({str(guide)!r}))"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "AWS_EC2_METADATA_DISABLED": "true"}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+    else:
+        assert run_guide(guide)
+
+
+def test_each_guide_says_what_can_go_wrong() -> None:
+    later = {"resume-on-fewer-gpus", "save-in-my-loop", "serve-from-a-training-checkpoint", "when-a-rank-dies"}  # they link to failures.md
+    assert [g.stem for g in GUIDES if g.stem not in later and "\n## What can go wrong\n" not in g.read_text()] == []
 
 
 def anchor(heading: str) -> str:
