@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import zstandard
 
-from ckpt.formats.native.coding.codecs import PLANES, ZSTD, decode, encode
+from ckpt.formats.native.coding import frames, planes
+from ckpt.formats.native.coding.codecs import decode, encode
 
 from .findings import Finding, at_most, medians
 from .places import Place
@@ -27,6 +28,7 @@ RATIO = 0.70
 """Most that is left of normally distributed bfloat16 weights with byte planes."""
 
 Coded = Any
+ZSTD, PLANES = frames.ZSTD.name, planes.PLANES.name
 Coder = tuple[Callable[[memoryview], Any], Callable[[memoryview], Coded], Callable[[Coded, memoryview], Any]]
 """Makes the input from a chunk (not timed), codes it, and decodes it."""
 

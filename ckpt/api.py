@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .engine.save.background import SaveHandle
     from .engine.save.save import SaveOptions, SaveReport
 
-Codec = Literal["zstd", "planes-zstd"]
-
 
 def save(
     url: str,
@@ -29,7 +27,7 @@ def save(
     layout: Layout | None = None,
     check_replicas: bool = True,
     merge: bool = True,
-    codec: Codec | None = None,
+    codec: str | None = None,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -83,7 +81,7 @@ def save_async(
     layout: Layout | None = None,
     check_replicas: bool = True,
     merge: bool = True,
-    codec: Codec | None = None,
+    codec: str | None = None,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -128,10 +126,9 @@ def save_async(
 
 def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:
     from .engine.save.save import SaveOptions
-    from .formats.native.coding.codecs import CODECS
+    from .formats.native.coding.codecs import check_choice
 
-    if codec is not None and codec not in CODECS:
-        raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+    check_choice(codec)
     return SaveOptions(
         layout=layout,
         timeout=settings.timeout(timeout),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -33,7 +33,7 @@ from ckpt.engine.save.plan import plan_given
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import Alive, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
-from ckpt.formats.native.coding.codecs import CODECS
+from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
@@ -73,13 +73,12 @@ class CkptWriter(StorageWriter):
         self,
         url: str | os.PathLike[str] | None = None,
         *,
-        codec: Literal["zstd", "planes-zstd"] | None = None,
+        codec: str | None = None,
         threads: int | None = None,
         overwrite: bool = True,
         **others: Any,
     ) -> None:
-        if codec is not None and codec not in CODECS:
-            raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+        check_choice(codec)
         self.checkpoint_id = None if url is None else os.fspath(url)
         self.codec = codec
         self.threads = settings.threads(_threads(threads, others))

@@ -13,7 +13,7 @@ import io
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -23,7 +23,7 @@ from ckpt.coordination.group import Group
 from ckpt.engine.save.background import SaveHandle, start_save
 from ckpt.engine.save.save import SaveOptions, save_state
 from ckpt.errors import UsageError
-from ckpt.formats.native.coding.codecs import CODECS
+from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.storage_options import configure_storage
 from ckpt.maintenance.step_listing import remove_at
 from ckpt.needs import needed
@@ -74,11 +74,8 @@ class CkptIO(CheckpointIO):
         codec, threads: as for :func:`ckpt.save`.
     """
 
-    def __init__(
-        self, *, background: bool = False, codec: Literal["zstd", "planes-zstd"] | None = None, threads: int | None = None
-    ) -> None:
-        if codec is not None and codec not in CODECS:
-            raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}")
+    def __init__(self, *, background: bool = False, codec: str | None = None, threads: int | None = None) -> None:
+        check_choice(codec)
         self.background = background
         self._options = SaveOptions(
             layout=None,

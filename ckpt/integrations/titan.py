@@ -62,7 +62,7 @@ class Config:
     last_save_model_only: bool = True
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     async_mode: Literal["disabled", "async"] = "async"
-    codec: Literal["zstd", "planes-zstd"] | None = None
+    codec: str | None = None
 
 
 class CheckpointManager:

@@ -24,7 +24,7 @@ class CheckpointManager(BaseCheckpointManager):
         """torchtitan's fields, and those of ``titan.Config`` that it lacks."""
 
         async_mode: Literal["disabled", "async"] = "async"
-        codec: Literal["zstd", "planes-zstd"] | None = None
+        codec: str | None = None
 
     def __init__(self, config: Config, **parts: Any) -> None:
         self.enable = config.enable

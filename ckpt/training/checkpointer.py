@@ -25,6 +25,7 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
+from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.registry import join_url
 from ckpt.layout.layout import Layout
 from ckpt.maintenance.step_listing import Step
@@ -82,7 +83,7 @@ class Checkpointer:
         layout: Layout | None = None,
         check_replicas: bool = True,
         merge: bool = True,
-        codec: Literal["zstd", "planes-zstd"] | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -95,6 +96,7 @@ class Checkpointer:
         run_log: bool = True,
     ) -> None:
         check_arguments(save=save, keep=keep, local_keep=local_keep)
+        check_choice(codec)
         self.root = root
         self.policy = save
         self.keep = keep

@@ -21,11 +21,11 @@ from ckpt.layout.geometry import Box, IntArray
 from ckpt.reread import read_checked
 
 from .checks import find_excess
-from .coding.codecs import CODECS
+from .coding.codecs import CODECS, unknown_codec
 from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
-from .datafiles.keys import chunk_key, coded_key
+from .datafiles.keys import box_text, chunk_key, coded_key
 from .index import decode_index
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
@@ -177,6 +177,11 @@ class NativeCatalog:
             if coded is not None and coded[:2] == ("U8", (coded.length,)):
                 _check_coded(name, box, entry.dtype, coded, _join(self.url, path))
                 return Extent(path, coded.offset, coded.length, coded.digest, codec)
+        if stored is None and self.coded:
+            prefix = f"{name}{box_text(box, entry.shape)}#"
+            for key in chunks:
+                if key.startswith(prefix) and (unknown := key.removeprefix(prefix)) not in CODECS:
+                    raise unknown_codec(unknown, f"chunk {name}{box}", _join(self.url, path))
         found = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
         raise CorruptError(
             f"chunk {name}{box} {found}; the index says {wanted[0]} {list(wanted[1])}",

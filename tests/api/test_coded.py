@@ -204,6 +204,8 @@ def test_a_codec_that_is_not_known(url: str) -> None:
     for call in (ckpt.save, ckpt.save_async):
         with pytest.raises(UsageError, match="planes-zstd"):
             call(url, {"w": torch.ones(3)}, codec="gzip")  # type: ignore[operator]
+    with pytest.raises(UsageError, match="planes-zstd"):
+        ckpt.Checkpointer(url, codec="gzip")
     assert not Path(url).exists()
 
 

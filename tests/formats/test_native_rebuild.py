@@ -223,7 +223,7 @@ DTYPES_OF = {"ckpt.dtypes": '{"w": "int8"}', "ckpt.shapes": '{"w": [100]}'}
         ("w[0:100]#zstd", ("U8", [9]), DTYPES_OF, "not 'w[:]#zstd'", CorruptError),
         ("w[0:101]#zstd", ("U8", [9]), DTYPES_OF, "leaves the shape", CorruptError),
         ("w[0:99]#zstd", ("U8", [9]), DTYPES_OF, "[99:100] is in no data file", CorruptError),
-        ("w[:]#lz4", ("U8", [9]), DTYPES_OF, "not known", FormatError),
+        ("w[:]#lz4", ("U8", [9]), DTYPES_OF, "codec 'lz4'", FormatError),
         ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": "{"}, "ckpt.dtypes", CorruptError),
         ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": "[]"}, "ckpt.dtypes", CorruptError),
         ("w[:]#zstd", ("U8", [9]), DTYPES_OF | {"ckpt.dtypes": '{"w": "int7"}'}, "int7", CorruptError),

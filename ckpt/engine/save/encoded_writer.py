@@ -25,7 +25,7 @@ class EncodedWriter(RankWriter):
     are compared by, and what was captured with the state.
     """
 
-    codec: str = "zstd"
+    codec: str
     coded: int = 0
     """How many chunks are stored coded."""
     stored: list[int]

@@ -5,20 +5,24 @@ Invariants: decoding fills exactly ``out`` and touches nothing else, or raises; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, UsageError
 from ckpt.formats.external.strided import PREFIX, gather
 
-from .frames import Bytes, damaged, decode_zstd, encode_zstd, worth
-from .planes import decode_planes, encode_planes
+from .codec import ITEMSIZES, Codec
+from .frames import ZSTD, damaged, worth
+from .planes import PLANES
 
-ZSTD = "zstd"
-PLANES = "planes-zstd"
-CODECS = (ZSTD, PLANES)
-ITEMSIZES = (1, 2, 4, 8, 16)
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ZSTD, PLANES)}
+"""By name. A new codec is one more entry."""
+
+
+def check_choice(codec: str | None) -> None:
+    """Raise UsageError unless saves can use this codec."""
+    if codec is not None and codec not in CODECS:
+        choices = "; ".join(f"{known.name!r}: {known.doc}" for known in CODECS.values())
+        raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}", hint=choices)
 
 
 def encode(codec: str, data: memoryview, itemsize: int) -> memoryview | None:
@@ -31,16 +35,17 @@ def encode(codec: str, data: memoryview, itemsize: int) -> memoryview | None:
 def encode_into(codec: str, data: memoryview, itemsize: int, out: memoryview) -> int | None:
     """Code ``data``, elements of ``itemsize`` bytes, to the start of ``out``. Gives the bytes that were written there.
 
-    None if it is not worth it (more than 97 % of ``data``, or nothing at all) or ``out`` has no room; ``out`` is then undefined. Both are
-    contiguous and must not overlap.
+    None if it is not worth it (more than 97 % of ``data``, nothing at all, or elements that the codec does not take) or ``out`` has no
+    room; ``out`` is then undefined. Both are contiguous and must not overlap.
 
     Raises:
         FormatError: the codec is not known.
         ValueError: ``data`` is not a whole number of elements, or elements of this size have no planes.
     """
-    coder = _coder(codec, data.nbytes, itemsize)[0]
-    room = np.frombuffer(out, dtype=np.uint8)[: worth(data.nbytes)]
-    return coder(np.frombuffer(data, dtype=np.uint8), itemsize, room) if data.nbytes else None
+    coder = _coder(codec, data.nbytes, itemsize)
+    if itemsize not in coder.itemsizes or not data.nbytes:
+        return None
+    return coder.encode(np.frombuffer(data, dtype=np.uint8), itemsize, np.frombuffer(out, dtype=np.uint8)[: worth(data.nbytes)])
 
 
 def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int) -> None:
@@ -51,21 +56,28 @@ def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int) -> None
         CorruptError: ``blob`` is not what the codec makes of as many bytes as ``out`` has.
         ValueError: ``out`` is not a whole number of elements, or elements of this size have no planes.
     """
-    if codec.startswith(PREFIX):
+    if codec.startswith(PREFIX):  # of another format's file: never in the registry, since no data file may have it
         return gather(codec, blob, out, itemsize)
-    coder = _coder(codec, out.nbytes, itemsize)[1]
+    coder = _coder(codec, out.nbytes, itemsize)
+    if itemsize not in coder.itemsizes:
+        raise damaged(f"{codec} has no elements of {itemsize} bytes")
     if not 0 < blob.nbytes <= out.nbytes:
         raise damaged(f"{blob.nbytes} bytes for a chunk of {out.nbytes}")
-    return coder(blob, np.frombuffer(out, dtype=np.uint8), itemsize)
+    return coder.decode(blob, np.frombuffer(out, dtype=np.uint8), itemsize)
 
 
-_Encoder = Callable[[Bytes, int, Bytes], "int | None"]
-_Decoder = Callable[[memoryview, Bytes, int], None]
-
-
-def _coder(codec: str, size: int, itemsize: int) -> tuple[_Encoder, _Decoder]:
+def _coder(codec: str, size: int, itemsize: int) -> Codec:
     if codec not in CODECS:
-        raise FormatError(f"unknown codec {codec!r}", hint=f"known codecs: {', '.join(CODECS)}")
+        raise unknown_codec(codec, "a chunk")
     if itemsize not in ITEMSIZES or size % itemsize:
         raise ValueError(f"{size} bytes are not elements of {itemsize} bytes")
-    return (encode_zstd, decode_zstd) if codec == ZSTD else (encode_planes, decode_planes)
+    return CODECS[codec]
+
+
+def unknown_codec(codec: str, chunk: str, where: str | None = None) -> FormatError:
+    """The error for a stored chunk whose codec is not in the registry."""
+    return FormatError(
+        f"{chunk} is coded with the unknown codec {codec!r}",
+        where=where,
+        hint=f"use a newer release of this software; this one knows {', '.join(CODECS)}",
+    )

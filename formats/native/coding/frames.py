@@ -6,12 +6,12 @@ Invariant: a frame is decoded only if it says itself how long its content is, an
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
+
+from .codec import Bytes, Codec, Words
 
 WORTH = 97
 """Percent of its own size that a coded chunk, or plane, has at most; one that would be larger is not coded."""
@@ -23,9 +23,6 @@ BLOCK = 1 << 19
 _FRAME_BLOCKS = 1024
 """Most blocks of a zstd frame that are looked at; the frames that are written have 8."""
 _WINDOW = 8 << 20
-
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[Any]
 
 
 def worth(size: int) -> int:
@@ -136,3 +133,6 @@ def unpack(frame: memoryview, size: int) -> Bytes:
     if len(data) != size:
         raise damaged(f"a zstd frame has {len(data)} bytes, where {size} belong")
     return np.frombuffer(data, dtype=np.uint8)
+
+
+ZSTD = Codec(name="zstd", doc="any bytes that repeat; weights gain little", encode=encode_zstd, decode=decode_zstd)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ckpt.errors import FormatError
 
-from .frames import BLOCK, Bytes, Words, damaged, tools, unpack, worth
+from .codec import Bytes, Codec, Words
+from .frames import BLOCK, damaged, tools, unpack, worth
 
 BLOCK_ELEMENTS = range(1 << 12, (1 << 20) + 1)
 """How many elements a block may have."""
@@ -180,3 +181,6 @@ def _merge(plane: Bytes, words: Words, *, first: bool, last: bool) -> None:
             np.bitwise_or(words, plane, out=words)
         if not last:
             np.left_shift(words, 8, out=words)
+
+
+PLANES = Codec(name="planes-zstd", doc="floating-point numbers, by byte planes", encode=encode_planes, decode=decode_planes)
