@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
 
-from .checks import byte_view, byte_views, check_path, check_prefix, check_read, check_size, check_write, past_end
+from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
 from .protocol import Backend, ObjectMeta, Writer
-from .written import Written
+from .writer_base import WriterBase
 
 
 class _Store:
@@ -148,60 +148,25 @@ class MemoryBackend(Backend):
         """Does nothing: memory is always ready."""
 
 
-class MemoryWriter(Writer):
+class MemoryWriter(WriterBase):
     """An object of the store while it is being written."""
 
     def __init__(self, *, store: _Store, key: str, content: bytearray) -> None:
+        super().__init__(where=f"memory://{key}", size=len(content))
         self._store = store
         self._key = key
-        self._where = f"memory://{key}"
         self._content = content
-        self._written = Written(len(content))
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._state = "open"
 
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
-
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``Writer.write``."""
-        views = byte_views(parts)
-        length = sum(view.nbytes for view in views)
-        check_write(offset, length, len(self._content), self._where)
-        with self._lock:
-            self._check_open()
-            self._busy += 1
-        try:
-            self._copy(offset, views)
-        finally:
-            with self._lock:
-                self._busy -= 1
-        self._written.add(offset, offset + length)
-
-    def _copy(self, offset: int, views: Sequence[memoryview]) -> None:
+    def _put(self, offset: int, views: list[memoryview]) -> None:
         target = memoryview(self._content)
         for view in views:
             target[offset : offset + view.nbytes] = view
             offset += view.nbytes
 
-    def commit(self) -> None:
-        """See ``Writer.commit``."""
-        with self._lock:
-            self._check_open()
-            if self._busy:
-                raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
-            self._written.check(self._where)
-            with self._store.lock:
-                if self._store.objects.get(self._key) is not self._content:
-                    self._state = "failed"
-                    raise StorageError("the object was removed while it was written", where=self._where, hint="look for who deletes it")
-            self._state = "committed"
+    def _make_durable(self) -> None:
+        with self._store.lock:
+            if self._store.objects.get(self._key) is not self._content:
+                raise StorageError("the object was removed while it was written", where=self._where, hint="look for who deletes it")
 
-    def abort(self) -> None:
-        """See ``Writer.abort``."""
-        with self._lock:
-            if self._state != "committed":
-                self._state = "aborted"
-                self._store.remove(self._key, self._content)
+    def _discard(self, *, tried: bool) -> None:
+        self._store.remove(self._key, self._content)

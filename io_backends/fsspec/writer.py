@@ -6,17 +6,12 @@ Invariant: before ``commit`` the storage has nothing of the object. A killed pro
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
-from ckpt.errors import UsageError
-from ckpt.io_backends.checks import byte_views, check_write
 from ckpt.io_backends.posix.files import storage_errors, write_all
-from ckpt.io_backends.protocol import Writer
-from ckpt.io_backends.written import Written
+from ckpt.io_backends.writer_base import WriterBase
 
 IN_MEMORY = 8 << 20
 """Bytes. Smaller objects are gathered in memory."""
@@ -57,66 +52,24 @@ class _InFile:
         self._file.close()
 
 
-class GatheringWriter(Writer):
+class GatheringWriter(WriterBase):
     """An object of ``size`` bytes. ``send`` stores it, given as bytes or as a file; ``remove`` takes back what a failed one left."""
 
     def __init__(self, *, where: str, size: int, send: Callable[[bytes | Path], None], remove: Callable[[], None]) -> None:
-        self._where = where
-        self._size = size
+        super().__init__(where=where, size=size)
         self._send = send
         self._remove = remove
-        self._kept = _InMemory(size) if size <= IN_MEMORY else _InFile()
-        self._written = Written(size)
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+        self._gathered = _InMemory(size) if size <= IN_MEMORY else _InFile()
 
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``Writer.write``."""
-        views = byte_views(parts)
-        length = sum(view.nbytes for view in views)
-        check_write(offset, length, self._size, self._where)
-        with self._using():
-            self._kept.write(offset, views)
-        self._written.add(offset, offset + length)
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        self._gathered.write(offset, views)
 
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy -= 1
-                if self._state == "aborted" and not self._busy:
-                    self._kept.close()
+    def _make_durable(self) -> None:
+        self._send(self._gathered.content)
 
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
-
-    def commit(self) -> None:
-        """See ``Writer.commit``."""
-        with self._lock:
-            self._check_open()
-            if self._busy:
-                raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
-            self._written.check(self._where)
-            self._state = "failed"  # until it did not
-            self._send(self._kept.content)
-            self._state = "committed"
-            self._kept.close()
-
-    def abort(self) -> None:
-        """See ``Writer.abort``."""
-        with self._lock:
-            sent = self._state == "failed"
-            if self._state in ("committed", "aborted"):
-                return
-            self._state = "aborted"
-            if not self._busy:
-                self._kept.close()
-        if sent:
+    def _discard(self, *, tried: bool) -> None:
+        if tried:
             self._remove()
+
+    def _close(self) -> None:
+        self._gathered.close()

@@ -74,7 +74,7 @@ class PosixSharedObject(PosixWriter):
                     os.unlink(self._file)
             self._state = "committed"
             sync_directories(os.path.dirname(self._final), self._root, self._made)
-            self._close()
+        self._close()
 
     def abort(self) -> None:
         """See ``SharedObject.abort``."""
@@ -89,8 +89,9 @@ class PosixSharedObject(PosixWriter):
             if self._state in ("committed", "aborted"):
                 return
             self._state = "aborted"
-            if not self._busy:
-                self._close()
+            idle = not self._busy
+        if idle:
+            self._close()
 
 
 def _joined(aside: str) -> int:

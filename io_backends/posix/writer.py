@@ -10,14 +10,12 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-from ckpt.errors import StorageError, UsageError
-from ckpt.io_backends.checks import byte_views, check_write
-from ckpt.io_backends.protocol import Writer
-from ckpt.io_backends.written import Written
+from ckpt.errors import StorageError
+from ckpt.io_backends.checks import byte_views
+from ckpt.io_backends.writer_base import WriterBase
 from ckpt.settings import Direct
 
 from .direct import DirectFile
@@ -33,44 +31,36 @@ _Slices = deque[tuple[int, memoryview]]
 _OTHERS = "look for another job or a clean-up that works on the same directory"
 
 
-class PosixWriter(Writer):
+class PosixWriter(WriterBase):
     """A file below ``root`` that was just created: ``fd`` is its descriptor, ``made`` the directories that were made for it."""
 
     def __init__(self, *, file: str, root: str, size: int, fd: int, made: list[str], direct: Direct = "auto") -> None:
+        super().__init__(where=file, size=size)
         self._file = file
         self._root = root
-        self._size = size
         self._fd = fd
         self._made = made
         self._status = os.fstat(fd)
         self._closes = [weakref.finalize(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
-        self._written = Written(size)
         self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
         self._turn = threading.Lock()
         self._reopening = threading.Lock()
         self._reopened = False
         self._lost: OSError | None = None
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
-
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``Writer.write``."""
-        self._write(offset, byte_views(parts), None)
 
     def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
         """See ``Writer.write_hashed``."""
-        self._write(offset, byte_views([data]), update)
+        views = byte_views([data])
+        with self._writing(offset, views):
+            self._put(offset, views, update)
 
     @property
     def block_size(self) -> int:
         """See ``Writer.block_size``: what a write costs besides its bytes counts less for longer ones."""
         return _BLOCK
 
-    def _write(self, offset: int, views: list[memoryview], update: _Update | None) -> None:
-        length = sum(view.nbytes for view in views)
-        check_write(offset, length, self._size, self._file)
-        with self._using(), storage_errors(self._file, f"write {length} bytes at {offset}"):
+    def _put(self, offset: int, views: list[memoryview], update: _Update | None = None) -> None:
+        with storage_errors(self._file, f"write {sum(view.nbytes for view in views)} bytes at {offset}"):
             for run in self._direct.runs(offset, views):
                 if not run.direct:
                     self._write_buffered(run.views, run.offset, update)
@@ -83,7 +73,6 @@ class PosixWriter(Writer):
                     self._reopen()
                 if done < view.nbytes:
                     self._write_buffered([view[done:]], run.offset + done, None)
-        self._written.add(offset, offset + length)
 
     def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
         for piece in _pieces(views) if update is None else [views]:
@@ -148,45 +137,20 @@ class PosixWriter(Writer):
                     hint="save again: this process writes through the page cache from now on; CKPT_DIRECT=off does so from the start",
                 )
 
+    def _make_durable(self) -> None:
+        # After an fsync that failed the pages count as clean: a second one would succeed, and the bytes be lost.
+        with storage_errors(self._file, "make the file durable"):
+            self._direct.close()  # tells of direct writes that failed late
+            os.fsync(self._fd)
+            self._check_linked()
+            sync_directories(os.path.dirname(self._file), self._root, self._made)
+
     def _close(self) -> None:
         """Close everything. What fails is no news: either all is durable, or the file is removed."""
         closes: list[Callable[[], object]] = [self._direct.close, *self._closes]
         for close in closes:
             with suppress(OSError):
                 close()
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy -= 1
-                if self._state == "aborted" and not self._busy:
-                    self._close()
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise UsageError(f"the writer is not open any more: {self._state}", where=self._file, hint="create a new object")
-
-    def commit(self) -> None:
-        """See ``Writer.commit``."""
-        with self._lock:
-            self._check_open()
-            if self._busy:
-                raise UsageError(f"{self._busy} writes are still running", where=self._file, hint="wait for all writes before commit")
-            self._written.check(self._file)
-            self._state = "failed"  # until it did not: after an fsync that failed the pages count as clean, and a second one succeeds
-            with storage_errors(self._file, "make the file durable"):
-                self._direct.close()  # tells of direct writes that failed late
-                os.fsync(self._fd)
-                self._check_linked()
-                sync_directories(os.path.dirname(self._file), self._root, self._made)
-                self._state = "committed"
-                self._close()
 
     def _check_linked(self) -> None:
         status = os.fstat(self._fd)
@@ -197,14 +161,7 @@ class PosixWriter(Writer):
                 hint=_OTHERS,
             )
 
-    def abort(self) -> None:
-        """See ``Writer.abort``."""
-        with self._lock:
-            if self._state in ("committed", "aborted"):
-                return
-            self._state = "aborted"
-            if not self._busy:
-                self._close()
+    def _discard(self, *, tried: bool) -> None:
         with storage_errors(self._file, "remove the unfinished file"):
             if self._is_ours():
                 remove_file(self._file, self._root)

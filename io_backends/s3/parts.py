@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.io_backends.written import Written
+from ckpt.io_backends.written_ranges import WrittenRanges
 
 PART = 16 << 20
 """Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""
@@ -39,7 +39,7 @@ class Gathered:
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, dtype=np.uint8).data  # a bytearray would be filled with zeros first
-        self.written = Written(size)
+        self.written = WrittenRanges(size)
 
     @property
     def whole(self) -> bool:

@@ -7,7 +7,6 @@ from functools import partial
 
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import UsageError
-from ckpt.io_backends.checks import byte_views, check_write
 from ckpt.io_backends.shared import check_total
 
 from .checksums import Checks, ConfirmedPart
@@ -41,16 +40,11 @@ class S3SharedObject(S3Writer):
         """With it other processes join."""
         return f"{self._checks.way} {self._mark} {self._id}"
 
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``SharedObject.write``."""
-        views = byte_views(parts)
+    def _put(self, offset: int, views: list[memoryview]) -> None:
         length = sum(view.nbytes for view in views)
-        check_write(offset, length, self._size, self._key.where)
         if offset % self._part or (length % self._part and offset + length != self._size) or len(views) != 1:
             raise UsageError(f"these are no whole parts of {self._part} bytes: {length} at {offset}", where=self._key.where)
-        with self._using():
-            run_tasks([partial(self._send_whole, p) for p in self._places(offset, views)], LANES, "ckpt-s3-write")
-            self._written.add(offset, offset + length)
+        run_tasks([partial(self._send_whole, p) for p in self._places(offset, views)], LANES, "ckpt-s3-write")
 
     def flush(self) -> dict[str, str]:
         """See ``SharedObject.flush``: the parts that this process sent, by number from 0."""

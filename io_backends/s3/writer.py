@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from botocore.exceptions import ClientError
 
 from ckpt.concurrency.workers import Pending, run_tasks
-from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends.checks import byte_views, check_write
-from ckpt.io_backends.protocol import Writer
-from ckpt.io_backends.written import Written
+from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.io_backends.writer_base import WriterBase
 
 from .checksums import OFF, Checks, ConfirmedPart, check_whole
 from .client import LANES
@@ -33,24 +30,22 @@ from .requests import abort_upload, delete, mark_of, marked, new_mark, put
 from .tries import Tries
 
 
-class S3Writer(Writer):
+class S3Writer(WriterBase):
     """An object of ``size`` bytes that is being written to ``key``, in one request if it is ``single``, else in parts of ``part`` bytes.
 
     ``room`` bytes of the client's are given back when it is done.
     """
 
     def __init__(self, key: Key, size: int, part: int, *, conditional: bool, single: bool, room: int = 0) -> None:
+        super().__init__(where=key.where, size=size)
         self._key = key
-        self._size = size
         self._part = size if single else min(part, size)
         self.single = single
         self._room = room
         self._condition = {"IfNoneMatch": "*"} if conditional else {}
-        self._written = Written(size)
-        self._lock = threading.Lock()
+        self._parts_lock = threading.Lock()
+        """Of the parts below: threads that send them must not wait for a commit, which waits for them."""
         self._starting = threading.Lock()
-        self._busy = 0
-        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
         self._upload: str | None = None
         self._mark = new_mark()
         self._checks: Checks = OFF
@@ -72,22 +67,18 @@ class S3Writer(Writer):
 
     # ---- write
 
-    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``Writer.write``. Bytes of a part that was sent can only be written again together with all others of that part."""
-        views = byte_views(parts)
-        length = sum(view.nbytes for view in views)
-        check_write(offset, length, self._size, self._key.where)
-        with self._using():
-            self._raise_unsent()
-            whole: list[PartRange] = []
-            some: list[PartRange] = []
-            for place in self._places(offset, views):
-                (whole if place.view.nbytes == self._length(place.number) and not self.single else some).append(place)
-            self._check_unsent(some)
-            for place in some:
-                self._gather(place)
-            run_tasks([partial(self._send_whole, p) for p in whole], LANES, "ckpt-s3-write")
-            self._written.add(offset, offset + length)
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        """Bytes of a part that was sent can only be written again together with all others of that part."""
+        self._raise_unsent()
+        complete: list[PartRange] = []
+        partial_ranges: list[PartRange] = []
+        for place in self._places(offset, views):
+            is_complete = place.view.nbytes == self._length(place.number) and not self.single
+            (complete if is_complete else partial_ranges).append(place)
+        self._check_unsent(partial_ranges)
+        for place in partial_ranges:
+            self._gather(place)
+        run_tasks([partial(self._send_whole, p) for p in complete], LANES, "ckpt-s3-write")
 
     def _places(self, offset: int, views: Sequence[memoryview]) -> Iterator[PartRange]:
         for view in views:
@@ -103,7 +94,7 @@ class S3Writer(Writer):
         return min(self._part, self._size - number * self._part)
 
     def _check_unsent(self, places: Sequence[PartRange]) -> None:
-        with self._lock:
+        with self._parts_lock:
             sent = [p.number for p in places if p.number in self._sent]
         if sent:
             raise StorageError(
@@ -113,7 +104,7 @@ class S3Writer(Writer):
             )
 
     def _gather(self, place: PartRange) -> None:
-        with self._lock:
+        with self._parts_lock:
             gathered = self._gathered.get(place.number)
             if gathered is None:
                 gathered = self._gathered[place.number] = Gathered(self._length(place.number))
@@ -122,12 +113,12 @@ class S3Writer(Writer):
         if not self.single and gathered.whole and self._take(place.number, gathered):
             self._key.client.lanes.acquire()
             pending = Pending(partial(self._send_gathered, place.number, gathered), "ckpt-s3-write")
-            with self._lock:
+            with self._parts_lock:
                 self._sending = [p for p in self._sending if not p.wait(0)] + [pending]
 
     def _take(self, number: int, gathered: Gathered) -> bool:
         """Whether it is this thread that sends the part: two may have written its last bytes at once."""
-        with self._lock:
+        with self._parts_lock:
             if self._gathered.get(number) is not gathered:
                 return False
             del self._gathered[number]
@@ -140,7 +131,7 @@ class S3Writer(Writer):
         try:
             self._send(number, gathered.memory)
         except BaseException as err:  # noqa: BLE001  write or commit raises it
-            with self._lock:
+            with self._parts_lock:
                 self._gathered[number] = gathered  # for commit to try again
                 self._sent.discard(number)
                 self._unsent.append(err)
@@ -148,7 +139,7 @@ class S3Writer(Writer):
             self._key.client.lanes.release()
 
     def _send_whole(self, place: PartRange) -> None:
-        with self._lock:
+        with self._parts_lock:
             again = place.number in self._sent
             self._sent.add(place.number)
             self._gathered.pop(place.number, None)  # older bytes
@@ -167,69 +158,48 @@ class S3Writer(Writer):
             sums.check(tag)
             return tag
 
-        tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._aborted)
-        with self._lock:
+        tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._is_over)
+        with self._parts_lock:
             self._parts[number] = ConfirmedPart(tag=tag, crc=sums.crc)
 
     def _started(self) -> str:
         with self._starting:
             if self._upload is None:
                 self._checks = part_checks_of(self._key)
-                self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._aborted)
+                self._upload = self._key.client.attempt("begin an upload", self._key.where, self._begin, over=self._is_over)
             return self._upload
 
     def _begin(self, boto: Any, _: Tries) -> str:
         answer = boto.create_multipart_upload(**self._key.names, **marked(self._mark), **self._checks.upload)
         return str(answer["UploadId"])
 
-    def _aborted(self) -> bool:
-        return self._state == "aborted"
+    def _is_over(self) -> bool:
+        """Whether nobody wants the object any more, so that no request is tried again."""
+        return self._giving_up or self._state == "aborted"
 
     def _raise_unsent(self) -> None:
-        with self._lock:
+        with self._parts_lock:
             errors, self._unsent = self._unsent, []
         if errors:
             raise errors[0]
 
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy -= 1
-                last = self._state == "aborted" and not self._busy
-            if last:
-                self._drop()
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise UsageError(f"the writer is not open any more: {self._state}", where=self._key.where, hint="create a new object")
-
     # ---- commit
 
-    def commit(self) -> None:
-        """See ``Writer.commit``."""
-        with self._lock:
-            self._check_open()
-            if self._busy:
-                raise UsageError(f"{self._busy} writes are still running", where=self._key.where, hint="wait for all writes before commit")
+    def _settle(self) -> None:
+        with self._parts_lock:
             sending = self._sending
         for pending in sending:
             pending.wait()
         self._raise_unsent()
-        self._written.check(self._key.where)
-        self._send_rest()
-        self._state = "failed"  # until it did not
+        for number, gathered in [] if self.single else list(self._gathered.items()):  # whole, but could not be sent before
+            self._send(number, gathered.memory)
+            del self._gathered[number]
+
+    def _make_durable(self) -> None:
         if self.single:
-            self._put()
+            self._put_single()
         else:
             self._complete()
-        self._state = "committed"
-        self._give_back()
 
     def _give_back(self) -> None:
         """Let go of the memory."""
@@ -237,14 +207,7 @@ class S3Writer(Writer):
         room, self._room = self._room, 0
         self._key.client.room.give_back(room)
 
-    def _send_rest(self) -> None:
-        """Parts that were whole, but could not be sent before."""
-        for number, gathered in [] if self.single else list(self._gathered.items()):
-            assert gathered.whole
-            self._send(number, gathered.memory)
-            del self._gathered[number]
-
-    def _put(self) -> None:
+    def _put_single(self) -> None:
         data = self._gathered[0].memory if self._size else b""
         self._perhaps_there = True
         try:
@@ -306,20 +269,15 @@ class S3Writer(Writer):
 
     # ---- abort
 
-    def abort(self) -> None:
-        """See ``Writer.abort``."""
-        with self._lock:
-            if self._state in ("committed", "aborted"):
-                return
-            self._state = "aborted"
-            busy = self._busy
-        if not busy:
-            self._drop()
+    def _discard(self, *, tried: bool) -> None:
+        """What there is shows to nobody before it is complete, so all goes when no write is running any more."""
 
-    def _drop(self) -> None:
+    def _close(self) -> None:
         for pending in self._sending:
             pending.wait()
         self._give_back()
+        if self._state == "committed":
+            return
         if self._upload is not None:
             abort_upload(self._key, self._upload)
             self._upload = None

@@ -1,4 +1,4 @@
-"""``Written`` against a mask of booleans."""
+"""``WrittenRanges`` against a mask of booleans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StorageError
-from ckpt.io_backends.written import Written
+from ckpt.io_backends.written_ranges import WrittenRanges
 
 SIZE = 40
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda r: (min(r), max(r))), max_size=30)
@@ -17,7 +17,7 @@ RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lamb
 @given(ranges=RANGES)
 def test_counts_every_byte_once(ranges: list[tuple[int, int]]) -> None:
     mask = np.zeros(SIZE, dtype=bool)
-    written = Written(SIZE)
+    written = WrittenRanges(SIZE)
     for start, stop in ranges:
         mask[start:stop] = True
         written.add(start, stop)
@@ -26,7 +26,7 @@ def test_counts_every_byte_once(ranges: list[tuple[int, int]]) -> None:
 
 
 def test_a_hole_does_not_hide_behind_repeats() -> None:
-    written = Written(10)
+    written = WrittenRanges(10)
     for start, stop in ((0, 6), (2, 6), (7, 10)):  # 13 bytes in all, byte 6 not among them
         written.add(start, stop)
     with pytest.raises(StorageError, match="10 bytes were planned, but 9 were written"):

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from ckpt.errors import StorageError
 
 
-class Written:
+class WrittenRanges:
     """The ranges of ``[0, size)`` that were written so far. Thread-safe.
 
     The ranges are kept sorted, disjoint and not touching, so that neighbouring writes cost one entry.

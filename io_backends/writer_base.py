@@ -1,0 +1,133 @@
+"""The state of a new object that is being written, for all backends: what ``Writer`` promises about second calls, holes and threads."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from ckpt.errors import UsageError
+
+from .checks import byte_views, check_write
+from .protocol import Writer
+from .written_ranges import WrittenRanges
+
+# A Writer's life
+#
+#              commit: all written, no write running           made durable
+#       open ─────────────────────────────────────────► failed ────────────► committed
+#         │                                               │
+#         └───────────────── abort ───────────────────────┴────────────────► aborted
+#
+# * ``failed`` is the state *while* the object is made durable, and after that did not work: what an fsync or a request that failed has
+#   left is unknown, and trying it a second time could succeed falsely. Only ``abort`` is left to do.
+# * ``_state`` changes under ``_lock``, and so does ``_busy``, the number of writes that are running. ``commit`` holds the lock until it has
+#   ended: no write begins meanwhile, and ``abort`` waits. ``abort`` says first that it waits, so that a commit that tries again and again
+#   can give up.
+# * ``abort`` does not wait for writes. It takes the name away at once (``_discard``). What the writes use (a descriptor, memory, an upload)
+#   is let go of by whoever is last: abort, if no write is running, else the last write (``_close``). So a descriptor is never closed under
+#   a write, which would then go to another file of the same number.
+
+
+class WriterBase(Writer):
+    """A Writer whose backend says how bytes are put (``_put``), made durable (``_make_durable``) and forgotten (``_discard``, ``_close``).
+
+    ``where`` names the object in errors; it has ``size`` bytes in the end.
+    """
+
+    def __init__(self, *, where: str, size: int) -> None:
+        self._where = where
+        self._size = size
+        self._written = WrittenRanges(size)
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._state: Literal["open", "failed", "committed", "aborted"] = "open"
+        self._giving_up = False
+
+    # ---- what a backend implements
+
+    @abstractmethod
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        """Hand bytes to the storage, one view after another from ``offset`` on. The range counts as written unless this raises."""
+
+    def _settle(self) -> None:
+        """Before a commit: finish what ``_put`` left to be done later. If this raises, the object stays open."""
+        return
+
+    @abstractmethod
+    def _make_durable(self) -> None:
+        """Make the object exist, whole and durable. All bytes were put, and none is being put."""
+
+    @abstractmethod
+    def _discard(self, *, tried: bool) -> None:
+        """After an abort, at once: take the object's name away. ``tried`` if a commit failed. Writes may still be running."""
+
+    def _close(self) -> None:
+        """Let go of descriptors, memory and uploads. It is the last call, after commit or abort; no write is running or will begin."""
+        return
+
+    # ---- the port
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        """See ``Writer.write``."""
+        views = byte_views(parts)
+        with self._writing(offset, views):
+            self._put(offset, views)
+
+    def commit(self) -> None:
+        """See ``Writer.commit``."""
+        with self._lock:
+            self._check_open()
+            if self._busy:
+                raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
+            self._written.check(self._where)
+            self._settle()
+            self._state = "failed"  # until it did not
+            self._make_durable()
+            self._state = "committed"
+        self._close()
+
+    def abort(self) -> None:
+        """See ``Writer.abort``."""
+        self._giving_up = True
+        with self._lock:
+            if self._state in ("committed", "aborted"):
+                return
+            tried = self._state == "failed"
+            self._state = "aborted"
+            idle = not self._busy
+        if idle:
+            self._close()
+        self._discard(tried=tried)
+
+    # ---- for backends
+
+    @contextmanager
+    def _writing(self, offset: int, views: Sequence[memoryview]) -> Iterator[None]:
+        """Around a write of ``views`` at ``offset``: checks the range before, and counts it as written after."""
+        length = sum(view.nbytes for view in views)
+        check_write(offset, length, self._size, self._where)
+        with self._using():
+            yield
+            self._written.add(offset, offset + length)
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Around everything that uses what ``_close`` lets go of."""
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                last = self._state == "aborted" and not self._busy
+            if last:
+                self._close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
