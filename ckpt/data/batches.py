@@ -74,14 +74,14 @@ class Batches(Sampler[list[int]]):
         """This part of the step that begins at a position."""
         ranges, _ = self.steps.step(position)
         mine = share(sum(stop - start for _, start, stop in ranges), self.part, self.parts)
-        found: list[int] = []
+        samples: list[int] = []
         before = 0
         for epoch, start, stop in ranges:
             low, high = max(mine.start - before, 0), min(mine.stop - before, stop - start)
             if low < high:
-                found += map(int, self._samples(epoch)[start + low : start + high])
+                samples += map(int, self._samples(epoch)[start + low : start + high])
             before += stop - start
-        return found
+        return samples
 
     def _samples(self, epoch: int) -> Sequence[int]:
         order = self._order(epoch)
@@ -121,9 +121,9 @@ class _Iteration(Iterator[list[int]]):
         if self.position.epoch != self.epoch:
             self.batches.start = self.position
             raise StopIteration
-        found = self.batches.at(self.position)
+        samples = self.batches.at(self.position)
         _, self.position = self.batches.steps.step(self.position)
-        return found
+        return samples
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.batches.position_state(self.position), "iterates": self.epoch}

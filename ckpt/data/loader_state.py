@@ -121,9 +121,9 @@ class _Own(PerRank):
 
     def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> RankChoice | None:
         seat = self.of._seating.seat(rank, ranks)
-        count, held = holders(nodes, "state")
+        count, holding = holders(nodes, "state")
         wanted = [seat.number] if count == seat.count else list(range(count))
-        lacking = [n for n in wanted if n not in held]
+        lacking = [n for n in wanted if n not in holding]
         if lacking:
             raise ShapeError(f"of {count} data-parallel ranks, none of number {lacking[0]} saved the loader's state: stores=False")
         if count != seat.count and self.of.reshard is None:
@@ -132,7 +132,7 @@ class _Own(PerRank):
                 f"{count}, give LoaderState(reshard=...), or use ckpt.data.Batches (docs/random-and-data.md)"
             )
         self.place = None if count == seat.count else (seat.number, seat.count)
-        return RankChoice(ranks=[held[n] for n in wanted], take=self._take)
+        return RankChoice(ranks=[holding[n] for n in wanted], take=self._take)
 
     def _take(self, values: list[Any]) -> None:
         self.states = [value["state"] for value in values]

@@ -78,5 +78,5 @@ def shuffled(samples: int, seed: int, epoch: int) -> Sequence[int]:
     """The order of an epoch. NumPy promises that a ``RandomState`` never changes what it gives, so a job may be resumed with another
     version."""
     bits = np.random.MT19937(np.random.SeedSequence([seed, epoch]))
-    found: Sequence[int] = np.random.RandomState(bits).permutation(samples)  # type: ignore[assignment]
-    return found
+    order: Sequence[int] = np.random.RandomState(bits).permutation(samples)  # type: ignore[assignment]
+    return order

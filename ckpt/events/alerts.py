@@ -67,17 +67,17 @@ class AlertRules:
         if event.kind == "save.durable":
             if tiers and event.step is not None:
                 self._waiting[event.step] = event.at
-            found = [self._slow(event), self._stall(event), self._straggler(event), self._late(event), self._refused(event)]
+            alerts = [self._slow(event), self._stall(event), self._straggler(event), self._late(event), self._refused(event)]
         elif event.kind in ("save.failed", "publish.failed"):
-            found = [self._storage(event)]
+            alerts = [self._storage(event)]
         elif event.kind == "save.published" and event.step is not None:
             for step in [s for s in self._waiting if s <= event.step]:  # older ones are not published any more
                 del self._waiting[step]
-            found = [self._late(event)]
+            alerts = [self._late(event)]
             self._raised.discard("storage")
         else:
-            found = []
-        return [alert for alert in found if alert is not None]
+            alerts = []
+        return [alert for alert in alerts if alert is not None]
 
     def since(self, step: int, at: float) -> float | None:
         """Seconds from the commit in the local tier until ``at``; None if it was not seen."""

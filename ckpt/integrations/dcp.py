@@ -115,11 +115,11 @@ class CkptWriter(StorageWriter):
         """On the coordinator: everything will be there, once; nothing is written if not."""
         self._check_overwrite()
         plans = _whole(plans)
-        found = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
-        found.check()
+        assignment = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
+        assignment.check()
         group = Group(0, tuple(range(len(plans))))
         self._leader = Leader(group.call("save", self.url, settings.timeout(None)), open_backend(self.url), [], merge=False)
-        joined = Joined(tensors=dict(found.tensors), owned=dict(found.owned), aliases={})
+        joined = Joined(tensors=dict(assignment.tensors), owned=dict(assignment.owned), aliases={})
         self._id = self._leader.start(Tables((), joined, {}))
         return [replace(plan, storage_data=_Place(id=self._id, position=i)) for i, plan in enumerate(plans)]
 
@@ -225,7 +225,7 @@ def _given(items: Sequence[WriteItem], position: int) -> Iterable[Given]:
 
 def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
     """This rank's tensors, with the memory of its boxes."""
-    found = {name: LocalTensor(info, [], name) for name, info in mine.tensors.items()}
+    tensors = {name: LocalTensor(info, [], name) for name, info in mine.tensors.items()}
     for item in items:
         if item.tensor_data is None:
             continue
@@ -233,8 +233,8 @@ def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) ->
         memory = planner.resolve_data(item)
         if not isinstance(memory, torch.Tensor) or memory.shape != chunk.sizes or dtype_of(memory, name) != mine.tensors[name].dtype:
             raise LayoutError("the planner gives other data than it has planned", where=f"tensor {name}")
-        found[name].parts.append(Held(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
-    return found
+        tensors[name].parts.append(Held(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
+    return tensors
 
 
 def _node(item: WriteItem, planner: SavePlanner) -> tree.Node:

@@ -156,8 +156,8 @@ def _know(catalog: Catalog) -> _Known:
         flat[name], paths[name] = _placeholder(view[name], names), (name,)
     tensors = {name: names[id(value)] for name, value in flat.items() if id(value) in names}
     values = {name: value for name, value in flat.items() if id(value) not in names}
-    told = {name: _told(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()}
-    return _Known(metadata=Metadata(told, planner_data=paths), tensors=tensors, values=values)
+    metadata = {name: _told(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()}
+    return _Known(metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
 
 
 def _with_placeholders(value: Any, names: dict[int, str]) -> Any:
@@ -178,5 +178,5 @@ def _placeholder(stored: StoredTensor, names: dict[int, str]) -> torch.Tensor:
 
 
 def _told(tensor: torch.Tensor) -> TensorStorageMetadata:
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [whole])
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [chunk])

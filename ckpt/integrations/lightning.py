@@ -110,10 +110,10 @@ class CkptIO(CheckpointIO):
         if not isinstance(map_location, str | torch.device | None):
             raise UsageError(f"map_location must be a device, not {type(map_location).__name__}")
         self.wait()
-        found: dict[str, Any] = read_state(os.fspath(path))
+        state: dict[str, Any] = read_state(os.fspath(path))
         if map_location is None:
-            return found
-        moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(map_location), found)
+            return state
+        moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(map_location), state)
         return moved
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

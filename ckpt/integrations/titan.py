@@ -118,16 +118,16 @@ class CheckpointManager:
         """
         state = self.state()
         path = self.config.initial_load_path
-        found = agreed_latest(self.checkpointer) if step == -1 else step
-        if found is None and path is None:
+        latest = agreed_latest(self.checkpointer) if step == -1 else step
+        if latest is None and path is None:
             return False
-        model_only = self.config.initial_load_model_only if found is None else found == 0
+        model_only = self.config.initial_load_model_only if latest is None else latest == 0
         only = self._wanted(state, model_only=model_only)
-        if found is None:
+        if latest is None:
             assert path is not None
             load_checkpoint(path, state, only=only)
         else:
-            self.checkpointer.restore(state, step=None if step == -1 and found else found, only=only)
+            self.checkpointer.restore(state, step=None if step == -1 and latest else latest, only=only)
         return True
 
     def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:

@@ -66,17 +66,17 @@ class CheckpointCallback(TrainerCallback):
         """The state as ``ckpt.load`` takes it: ``model``, ``optimizer``, ``scheduler``, ``rng``, with mixed precision ``scaler``; on the
         first rank ``trainer``, the trainer's own state as JSON."""
         trainer = self.trainer
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "model": trainer.model,
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
             "rng": PerRank(_rng_state(), reshard=lambda values, rank, world: values[rank % len(values)]),
         }
         if trainer.accelerator.scaler is not None:
-            found["scaler"] = trainer.accelerator.scaler
+            state["scaler"] = trainer.accelerator.scaler
         if trainer.args.process_index == 0:
-            found["trainer"] = self._trainer_state()
-        return found
+            state["trainer"] = self._trainer_state()
+        return state
 
     def _trainer_state(self) -> str:
         return json.dumps(dataclasses.asdict(self.trainer.state) | {"stateful_callbacks": self._callback_states()})
@@ -202,12 +202,12 @@ def use(
 
 
 def _trainer_state_of(url: str) -> str:
-    found = open_view(url).state().get("trainer")
-    if not isinstance(found, str):
+    text = open_view(url).state().get("trainer")
+    if not isinstance(text, str):
         raise StateError(
             "this checkpoint was not saved by a Trainer", where=url, hint="ckpt.load(url, {'model': model}) loads a model alone"
         )
-    return found
+    return text
 
 
 def _check(trainer: Trainer) -> None:
@@ -224,10 +224,10 @@ def _check(trainer: Trainer) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
-    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _set_rng_state(state: Mapping[str, Any]) -> None:

@@ -14,19 +14,19 @@ from ckpt.io_backends.registry import is_file_system, open_backend
 def numbers(event: Event) -> dict[str, float]:
     """Name → value; empty for events that have none worth a curve."""
     if event.kind == "save.durable":
-        found = {
+        values = {
             "save_seconds": event.seconds,
             "save_blocked_seconds": event.blocked,
             "save_bytes": event.tensor_bytes,
             "save_stragglers": len(event.stragglers),
         }
     elif event.kind == "restore" and event.error is None:
-        found = {"restore_seconds": event.seconds, "restore_bytes": event.tensor_bytes}
+        values = {"restore_seconds": event.seconds, "restore_bytes": event.tensor_bytes}
     elif event.kind == "save.published":
-        found = {"publish_seconds": event.seconds}
+        values = {"publish_seconds": event.seconds}
     else:
-        found = {}
-    return {name: float(value) for name, value in found.items() if value is not None}
+        values = {}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def digest_of(url: str) -> str | None:
@@ -41,8 +41,8 @@ def digest_of(url: str) -> str | None:
 def reference(event: Event) -> dict[str, object]:
     """What another tool has to remember to find this checkpoint again, and to know that it is the same."""
     assert event.url is not None
-    found = {"url": event.url, "id": event.id, "digest": digest_of(event.url), "step": event.step, "tensor_bytes": event.tensor_bytes}
-    return {name: value for name, value in found.items() if value is not None}
+    fields = {"url": event.url, "id": event.id, "digest": digest_of(event.url), "step": event.step, "tensor_bytes": event.tensor_bytes}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def uri(url: str) -> str:

@@ -41,9 +41,9 @@ class WandB:
         self._run.define_metric("ckpt/*", step_metric="ckpt/step")
 
     def __call__(self, event: Event) -> None:
-        found = {f"ckpt/{name}": value for name, value in numbers(event).items()}
-        if found:
-            self._run.log({**found, "ckpt/step": event.step}, commit=False)
+        metrics = {f"ckpt/{name}": value for name, value in numbers(event).items()}
+        if metrics:
+            self._run.log({**metrics, "ckpt/step": event.step}, commit=False)
         if event.kind == "save.durable" and self._artifacts and event.url is not None:
             artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata=reference(event))
             artifact.add_reference(uri(event.url), name="checkpoint", checksum=False)

@@ -77,9 +77,9 @@ def tree_map(layers: Sequence[LayerSize]) -> Markup:
     outer = squarify([sum(s.bytes for s in mine) / total for _, mine in named], (0.0, 0.0, 1.0, 1.0), _WIDE / _TREE)
     areas = []
     for (kind, mine), area in zip(named, outer, strict=True):
-        whole = sum(s.bytes for s in mine)
-        share = whole / total
-        for layer, rect in zip(mine, squarify([s.bytes / whole * share for s in mine], area, _WIDE / _TREE), strict=True):
+        nbytes = sum(s.bytes for s in mine)
+        share = nbytes / total
+        for layer, rect in zip(mine, squarify([s.bytes / nbytes * share for s in mine], area, _WIDE / _TREE), strict=True):
             areas.append(_area(kind, layer, rect))
     return tag("svg", *areas, width="100%", height=str(_TREE), role="img", aria_label="bytes by layer", class_="tree")
 

@@ -194,11 +194,11 @@ def _over_steps(report: Report) -> Markup:
     xs = [float(s.step or 0) if by_step else i + 1.0 for i, s in enumerate(saves)]
 
     def points(figure: str) -> list[Point]:
-        found = []
+        series = []
         for x, saved in zip(xs, saves, strict=True):
             save, record = saved.summary, saved.record
             if save is None or record is None:
-                found.append(Point(x=x, y=None, label=""))
+                series.append(Point(x=x, y=None, label=""))
                 continue
             y, shown = {
                 "durable": (save.seconds, f"durable after {brief(save.seconds)} s"),
@@ -207,8 +207,8 @@ def _over_steps(report: Report) -> Markup:
                 "size": (float(record.tensor_bytes), units.size(record.tensor_bytes)),
                 "stragglers": (float(len(save.stragglers)), units.plural(len(save.stragglers), "straggler")),
             }[figure]
-            found.append(Point(x=x, y=y, label=f"{_name(saved)}: {shown}"))
-        return found
+            series.append(Point(x=x, y=y, label=f"{_name(saved)}: {shown}"))
+        return series
 
     panels = [
         charts.series("durable, blocked", points("durable"), lambda y: f"{brief(y)} s", points("blocked")),

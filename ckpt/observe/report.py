@@ -197,16 +197,16 @@ def _cells(ranks: int, per_host: int | None) -> tuple[tuple[range, ...], int | N
 
 def _groups(ranks: int, setting: Setting, tables: Mapping[int, SpanTable]) -> dict[str, dict[str, Sequence[int]]]:
     """Title → label → ranks: hosts, and the coordinates of each mesh dimension, as the reader has told of them, or else the ranks."""
-    found: dict[str, dict[str, Sequence[int]]] = {}
+    groups: dict[str, dict[str, Sequence[int]]] = {}
     if setting.ranks_per_host is None:
         hosts = _by({rank: table.host for rank, table in tables.items() if table.host is not None})
         if 1 < len(hosts) < len(tables):
-            found["host"] = hosts
+            groups["host"] = hosts
     if setting.mesh is None:
         for name in dict.fromkeys(name for table in tables.values() for name in table.coordinates):
-            found[name] = _by({rank: table.coordinates[name] for rank, table in tables.items() if name in table.coordinates})
+            groups[name] = _by({rank: table.coordinates[name] for rank, table in tables.items() if name in table.coordinates})
     if setting.ranks_per_host and ranks > setting.ranks_per_host > 1:
-        found["host"] = {str(i): block for i, block in enumerate(blocks(ranks, setting.ranks_per_host))}
+        groups["host"] = {str(i): block for i, block in enumerate(blocks(ranks, setting.ranks_per_host))}
     if setting.mesh is not None:
         mesh = setting.mesh
         if len(mesh.ranks) != ranks:
@@ -215,23 +215,23 @@ def _groups(ranks: int, setting: Setting, tables: Mapping[int, SpanTable]) -> di
         array = mesh.array()
         for axis, name in enumerate(mesh.names):
             if mesh.sizes[axis] > 1:
-                found[name] = {str(i): tuple(array.take(i, axis=axis).ravel().tolist()) for i in range(mesh.sizes[axis])}
-    return found
+                groups[name] = {str(i): tuple(array.take(i, axis=axis).ravel().tolist()) for i in range(mesh.sizes[axis])}
+    return groups
 
 
 def _by(values: Mapping[int, object]) -> dict[str, Sequence[int]]:
     """Ranks by what they have, in the order of the first of each."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
-        found.setdefault(str(value), []).append(rank)
-    return {label: tuple(ranks) for label, ranks in found.items()}
+        ranks_of.setdefault(str(value), []).append(rank)
+    return {label: tuple(ranks) for label, ranks in ranks_of.items()}
 
 
 def _ranks_per_host(hosts: Mapping[str, Sequence[int]]) -> int | None:
     """How many neighbours share a machine, if it is as many on each, or fewer on the last."""
     size = max(map(len, hosts.values()), default=0)
-    whole = [tuple(block) for block in blocks(sum(map(len, hosts.values())), size)] if size else []
-    return size if size > 1 and [tuple(ranks) for ranks in hosts.values()] == whole else None
+    even = [tuple(block) for block in blocks(sum(map(len, hosts.values())), size)] if size else []
+    return size if size > 1 and [tuple(ranks) for ranks in hosts.values()] == even else None
 
 
 def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:

@@ -67,10 +67,10 @@ def kinds_of(entries: Iterable[TensorEntry], values: int) -> tuple[tuple[KindSiz
 
 def _kind(entry: TensorEntry) -> tuple[str, str]:
     """The kind, and the path of what it belongs to: of an optimizer's state the parameter."""
-    found = _OPTIMIZER.search(entry.name)
-    if found is not None:
-        parameter, _, state = found["rest"].rpartition(".")
-        return OPTIMIZER + (state if parameter else "state"), parameter or found["rest"]
+    match = _OPTIMIZER.search(entry.name)
+    if match is not None:
+        parameter, _, state = match["rest"].rpartition(".")
+        return OPTIMIZER + (state if parameter else "state"), parameter or match["rest"]
     kind = next((kind for kind, words in _WORDS if words.search(entry.name)), None)
     if kind is None:
         kind = MODEL if entry.dtype.name.startswith(("float", "bfloat", "complex")) else OTHER

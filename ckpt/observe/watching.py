@@ -159,10 +159,10 @@ class _Following:
         self._gone = self._gone if self._gone is not None else now
         id = committed_save(self.backend, self.within)
         if id is not None and id >= progress.id:
-            found = committed(self.url, id)
-            if found.seconds is None and now - self._gone < _SPANS:
+            look = committed(self.url, id)
+            if look.seconds is None and now - self._gone < _SPANS:
                 return Look(state="committing", url=self.url, id=id, progress=progress)
-            return self._with_seconds(found)
+            return self._with_seconds(look)
         # What failed, another rank or the commit itself, removes its files.
         if progress.phase == PHASES[0] or next(self.backend.list_prefix(f"{self.within}{data_prefix(progress.id)}"), None) is None:
             return Look(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
@@ -180,8 +180,8 @@ class _Following:
         # At most a second earlier, by clocks of two machines that differ less: an older entry is of an earlier try.
         return None if last is None or last.at < self.progress.began - 1 else entry_line(last)
 
-    def _with_seconds(self, found: Look) -> Look:
-        return found if found.seconds is not None else replace(found, seconds=max(0.0, self.progress.at - self.progress.began))
+    def _with_seconds(self, look: Look) -> Look:
+        return look if look.seconds is not None else replace(look, seconds=max(0.0, self.progress.at - self.progress.began))
 
 
 def silent_ranks(progress: SaveProgress, age: float) -> tuple[SlowRank, ...]:

@@ -126,43 +126,43 @@ class SaveProgress:
         Raises:
             ValueError: it cannot be that.
         """
-        found = _object(fields, "it")
-        if found.get("version") != VERSION:
-            raise ValueError(f"its version is {found.get('version')!r:.40}")
-        phases, slowest = _array(found, "phases", len(PHASES)), _array(found, "slowest", SLOWEST)
+        note = _object(fields, "it")
+        if note.get("version") != VERSION:
+            raise ValueError(f"its version is {note.get('version')!r:.40}")
+        phases, slowest = _array(note, "phases", len(PHASES)), _array(note, "slowest", SLOWEST)
         return cls(
-            id=_text(found, "id", 16),
-            began=_number(found, "began"),
-            at=_number(found, "at"),
-            count=_integer(found, "count"),
-            interval=_number(found, "interval"),
-            ranks=_integer(found, "ranks", _RANKS),
-            phase=_phase(found),
-            leader=_integer(found, "leader", _RANKS),
-            host=_text(found, "host", HOST),
+            id=_text(note, "id", 16),
+            began=_number(note, "began"),
+            at=_number(note, "at"),
+            count=_integer(note, "count"),
+            interval=_number(note, "interval"),
+            ranks=_integer(note, "ranks", _RANKS),
+            phase=_phase(note),
+            leader=_integer(note, "leader", _RANKS),
+            host=_text(note, "host", HOST),
             phases=tuple(_phase_progress(one) for one in phases),
-            awaited=_integer(found, "awaited", _RANKS),
+            awaited=_integer(note, "awaited", _RANKS),
             slowest=tuple(_slow_rank(one) for one in slowest),
         )
 
 
 def _phase_progress(fields: object) -> PhaseProgress:
-    found = _object(fields, "one of its phases")
+    note = _object(fields, "one of its phases")
     return PhaseProgress(
-        phase=_phase(found), ranks=_integer(found, "ranks", _RANKS), done=_integer(found, "done"), total=_integer(found, "total")
+        phase=_phase(note), ranks=_integer(note, "ranks", _RANKS), done=_integer(note, "done"), total=_integer(note, "total")
     )
 
 
 def _slow_rank(fields: object) -> SlowRank:
-    found = _object(fields, "one of its ranks")
+    note = _object(fields, "one of its ranks")
     return SlowRank(
-        rank=_integer(found, "rank", _RANKS),
-        host=_text(found, "host", HOST),
-        phase=_phase(found),
-        done=_integer(found, "done"),
-        total=_integer(found, "total"),
-        quiet=_number(found, "quiet"),
-        still=_number(found, "still"),
+        rank=_integer(note, "rank", _RANKS),
+        host=_text(note, "host", HOST),
+        phase=_phase(note),
+        done=_integer(note, "done"),
+        total=_integer(note, "total"),
+        quiet=_number(note, "quiet"),
+        still=_number(note, "still"),
     )
 
 
@@ -217,16 +217,16 @@ class Standing:
 
     def slowest(self, awaited: Collection[int], phase: int, now: float, interval: float) -> tuple[SlowRank, ...]:
         """The ranks that are waited for longest: first those that have fallen silent, then those with most left to do."""
-        found = []
+        candidates = []
         for position in awaited:
             seen = self._seen.get(position)
             sign = seen.sign if seen is not None else None
             heard, moved = (seen.heard, seen.moved) if seen is not None else (self.began, self.began)
             left = 1.0 if sign is None or not sign.total else 1 - sign.done / sign.total
             silent = now - heard >= patience(interval)
-            found.append((not silent, heard if silent else 0.0, -left, position, heard, moved, sign))
+            candidates.append((not silent, heard if silent else 0.0, -left, position, heard, moved, sign))
         slow = []
-        for *_, position, heard, moved, sign in sorted(found, key=lambda one: one[:4])[:SLOWEST]:
+        for *_, position, heard, moved, sign in sorted(candidates, key=lambda one: one[:4])[:SLOWEST]:
             slow.append(
                 SlowRank(
                     rank=self.ranks[position],

@@ -141,15 +141,15 @@ class Spans:
         return {**row, "spans": json.dumps(row["spans"], separators=(",", ":"))}
 
     def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
-        found = self._folded.get(phase)
-        if found is None:
+        sums = self._folded.get(phase)
+        if sums is None:
             self._folded[phase] = [1, nbytes, duration, start, start + duration]
             return
-        found[0] += 1
-        found[1] += nbytes
-        found[2] += duration
-        found[3] = min(found[3], start)
-        found[4] = max(found[4], start + duration)
+        sums[0] += 1
+        sums[1] += nbytes
+        sums[2] += duration
+        sums[3] = min(sums[3], start)
+        sums[4] = max(sums[4], start + duration)
 
     def _thread(self) -> int:
         """The number of the calling thread. A thread takes over the number of a dead one of the same name: pools come and go."""
@@ -251,10 +251,10 @@ class SpanTable:
         columns: dict[str, list[Span]] = {}
         for span in self.spans:
             columns.setdefault(span.phase, []).append(span)
-        found = {phase: _sum(phase, spans) for phase, spans in columns.items()}
+        sums = {phase: _sum(phase, spans) for phase, spans in columns.items()}
         for one in self.folded:
-            found[one.phase] = found[one.phase] + one if one.phase in found else one
-        object.__setattr__(self, "sums", {s.phase: s for s in sorted(found.values(), key=lambda s: (-s.busy, s.phase))})
+            sums[one.phase] = sums[one.phase] + one if one.phase in sums else one
+        object.__setattr__(self, "sums", {s.phase: s for s in sorted(sums.values(), key=lambda s: (-s.busy, s.phase))})
 
     @property
     def seconds(self) -> float:
@@ -368,10 +368,10 @@ def _folded(row: object, phases: Sequence[str]) -> PhaseSum:
 
 
 def _list(row: Mapping[str, object], member: str, most: int) -> list[Any]:
-    found = row.get(member)
-    _expect(isinstance(found, list) and len(found) <= most, f"its {member} are no list of at most {most:,}")
-    assert isinstance(found, list)
-    return found
+    values = row.get(member)
+    _expect(isinstance(values, list) and len(values) <= most, f"its {member} are no list of at most {most:,}")
+    assert isinstance(values, list)
+    return values
 
 
 def _integers(values: Iterable[object], low: int, high: int) -> None:

@@ -84,7 +84,7 @@ class _Decoder:
             raise _malformed(tag, path) from e
 
     def map(self, payload: list[Any], path: str) -> dict[object, object]:
-        found: dict[object, object] = {}
+        entries: dict[object, object] = {}
         for pair in payload:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise _malformed("$map", path)
@@ -92,12 +92,12 @@ class _Decoder:
             if type(key) not in SCALARS:
                 key = self.value(key, child_path(path, "(key)"))
             try:
-                if key in found:
+                if key in entries:
                     raise FormatError(f"{at(path)} has the key {shorten(pair[0])} twice", hint=HINT)
             except TypeError as e:
                 raise _malformed("$map", path) from e
-            found[key] = stored if type(stored) in SCALARS else self.value(stored, child_path(path, pair[0]))
-        return found
+            entries[key] = stored if type(stored) in SCALARS else self.value(stored, child_path(path, pair[0]))
+        return entries
 
 
 HINT = "the state was written by newer or other software, or is damaged: run `ckpt verify`"

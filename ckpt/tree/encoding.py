@@ -72,14 +72,14 @@ class _Encoder:
             return quick(value, path)
         if type(value) in _CONTAINERS:
             return self.container(value, path)
-        found = _numpy_node(value)
-        if found is None:
-            found = _torch_node(value)
-        if found is None:
-            found = self.leaf(value, path)
-        if found is None:
+        node = _numpy_node(value)
+        if node is None:
+            node = _torch_node(value)
+        if node is None:
+            node = self.leaf(value, path)
+        if node is None:
             raise _refusal(value, path)
-        return found
+        return node
 
     def container(self, value: Any, path: str) -> Node:
         if id(value) in self.open:
@@ -120,10 +120,10 @@ class _Encoder:
                 where = child_path(path, key_node)
             known = quick.get(type(child))
             pairs.append((key_node, self.node(child, where) if known is None else known(child, where)))
-        found = mapping_node(pairs)
-        if "$map" in found:
+        node = mapping_node(pairs)
+        if "$map" in node:
             _refuse_twins([k for k, _ in pairs if type(k) not in (str, int)], path)
-        return found
+        return node
 
     def unordered(self, value: set[object] | frozenset[object], path: str) -> Node:
         plain = _Encoder(_unknown, self.open)
