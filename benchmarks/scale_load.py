@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.engine.load.exact import Job
@@ -192,7 +193,7 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
         assert files.header(number)[0] == files.saved(number)
     catalog = FlatCheckpoint(files, directory, ranks)
     jobs = jobs_of([in_eighths(t) for t in tensors if t.dtype.name == "bfloat16"], catalog.tensors, 3)
-    reader = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None)
+    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None)
     gc.collect()
     gc.freeze()
     gc.disable()  # as a load does

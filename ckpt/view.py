@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from . import tree
+from .byte_source.storage import source_of
 from .catalog import Catalog, TensorEntry, job_tensors
 from .errors import NamesError, NotFoundError, UsageError
 from .layout.geometry import Box
@@ -235,7 +236,7 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-    reader = Reader(catalog=catalog, verify="full", threads=threads(None), beat=lambda: None)
+    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads(None), beat=lambda: None)
     jobs = [Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)]
     reader.run(reader.plan(jobs))
     return memory

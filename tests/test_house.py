@@ -26,6 +26,7 @@ FLOORS = (
     ("catalog",),
     ("plan",),
     ("adapters", "coordination", "formats"),
+    ("byte_source",),
     ("data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
     ("events", "view"),
@@ -58,6 +59,7 @@ TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
 
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.maintenance", "ckpt.engine.verify", "ckpt.concurrency"),
+    "ckpt.byte_source",
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
     *("ckpt.tracing.stall", "ckpt.tracing.trace_events", "ckpt.training.tiers", "ckpt.training.cost_meter"),
 )

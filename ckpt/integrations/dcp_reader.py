@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from ckpt import settings
 from ckpt.adapters.tensors import dtype_of
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, identity
 from ckpt.engine.load.reader import Job
 from ckpt.engine.load.reader import Reader as Reading
@@ -104,7 +105,9 @@ class CkptReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         known = self.known()
         assert self._catalog is not None
-        reading = Reading(catalog=self._catalog, verify=self.verify, threads=self.threads, beat=lambda: None)
+        reading = Reading(
+            catalog=self._catalog, source=source_of(self._catalog), verify=self.verify, threads=self.threads, beat=lambda: None
+        )
         stored = [item for item in plan.items if item.type is LoadItemType.TENSOR and item.storage_index.fqn in known.tensors]
         targets = [planner.resolve_tensor(item).detach() for item in stored]
         with replacement_noticed(self._catalog):

@@ -9,6 +9,7 @@ import torch
 from ckpt import settings
 from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
 from ckpt.api import open as open_view
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import TensorEntry
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.layout.geometry import Box
@@ -47,6 +48,6 @@ def read_state(url: str, *, threads: int | None = None) -> Any:
         return None if isinstance(value, StoredPerRank) else value
 
     state = filled(view.state())
-    reader = Reader(catalog=catalog, verify="full", threads=settings.threads(threads), beat=lambda: None)
+    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=settings.threads(threads), beat=lambda: None)
     reader.run(reader.plan(jobs))
     return state

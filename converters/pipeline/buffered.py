@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from ckpt.adapters.tensors import torch_dtype
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
@@ -42,7 +43,7 @@ class WindowFiller:
         coded = _is_coded(chosen.catalog)
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
-        self.reader = Reader(catalog=chosen.catalog, verify="full", threads=threads, beat=lambda: None)
+        self.reader = Reader(catalog=chosen.catalog, source=source_of(chosen.catalog), verify="full", threads=threads, beat=lambda: None)
         self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
+from ckpt.byte_source.digest_reader import PROBE, DigestReader
+from ckpt.byte_source.storage import source_of
 from ckpt.concurrency.spread import spread
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.load.fetch import PROBE, Fetch
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.reread import read_checked
@@ -91,7 +92,7 @@ class FileStream:
         self._done = done
         self._memory = memory
         self._threads = threads
-        self._fetch = Fetch(chosen.catalog, "full", lambda: None, None)
+        self._fetch = DigestReader(source_of(chosen.catalog))
         self._windowed: WindowFiller | None = None
 
     @property

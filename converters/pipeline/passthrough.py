@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.load.fetch import Check, ChunkName, Fetch
 from ckpt.layout.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
 from ckpt.plan.reads import RangeGroup, group_ranges, group_sizes
@@ -148,7 +149,7 @@ def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
             yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
 
 
-def pour(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink) -> int:
+def pour(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
     """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
 
     Raises:
@@ -167,18 +168,18 @@ def pour(fetch: Fetch, runs: Sequence[ByteRun], put: ByteSink) -> int:
     return sum(run.length for run in runs)
 
 
-def _pour_one(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+def _pour_one(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
     mark = put.mark(run.item)
 
     def read() -> None:
         put.back(run.item, mark)
         _pour_once(fetch, run, put, memory)
 
-    fetch.checked(run.chunk.extent, read)
+    fetch.reread(run.chunk.extent, read)
 
 
-def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
-    check = Check(fetch, run.chunk)
+def _pour_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+    check = ChunkDigest(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
         end = min(stop, (at + PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
@@ -190,14 +191,14 @@ def _pour_once(fetch: Fetch, run: ByteRun, put: ByteSink, memory: memoryview) ->
     check.end()
 
 
-def _pour_together(fetch: Fetch, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
+def _pour_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
     pieces = [memory[run.offset - group.offset : run.offset - group.offset + run.length] for run in runs]
 
     def read() -> None:
         fetch.fill(group.path, group.offset, memory[: group.length])
         for run, piece in zip(runs, pieces, strict=True):
-            fetch.check(run.chunk, piece)
+            fetch.compare(run.chunk, piece)
 
-    fetch.checked(Extent(group.path, group.offset, group.length, None), read)
+    fetch.reread(Extent(group.path, group.offset, group.length, None), read)
     for run, piece in zip(runs, pieces, strict=True):
         put.take(run.item, run.start, piece)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from ckpt import tree
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
+from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import Catalog, Contents, Extent, Source, TensorEntry
 from ckpt.converters.select.pruned_state import pruned
 from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_state, selected, value_paths
@@ -35,13 +35,11 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
-from ckpt.reread import read_checked
 
 from .references import References
 
 log = logging.getLogger("ckpt")
 
-_BUFFER = 16 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -229,26 +227,24 @@ def _digested(backend: Backend, contents: Contents, progress: Progress | None) -
         if t.alias is None
         for i, extent in enumerate(contents.extents[t.name])
     ]
+    grids = {t.name: t.grid for t in contents.tensors}
     total, done = sum(e.length for *_, e in rows), 0
     extents_of = {name: list(extents) for name, extents in contents.extents.items()}
 
-    def digest(row: tuple[str, int, str, Extent]) -> str:
-        _, _, path, extent = row
-        return read_checked(backend, path, partial(digest_once, path, extent), offset=extent.offset, length=extent.length)
+    reader = DigestReader(StorageSource(backend), crc32=True)
 
-    def digest_once(path: str, extent: Extent) -> str:
-        state, crc = xxhash.xxh3_64(), 0
-        buffer = np.empty(min(_BUFFER, extent.length), dtype=np.uint8).data
-        for at in range(0, extent.length, _BUFFER):
-            view = buffer[: min(_BUFFER, extent.length - at)]
-            backend.read_into(path, extent.offset + at, view)
-            state.update(view)
-            crc = crc if extent.crc32 is None else zlib.crc32(view, crc)
-        extents_of = state.hexdigest()
-        if extents_of != (extent.digest or extents_of) or crc != (extent.crc32 or crc):
-            message = f"bytes {extent.offset} to {extent.offset + extent.length} of {path} are not what their digest says"
-            raise CorruptError(message, where=backend.url, hint="`ckpt verify` tells which tensors are damaged")
-        return extents_of
+    def digest(row: tuple[str, int, str, Extent]) -> str:
+        """The digest of a chunk, which is compared with the one, or the checksum, that the source has of it."""
+        name, i, path, extent = row
+        chunk = ChunkName(name, grids[name].box(i), extent._replace(path=path))
+
+        def read() -> str:
+            state = ChunkDigest(reader, chunk, always=True)
+            reader.pass_over(chunk, state)
+            state.end()
+            return state.hexdigest()
+
+        return reader.reread(chunk.extent, read)
 
     with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1)), thread_name_prefix="ckpt-import") as pool:
         for (name, i, _, extent), hexdigest in zip(rows, pool.map(digest, rows), strict=True):

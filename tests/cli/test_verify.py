@@ -168,6 +168,10 @@ class _Broken:
             raise StorageError("input/output error", where=path)
         self._inner.read_into(path, offset, buffer)
 
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        self.read_into(path, offset, buffer)
+        update(buffer)
+
 
 @pytest.mark.parametrize("buffer", [7, 16 << 20])
 def test_an_unreadable_place_costs_only_its_chunk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:

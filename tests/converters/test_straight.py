@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import convert
+from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.byte_source.storage import source_of
 from ckpt.converters.pipeline import passthrough
 from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
-from ckpt.engine.load.fetch import Fetch
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
@@ -104,7 +105,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         patch.setattr(passthrough, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
-        fetch, written = Fetch(chosen.catalog, "full", lambda: None, None), bytearray(at)
+        fetch, written = DigestReader(source_of(chosen.catalog)), bytearray(at)
 
         put = Written(items, written)
         assert sum(pour(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
@@ -130,7 +131,7 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
     (runs,) = runs_of(chosen, [FileItem("a", Box.whole((4, 4, 3)), 0, 4)]).values()
     chunk = runs[3].chunk
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
-    fetch = Fetch(chosen.catalog, "full", lambda: None, None)
+    fetch = DigestReader(source_of(chosen.catalog))
     with pytest.raises(CorruptError, match="tensor a is damaged"):
         pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
 

@@ -52,17 +52,17 @@ def as_from(hints: IOHints) -> None:
 
 def load_on_many_threads(url: str) -> int:
     """As from storage that asks for more calls at once than there are threads; all slots are filled before any piece is packed."""
-    from ckpt.engine.load.fetch import Fetch
+    from ckpt.byte_source.digest_reader import DigestReader
 
     apart()
     in_small_pieces()
-    fill = Fetch.fill
+    fill = DigestReader.fill
 
-    def slowly(self: Fetch, *args: Any) -> None:
+    def slowly(self: DigestReader, *args: Any) -> None:
         time.sleep(0.02)
         fill(self, *args)
 
-    Fetch.fill = slowly  # type: ignore[method-assign]
+    DigestReader.fill = slowly  # type: ignore[method-assign]
     as_from(IOHints(concurrency=16))
     return load_columns(url, threads=2).bytes_received
 
@@ -75,18 +75,18 @@ def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
 
 def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
     """How many bytes each read of data had, where storage has so many best at once."""
-    from ckpt.engine.load.fetch import Fetch
+    from ckpt.byte_source.digest_reader import DigestReader
 
     if where == "apart":
         apart()
     in_small_pieces()
-    fill, lengths = Fetch.fill, []
+    fill, lengths = DigestReader.fill, []
 
-    def counted(self: Fetch, path: str, offset: int, memory: memoryview, *more: Any) -> None:
+    def counted(self: DigestReader, path: str, offset: int, memory: memoryview, *more: Any) -> None:
         lengths.append(len(memory))
         fill(self, path, offset, memory, *more)
 
-    Fetch.fill = counted  # type: ignore[method-assign]
+    DigestReader.fill = counted  # type: ignore[method-assign]
     as_from(IOHints(read_size=pieces[dist.get_rank()]))
     assert (load_columns(url).bytes_received > 0) == (pieces[0] == pieces[1])
     return lengths

@@ -151,7 +151,7 @@ def test_damage_that_one_rank_reads_fails_all(ranks: Ranks, tmp_path: Path) -> N
     path.write_bytes(data)
     for kind, text in ranks.run(3, load_damaged, url):
         assert kind == "CorruptError"
-        assert "is damaged: digest" in text and "tensor f" in text and path.name in text and "partly overwritten" in text
+        assert "is damaged: its XXH3-64 digest is" in text and "tensor f" in text and path.name in text and "partly overwritten" in text
 
 
 def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:

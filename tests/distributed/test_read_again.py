@@ -105,5 +105,5 @@ def test_damage_in_the_storage_is_found_as_before(ranks: Ranks, saved: Path, tmp
     shutil.copytree(saved, directory)
     path, at = at_places(saved)[1]
     flip(directory / Path(path).relative_to(saved), at)
-    with pytest.raises(RanksFailedError, match=r"chunk .* of tensor b is damaged: digest"):
+    with pytest.raises(RanksFailedError, match=r"chunk .* of tensor b is damaged: its XXH3-64 digest is"):
         ranks.run(3, load, str(directory), [], "rows", {"exchange": True})

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
+from ckpt.byte_source import digest_reader
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
-from ckpt.engine.load import exact, fetch, reader, sweep
+from ckpt.engine.load import exact, reader, sweep
 from ckpt.engine.load.reader import Job, Reader, Verify
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
@@ -28,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((reader, fetch, exact, sweep), SIZES[kind].items()):
+        for module, (name, value) in product((reader, digest_reader, exact, sweep), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield
@@ -57,7 +59,7 @@ class Target:
 
 
 def load(catalog: Catalog, targets: Sequence[Target], verify: Verify = "full", threads: int = 2) -> Reader:
-    made = Reader(catalog=catalog, verify=verify, threads=threads, beat=lambda: None)
+    made = Reader(catalog=catalog, source=source_of(catalog), verify=verify, threads=threads, beat=lambda: None)
     made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
     return made
 

@@ -16,6 +16,7 @@ import xxhash
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.byte_source.storage import source_of
 from ckpt.dtypes import dtype
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.engine.load.sweep import Sweep
@@ -43,7 +44,7 @@ class Load:
     jobs: list[Job]
 
     def reader(self) -> Reader:
-        return Reader(catalog=self.catalog, verify="full", threads=1, beat=lambda: None)
+        return Reader(catalog=self.catalog, source=source_of(self.catalog), verify="full", threads=1, beat=lambda: None)
 
     def sweep(self) -> Sweep:
         sweep = self.reader().plan(self.jobs).sweep

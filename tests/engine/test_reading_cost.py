@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.byte_source.storage import source_of
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.formats.registry import open_catalog
@@ -65,7 +66,7 @@ def test_spans(place: str) -> None:
     stored = coded_samples()
     save(open_backend(place), stored, codec="zstd")
     catalog, recorder = open_catalog(place), Recorder()
-    made = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None, spans=recorder)
+    made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=recorder)
     targets = targets_of(stored, "halves")
     made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
     coded = [
@@ -84,7 +85,7 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
     stored = [sample("w", "float32", (2048, 2048))]
     save(open_backend(place), stored)
     catalog, spans = open_catalog(place), Spans()
-    made = Reader(catalog=catalog, verify="full", threads=1, beat=lambda: None, spans=spans)
+    made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=spans)
     targets = targets_of(stored, "whole")
     began = time.perf_counter()
     made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))

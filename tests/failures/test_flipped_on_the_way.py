@@ -77,14 +77,14 @@ def test_what_is_damaged_in_the_storage_is_passed_over_as_before(tmp_path: Path,
         assert checkpointer.restore(target) == 1
     assert number_of(target) == 1
     (warning,) = (r.message for r in caplog.records if "passed over" in r.message)
-    assert "is damaged: digest" in warning and RIGHT not in caplog.text
+    assert "is damaged: its XXH3-64 digest is" in warning and RIGHT not in caplog.text
 
 
 def test_bytes_that_differ_each_time_are_not_read_for_ever(tmp_path: Path) -> None:
     ckpt.save(str(tmp_path / "c"), {"w": torch.arange(100_000)})
     file = files_of(tmp_path / "c")["chunks"]
     always = Flip(str(file), file.stat().st_size - 1, times=1000)
-    with wrap_backends(always.wrap), pytest.raises(CorruptError, match="is damaged: digest"):
+    with wrap_backends(always.wrap), pytest.raises(CorruptError, match="is damaged: its XXH3-64 digest is"):
         ckpt.load(str(tmp_path / "c"), {"w": torch.zeros(100_000, dtype=torch.int64)})
     assert always.happened == 2 and always.evicted.count(str(file)) == 1  # the same twice: that is what is stored
 

@@ -13,15 +13,13 @@ from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
-import xxhash
-
 from ckpt.adapters.memory import writable_bytes
 from ckpt.adapters.tensors import LocalTensor
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
-
-from .fetch import ChunkName, Fetch, damaged
 
 SMALL = 64 << 10
 """Bytes of a chunk that is read together with its neighbours."""
@@ -111,9 +109,9 @@ def _number(grid: Grid, box: Box) -> int | None:
     return number
 
 
-def tasks_of(exact: Exact, fetch: Fetch) -> Iterator[Callable[[], None]]:
+def tasks_of(exact: Exact, fetch: DigestReader) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
-    hints = fetch.catalog.backend.io_hints
+    hints = fetch.source.io_hints
     longest, most = max(SMALL, hints.coalesce_gap), max(BATCH, hints.read_size)
     small: list[int] = []
     large: list[int] = []
@@ -131,39 +129,30 @@ def small_reads(exact: Exact, small: Sequence[int], max_bytes: int) -> Iterator[
         yield group._replace(members=[small[i] for i in group.members])
 
 
-def _move(fetch: Fetch, exact: Exact, group: RangeGroup) -> None:
+def _move(fetch: DigestReader, exact: Exact, group: RangeGroup) -> None:
     """Read all, check all, then put each in its place."""
     buffer = fetch.scratch(group.length)
     extents = [exact.extents[i] for i in group.members]
     together = Extent(group.path, group.offset, group.length, None)
-    fetch.checked(together, partial(_read, fetch, exact, group, extents, buffer.data[: group.length]))
+    fetch.reread(together, partial(_read, fetch, exact, group, extents, buffer.data[: group.length]))
     with fetch.span("copy", group.length):
         at = buffer.ctypes.data - group.offset
         for i, extent in zip(group.members, extents, strict=True):
             _memmove(exact.addresses[i], at + extent[1], extent[2])
 
 
-def _read(fetch: Fetch, exact: Exact, group: RangeGroup, extents: Sequence[Extent], data: memoryview) -> None:
-    start = group.offset
-    fetch.fill(group.path, start, data)
-    verified, last = 0, -1
-    with fetch.span("verify", group.length):
-        for i, (_, offset, length, digest, _, _) in zip(group.members, extents, strict=True):
-            if digest is None or fetch.verify == "off" or offset == last:
-                continue
-            if (found := _digest(data[offset - start : offset - start + length])) != digest:
-                raise damaged(exact.chunk(i), f"digest {found}, should be {digest}", fetch.catalog.url)
-            verified, last = verified + length, offset
-    fetch.compared(verified)
+def _read(fetch: DigestReader, exact: Exact, group: RangeGroup, extents: Sequence[Extent], data: memoryview) -> None:
+    fetch.fill(group.path, group.offset, data)
+    _, offsets, lengths, digests, *_ = zip(*extents, strict=True)
+    fetch.compare_rows(data, group.offset, offsets, lengths, digests, lambda i: exact.chunk(group.members[i]))
 
 
-def _fill(fetch: Fetch, exact: Exact, i: int) -> None:
+def _fill(fetch: DigestReader, exact: Exact, i: int) -> None:
     memory = writable_bytes(exact.jobs[i].target.parts[0].memory)
     assert memory is not None
-    fetch.checked(exact.extents[i], partial(fetch.chunk, exact.chunk(i), memory))
+    fetch.reread(exact.extents[i], partial(fetch.read_chunk, exact.chunk(i), memory))
 
 
-_digest = xxhash.xxh3_64_hexdigest
 _memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter lock: giving it up takes longer than the copy
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p

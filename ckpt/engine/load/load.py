@@ -22,6 +22,7 @@ from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.stateful import take_all
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.coordination.call import Call
@@ -247,7 +248,12 @@ class _Load:
         options = self.options
         self.ask()
         self.reader = Reader(
-            catalog=self.catalog, verify=options.verify, threads=options.threads, beat=self.call.heartbeat, spans=options.spans
+            catalog=self.catalog,
+            source=source_of(self.catalog),
+            verify=options.verify,
+            threads=options.threads,
+            beat=self.call.heartbeat,
+            spans=options.spans,
         )
         self.touched = bool(self.binding.create or self.binding.objects)
         run_each(self.binding.create)
@@ -295,7 +301,12 @@ class _Load:
             return
         left_out = {id(job.target): set(range(len(job.entry.grid))) - chunks[stored_name(job)] for job in jobs}
         reader = Reader(
-            catalog=self.catalog, verify="full", threads=self.options.threads, beat=self.call.heartbeat, spans=self.options.spans
+            catalog=self.catalog,
+            source=source_of(self.catalog),
+            verify="full",
+            threads=self.options.threads,
+            beat=self.call.heartbeat,
+            spans=self.options.spans,
         )
         reader.run(replace(reader.plan(jobs, left_out), padding=()))
         settle_devices(devices_of(job.target for job in jobs), self.call.url)

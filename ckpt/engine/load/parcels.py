@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.catalog import Catalog, Extent
 from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.coordination.call import Call
@@ -30,7 +32,6 @@ from ckpt.transport.peers import Peers, Turn
 from ckpt.transport.shm_pool import PAUSE, Ring
 
 from .exact import SLICE
-from .fetch import Check, ChunkName, Fetch
 from .sharing import Cut, Item, Parcel, Sharing
 from .taking import ParcelReceiver, is_checked, pack, packed_copy, place, straight
 
@@ -43,7 +44,9 @@ class Carrier:
     """Moves the parcels of one load. ``near``: the ranks of this machine; ``threads``: the most that read at once. ``received`` counts
     bytes of this rank's tensors; ``coded`` is the most scratch memory that one coded chunk takes."""
 
-    def __init__(self, sharing: Sharing, fetch: Fetch, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call) -> None:
+    def __init__(
+        self, sharing: Sharing, fetch: DigestReader, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call
+    ) -> None:
         self._sharing = sharing
         self._fetch = fetch
         self._near = near
@@ -161,9 +164,9 @@ class Carrier:
     def _read(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
         if len(parcel.items) > 1:
             self._read_small(parcel, extents)
-        elif extents[0].codec is not None:
+        elif (codec := extents[0].codec) is not None:
             out = self._fetch.scratch(parcel.items[0].nbytes, "decoded")[: parcel.items[0].nbytes]
-            self._fetch.checked(extents[0], partial(self._decode, parcel.items[0], extents[0], out))
+            self._fetch.reread(extents[0], partial(self._decode, parcel.items[0], extents[0], codec, out))
             for number, cut in enumerate(parcel.cuts()):
                 self._hand_out(parcel, number, cut, partial(_copy, out[cut.start : cut.start + cut.nbytes]))
         else:
@@ -183,13 +186,13 @@ class Carrier:
         if len(cuts) == 1:
 
             def fill_whole(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
-                self._fetch.checked(extent, partial(self._fetch.chunk, chunk, data.data))
+                self._fetch.reread(extent, partial(self._fetch.read_chunk, chunk, data.data))
                 if also is not None:
                     also.update(data.data)
 
             self._hand_out(parcel, 0, cuts[0], fill_whole)
             return
-        check = Check(self._fetch, chunk)
+        check = ChunkDigest(self._fetch, chunk)
 
         def fill(data: npt.NDArray[np.uint8], also: _Digest | None, cut: Cut) -> None:
             check.also = also
@@ -200,7 +203,7 @@ class Carrier:
         try:
             check.end()
         except CorruptError as err:
-            self._fetch.look_again(chunk, err)
+            self._fetch.recheck(chunk, err)
             self.again.append((item.entry.alias or item.entry.name, item.chunk))
 
     def _read_small(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
@@ -210,7 +213,7 @@ class Carrier:
         def fill(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
             for group in group_ranges(extents):
                 together = Extent(group.path, group.offset, group.length, None)
-                self._fetch.checked(together, partial(self._read_group, parcel, extents, group, data))
+                self._fetch.reread(together, partial(self._read_group, parcel, extents, group, data))
             if also is not None:
                 also.update(data.data)
 
@@ -223,17 +226,17 @@ class Carrier:
             item, extent = parcel.items[i], extents[i]
             stored, into = file_bytes[extent.offset - group.offset :][: extent.length], data[item.start : item.start + item.nbytes]
             chunk = ChunkName(item.entry.name, item.box, extent)
-            self._fetch.check(chunk, stored.data)
+            self._fetch.compare(chunk, stored.data)
             if extent.codec is None:
                 into[:] = stored
             else:
-                self._fetch.decode(chunk, stored.data, into.data, item.itemsize)
+                self._fetch.decode(chunk, extent.codec, stored.data, into.data, item.itemsize)
 
-    def _decode(self, item: Item, extent: Extent, out: npt.NDArray[np.uint8]) -> None:
+    def _decode(self, item: Item, extent: Extent, codec: str, out: npt.NDArray[np.uint8]) -> None:
         chunk = ChunkName(item.entry.name, item.box, extent)
         blob = self._fetch.scratch(extent.length, "blob")[: extent.length].data
-        self._fetch.chunk(chunk, blob)
-        self._fetch.decode(chunk, blob, out.data, item.itemsize)
+        self._fetch.read_chunk(chunk, blob)
+        self._fetch.decode(chunk, codec, blob, out.data, item.itemsize)
 
     def _hand_out(self, parcel: Parcel, number: int, cut: Cut, fill: _Fill) -> None:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part.

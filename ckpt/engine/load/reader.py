@@ -15,6 +15,9 @@ import numpy.typing as npt
 import torch
 
 from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, SpanRecorder, Verify
+from ckpt.byte_source.port import ByteSource
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
@@ -26,7 +29,6 @@ from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
-from .fetch import PAGE, PROBE, Check, ChunkName, Fetch, SpanRecorder, Verify
 from .parcels import Carrier
 from .sweep import MAX_CODED, FilePlan, Sweep, by_file, cohorts_of
 
@@ -88,9 +90,11 @@ class ReadPlan:
 
 @dataclass(eq=False)
 class Reader:
-    """Loads tensors from one catalog. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after :meth:`run`."""
+    """Loads tensors of one catalog, whose extents lie in ``source``. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after
+    :meth:`run`."""
 
     catalog: Catalog
+    source: ByteSource
     verify: Verify
     threads: int
     beat: Callable[[], None]
@@ -100,8 +104,8 @@ class Reader:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self.fetch = Fetch(self.catalog, self.verify, self.beat, self.spans)
-        hints = self.catalog.backend.io_hints
+        self.fetch = DigestReader(self.source, self.verify, beat=self.beat, spans=self.spans)
+        hints = self.source.io_hints
         self.threads = max(self.threads, hints.concurrency)
         self.max_gap, self.max_read = max(MAX_GAP, hints.coalesce_gap), max(MAX_READ, hints.read_size)
         self.probes = not hints.concurrency
@@ -238,7 +242,7 @@ class Reader:
 
     def parts(self, number: int, step: _Step) -> list[Part]:
         itemsize, copy = step.job.entry.dtype.itemsize, step.copy
-        if self.fetch.whole(step.extent):
+        if self.fetch.needs_whole(step.extent):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
         blocks = [copy]
         if step.nbytes > MAX_PART:
@@ -251,11 +255,11 @@ class Reader:
         mine = [parts[i] for i in read.members]
         if read.length <= self.max_read and len(mine) > 1:
             whole = Extent(read.path, read.offset, read.length, None)
-            self.fetch.checked(whole, partial(self._together, read, mine, steps))
+            self.fetch.reread(whole, partial(self._together, read, mine, steps))
         else:
             for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
                 members = list(group)
-                self.fetch.checked(steps[members[0].copy].extent, partial(self._alone, members, steps))
+                self.fetch.reread(steps[members[0].copy].extent, partial(self._alone, members, steps))
 
     def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
         """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""
@@ -267,33 +271,33 @@ class Reader:
             step, offset, length = steps[members[0].copy], members[0].offset, members[0].length
             at = shift + offset - read.offset
             data = buffer[at : at + length]
-            self.fetch.check(step.chunk, data.data)
-            if step.extent.codec is None:
+            self.fetch.compare(step.chunk, data.data)
+            if (codec := step.extent.codec) is None:
                 self._place(data, offset - step.extent.offset, members, steps)
             else:
-                self._decoded(data.data, members, steps)
+                self._decoded(codec, data.data, members, steps)
 
     def _alone(self, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
         """Parts that are the same bytes, piece by piece: straight into the target where they are contiguous there."""
         step = steps[mine[0].copy]
-        if step.extent.codec is not None:
+        if (codec := step.extent.codec) is not None:
             blob = self.fetch.scratch(step.extent.length, "blob")[: step.extent.length]
-            self.fetch.chunk(step.chunk, blob.data)
-            self._decoded(blob.data, mine, steps)
+            self.fetch.read_chunk(step.chunk, blob.data)
+            self._decoded(codec, blob.data, mine, steps)
         elif (target := self._straight(mine, step)) is not None:
             self._pour(mine[0], step, target)
         else:
             self._strew(mine, step, steps)
 
     def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
-        check = Check(self.fetch, step.chunk)
+        check = ChunkDigest(self.fetch, step.chunk)
         for at in range(0, part.length, self.fetch.stretch):
             self.fetch.fill(part.path, part.offset + at, target[at : at + self.fetch.stretch], check)
         check.end()
 
     def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
         size, copy = step.job.entry.dtype.itemsize, step.copy
-        buffer, check = self.fetch.scratch(self.fetch.piece), Check(self.fetch, step.chunk)
+        buffer, check = self.fetch.scratch(self.fetch.piece), ChunkDigest(self.fetch, step.chunk)
         whole = mine[0].length == step.extent.length
         for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
             data = buffer[: piece.length * size]
@@ -312,14 +316,14 @@ class Reader:
             return None
         return writable_bytes(target.view(mine[0].box))
 
-    def _decoded(self, blob: memoryview, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def _decoded(self, codec: str, blob: memoryview, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
         step = steps[mine[0].copy]
         target = self._straight(mine, step)
         if target is not None:
-            self.fetch.decode(step.chunk, blob, target, step.job.entry.dtype.itemsize)
+            self.fetch.decode(step.chunk, codec, blob, target, step.job.entry.dtype.itemsize)
             return
         out = self.fetch.scratch(step.nbytes, "decoded")[: step.nbytes]
-        self.fetch.decode(step.chunk, blob, out.data, step.job.entry.dtype.itemsize)
+        self.fetch.decode(step.chunk, codec, blob, out.data, step.job.entry.dtype.itemsize)
         self._place(out, 0, mine, steps)
 
     def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[_Step]) -> None:

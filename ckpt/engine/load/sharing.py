@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from ckpt.byte_source.digest_reader import PIECE
 from ckpt.catalog import TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
@@ -22,7 +23,6 @@ from ckpt.plan.parcels import Shared, reader_of, shared_chunks, wants
 from ckpt.plan.pieces import CacheBlock, pieces
 
 from .exact import Job
-from .fetch import PIECE
 
 SMALL = 256 << 10
 """Bytes of a chunk that shares a parcel with others."""

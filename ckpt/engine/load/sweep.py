@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckpt.adapters.memory import raw_view, reads_otherwise
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
 from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
 from ckpt.layout.geometry import Box, IntArray
@@ -28,7 +29,6 @@ from ckpt.plan.reads import group_sorted
 
 from .copying import Stored, copy_box
 from .exact import Job
-from .fetch import ChunkName, Fetch, damaged
 
 MAX_CODED = 64 << 20
 """Bytes of a coded chunk, before coding."""
@@ -189,7 +189,7 @@ class Sweep:
 
     catalog: ByFile
     cohorts: Sequence[Cohort]
-    fetch: Fetch
+    fetch: DigestReader
     most: int
     _known: Known = field(default_factory=Known)
     _runs: WeakKeyDictionary[Alike, list[tuple[int, int, int]]] = field(default_factory=WeakKeyDictionary)
@@ -254,34 +254,29 @@ class Sweep:
         alike = plan.stored.alike
         start = int(alike.offsets[first])
         data = self.fetch.scratch(stop - start)[: stop - start]
-        spans = list(zip((alike.offsets[first:last] - start).tolist(), alike.lengths[first:last].tolist(), strict=True))
         extent = Extent(plan.path, plan.stored.start + start, stop - start, None)
-        self.fetch.checked(extent, partial(self._checked, plan, first, spans, extent, data))
+        self.fetch.reread(extent, partial(self._compared, plan, first, last, extent, data))
         with self.fetch.span("copy", stop - start):
-            rows = zip(spans, alike.groups[first:last].tolist(), alike.members[first:last].tolist(), strict=True)
-            for (at, length), group, job in rows:
+            offsets, lengths = (alike.offsets[first:last] - start).tolist(), alike.lengths[first:last].tolist()
+            for at, length, group, job in zip(
+                offsets, lengths, alike.groups[first:last].tolist(), alike.members[first:last].tolist(), strict=True
+            ):
                 _place(data[at : at + length], plan.shelves[group], job)
 
-    def _checked(self, plan: FilePlan, first: int, spans: Sequence[tuple[int, int]], extent: Extent, data: npt.NDArray[np.uint8]) -> None:
+    def _compared(self, plan: FilePlan, first: int, last: int, extent: Extent, data: npt.NDArray[np.uint8]) -> None:
+        alike, start = plan.stored.alike, int(plan.stored.alike.offsets[first])
         self.fetch.fill(extent.path, extent.offset, data.data)
-        verified, last, memory = 0, (-1, 0), data.data
-        digests = plan.stored.digests[first : first + len(spans)].astype(str).tolist()
-        with self.fetch.span("verify", len(data)):
-            for i, span in enumerate(spans):
-                if span == last:
-                    continue
-                at, length = last = span
-                if (found := _digest(memory[at : at + length])) != digests[i]:
-                    raise self._damaged(plan, first + i, found)
-                verified += length
-        self.fetch.compared(verified)
+        offsets, lengths = alike.offsets[first:last].tolist(), alike.lengths[first:last].tolist()
+        digests = plan.stored.digests[first:last].astype(str).tolist()
+        self.fetch.compare_rows(data.data, start, offsets, lengths, digests, lambda i: _chunk(plan, first + i))
 
-    def _damaged(self, plan: FilePlan, i: int, found: str) -> Exception:
-        alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
-        shelf = plan.shelves[int(alike.groups[i])]
-        extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
-        chunk = ChunkName(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
-        return damaged(chunk, f"digest {found}, should be {digest}", self.fetch.catalog.url)
+
+def _chunk(plan: FilePlan, i: int) -> ChunkName:
+    """The chunk in row ``i``."""
+    alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
+    shelf = plan.shelves[int(alike.groups[i])]
+    extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
+    return ChunkName(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
 
 
 def _place(data: npt.NDArray[np.uint8], shelf: Shelf, number: int) -> None:
@@ -300,6 +295,3 @@ def _place(data: npt.NDArray[np.uint8], shelf: Shelf, number: int) -> None:
 def by_file(catalog: Catalog) -> ByFile | None:
     """The catalog, if it finds chunks of one file at once."""
     return cast(ByFile, catalog) if hasattr(catalog, "extents_in") else None
-
-
-_digest = xxhash.xxh3_64_hexdigest

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.adapters.memory import writable_bytes
+from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.errors import ConsistencyError
 from ckpt.layout.geometry import Box
 from ckpt.transport.framing import damaged
 from ckpt.transport.shm_pool import Announcement, Borrowed
 
 from .copying import Stored, copy_box
-from .fetch import Fetch
 from .sharing import Cut, Item, Parcel
 
 log = logging.getLogger("ckpt")
@@ -36,7 +36,7 @@ def _notice(text: str) -> None:
 class ParcelReceiver:
     """Takes what this rank wants of the parcels that another one reads."""
 
-    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: Fetch) -> None:
+    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: DigestReader) -> None:
         self.parcels = parcels
         self._fetch = fetch
         self.received = 0

@@ -6,17 +6,16 @@ A problem never ends the check. First the structure (index, tiling, files, heade
 from __future__ import annotations
 
 import os
-import threading
 import time
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import xxhash
-
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
+from ckpt.byte_source.port import ByteSource
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency.spread import spread
 from ckpt.errors import CkptError, CorruptError
@@ -25,10 +24,8 @@ from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.reads import group_ranges
-from ckpt.reread import read_checked
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
@@ -73,6 +70,10 @@ class _Chunk:
         return self.extent.offset + self.extent.length
 
     @property
+    def name(self) -> ChunkName:
+        return ChunkName(self.entry.name, self.entry.grid.box(self.number), self.extent)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its elements: more than those that are stored if it is coded."""
         return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
@@ -111,7 +112,8 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
     chunks = list(_chunks(catalog, broken, problems))
     jobs = _by_storage(catalog, chunks)
-    done = _read_all(catalog.backend, jobs, threads or max(_default_threads(), catalog.backend.io_hints.concurrency), progress)
+    source = source_of(catalog)
+    done = _read_all(source, jobs, threads or max(_default_threads(), source.io_hints.concurrency), progress)
     if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
     problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
@@ -177,12 +179,12 @@ def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[i
 # ------------------------------------------------------------------------------------------------------------- every byte
 
 
-def _read_all(backend: Backend, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
+def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
     jobs = _jobs(chunks)
     total = sum(_end(job) - job[0].extent.offset for job in jobs)
-    reader = _Reader(backend)
+    verifier = _Verifier(source)
     bytes_done, problems = 0, list[Problem]()
-    for result in spread((partial(reader.check, job) for job in jobs), threads, "ckpt-verify"):
+    for result in spread((partial(verifier.check, job) for job in jobs), threads, "ckpt-verify"):
         bytes_done += result.bytes
         problems += result.problems
         if progress is not None:
@@ -213,16 +215,14 @@ class _Wrong(CorruptError):
         self.result = result
 
 
-class _Reader:
-    """Reads jobs and hashes them; one buffer per thread, as long as its longest job so far."""
+class _Verifier:
+    """Reads jobs and hashes them. Scratch memory is as long as the longest job of a thread so far."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._local = threading.local()
+    def __init__(self, source: ByteSource) -> None:
+        self._reader = DigestReader(source, crc32=True)
 
     def check(self, job: list[_Chunk]) -> _Result:
-        """What is wrong with the chunks of a job, looked at again if anything is."""
-        start, end = job[0].extent.offset, _end(job)
+        """What is wrong with the chunks of a job, read again if anything is."""
 
         def read() -> _Result:
             result = self._look(job)
@@ -230,25 +230,26 @@ class _Reader:
                 raise _Wrong(result)
             return result
 
+        start = job[0].extent.offset
         try:
-            return read_checked(self._backend, job[0].extent.path, read, offset=start, length=end - start)
+            return self._reader.reread(Extent(job[0].extent.path, start, _end(job) - start, None), read)
         except _Wrong as err:
             return err.result
 
     def _look(self, job: list[_Chunk]) -> _Result:
         start, end = job[0].extent.offset, _end(job)
         if job[0].extent.codec is not None:
-            return self._check_coded(job[0])
+            return self._check_encoded(job[0], job[0].extent.codec)
         if end - start > BUFFER:
             return self._check_long(job[0])
-        buffer = self._buffer(end - start)
+        buffer = self._reader.scratch(end - start).data
         try:
             if end > start:
-                self._backend.read_into(job[0].extent.path, start, buffer)
+                self._reader.fill(job[0].extent.path, start, buffer[: end - start])
         except FAILURES as err:
             return self._split(job, err)
-        wrong = [_wrong(c, buffer[c.extent.offset - start : c.end - start]) for c in job]
-        return _Result(end - start, [p for p in wrong if p is not None])
+        problems = [self._compare(c, buffer[c.extent.offset - start : c.end - start]) for c in job]
+        return _Result(end - start, [p for p in problems if p is not None])
 
     def _split(self, job: list[_Chunk], err: CkptError) -> _Result:
         """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
@@ -258,55 +259,32 @@ class _Reader:
         return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
 
     def _check_long(self, chunk: _Chunk) -> _Result:
-        digest, crc = xxhash.xxh3_64(), 0
-        for at in range(chunk.extent.offset, chunk.end, BUFFER):
-            piece = self._buffer(min(BUFFER, chunk.end - at))
-            try:
-                self._backend.read_into(chunk.extent.path, at, piece)
-            except FAILURES as err:
-                return _Result(at - chunk.extent.offset, [chunk.problem("read", err.message)])
-            if chunk.extent.digest is not None:
-                digest.update(piece)
-            elif chunk.extent.crc32 is not None:
-                crc = zlib.crc32(piece, crc)
-        wrong = _differs(chunk, digest.hexdigest(), crc)
-        return _Result(chunk.extent.length, [wrong] if wrong else [])
-
-    def _check_coded(self, chunk: _Chunk) -> _Result:
-        """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
-        blob = self._buffer(chunk.extent.length)
+        digest = ChunkDigest(self._reader, chunk.name)
         try:
-            self._backend.read_into(chunk.extent.path, chunk.extent.offset, blob)
+            self._reader.pass_over(chunk.name, digest)
+        except FAILURES as err:
+            return _Result(digest.length, [chunk.problem("read", err.message)])
+        problem = _changed(chunk, digest.difference())
+        return _Result(chunk.extent.length, [problem] if problem else [])
+
+    def _check_encoded(self, chunk: _Chunk, codec: str) -> _Result:
+        """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
+        blob = self._reader.scratch(chunk.extent.length, "blob").data[: chunk.extent.length]
+        try:
+            self._reader.fill(chunk.extent.path, chunk.extent.offset, blob)
         except FAILURES as err:
             return _Result(0, [chunk.problem("read", err.message)])
-        wrong = _wrong(chunk, blob)
-        if wrong is None:
-            assert chunk.extent.codec is not None
+        problem = self._compare(chunk, blob)
+        if problem is None:
             try:
-                decode(chunk.extent.codec, blob, self._buffer(chunk.nbytes, "decoded"), chunk.entry.dtype.itemsize)
+                decode(codec, blob, self._reader.scratch(chunk.nbytes, "decoded").data[: chunk.nbytes], chunk.entry.dtype.itemsize)
             except FAILURES as err:
-                wrong = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
-        return _Result(chunk.extent.length, [wrong] if wrong else [])
+                problem = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
+        return _Result(chunk.extent.length, [problem] if problem else [])
 
-    def _buffer(self, size: int, use: str = "stored") -> memoryview:
-        held: memoryview | None = getattr(self._local, use, None)
-        if held is None or len(held) < size:
-            held = np.empty(size, dtype=np.uint8).data
-            setattr(self._local, use, held)
-        return held[:size]
+    def _compare(self, chunk: _Chunk, data: memoryview) -> Problem | None:
+        return _changed(chunk, self._reader.difference(chunk.extent, data))
 
 
-def _wrong(chunk: _Chunk, data: memoryview) -> Problem | None:
-    """Compare the bytes of a chunk with its digest, or with the checksum of another format."""
-    digest = xxhash.xxh3_64_hexdigest(data) if chunk.extent.digest is not None else ""
-    crc = zlib.crc32(data) if chunk.extent.digest is None and chunk.extent.crc32 is not None else 0
-    return _differs(chunk, digest, crc)
-
-
-def _differs(chunk: _Chunk, digest: str, crc: int) -> Problem | None:
-    wanted, crc_wanted = chunk.extent.digest, chunk.extent.crc32
-    if wanted is not None and digest != wanted:
-        return chunk.problem("digest", f"the bytes changed after they were written: XXH3-64 is {digest}, should be {wanted}")
-    if wanted is None and crc_wanted is not None and crc != crc_wanted:
-        return chunk.problem("digest", f"the bytes changed after they were written: CRC-32 is {crc:08x}, should be {crc_wanted:08x}")
-    return None
+def _changed(chunk: _Chunk, difference: str | None) -> Problem | None:
+    return None if difference is None else chunk.problem("digest", f"the bytes changed after they were written: {difference}")
