@@ -16,9 +16,6 @@ class ChunkName(NamedTuple):
     box: Box | None
     extent: Extent
 
-    def __str__(self) -> str:
-        return f"chunk {self.tensor}" if self.box is None else f"chunk {self.box} of tensor {self.tensor}"
-
 
 def has_digest(extent: Extent, *, crc32: bool = True) -> bool:
     """Whether there is something to compare the bytes with."""
@@ -27,9 +24,9 @@ def has_digest(extent: Extent, *, crc32: bool = True) -> bool:
 
 def damaged(chunk: ChunkName, difference: str, url: str) -> CorruptError:
     """The error for a chunk that is not what its digest says."""
-    extent = chunk.extent
+    tensor, box, extent = chunk
     return CorruptError(
-        f"{chunk} is damaged: {difference}",
+        f"chunk {tensor} is damaged: {difference}" if box is None else f"chunk {box} of tensor {tensor} is damaged: {difference}",
         where=f"{url.rstrip('/')}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
         hint="run `ckpt verify` to see what else is damaged, and use another step",
     )
