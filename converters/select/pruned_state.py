@@ -14,18 +14,19 @@ def optimizer_tensors(catalog: Catalog) -> frozenset[str]:
     """Names of tensors of optimizers: what lies in their states (:func:`is_optimizer`)."""
     names = sorted(catalog.tensors)
     of_optimizers: set[str] = set()
-    for node in _optimizers(catalog.state):
+    for node in optimizers_in(catalog.state):
         for name, prefix in references(node):
             of_optimizers.update(below(names, name) if prefix else [name])
     return frozenset(of_optimizers)
 
 
-def _optimizers(node: Any) -> Iterable[Any]:
+def optimizers_in(node: Any) -> Iterable[Any]:
+    """The nodes of all optimizers of a state, however deep they lie."""
     if is_optimizer(node):
         yield node
         return
     for child in _children(node):
-        yield from _optimizers(child)
+        yield from optimizers_in(child)
 
 
 def is_optimizer(node: tree.Node) -> bool:

@@ -23,7 +23,7 @@ from ckpt.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor
 from ckpt.tree import MISSING, Missing, Node
 
-from .pruned_state import is_optimizer
+from .pruned_state import is_optimizer, optimizers_in
 
 _TENSORS = ("$tensor", "$tensors")
 _INLINE = 64
@@ -41,7 +41,7 @@ class RenamedState(NamedTuple):
 
 def option_tensors(catalog: Catalog) -> set[str]:
     """Names of tensors that are options of optimizers, such as a learning rate: values, of which no translation speaks."""
-    groups = [_by_key(node).get("param_groups") for node in _by_key(catalog.state).values() if is_optimizer(node)]
+    groups = [_by_key(node).get("param_groups") for node in optimizers_in(catalog.state)]
     named = (name for node in groups for name in _tensors(node) if name in catalog.tensors)
     return {name for name in named if catalog.tensors[name].numel <= _INLINE}
 
@@ -62,7 +62,7 @@ def renamed_state(
     pairs, state = _by_key(catalog.state), _by_key(rest)
     own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}
     now, before = _by_first({*views} - own), _by_first({*catalog.tensors} - own)
-    optimizers_here = [_Optimizer(catalog, entries, views, key) for key, node in pairs.items() if is_optimizer(node)]
+    optimizers_here = [RenamedOptimizer(catalog, entries, views, key) for key, node in pairs.items() if is_optimizer(node)]
     for one in optimizers_here:
         state.pop(one.key, None)
         if optimizers and (node := one.node(pairs[one.key])) is not MISSING:
@@ -137,15 +137,24 @@ def _unnamed(node: Node) -> list[tuple[Node, Node]]:
     return [(key, child) for key, child in tree.pairs_of(node) or () if not isinstance(key, str)]
 
 
-class _Group(NamedTuple):
+class NamedGroup(NamedTuple):
     options: Node
     names: Sequence[str]
 
 
-class _Optimizer:
-    """One optimizer of a state, at ``key``. Parameters are called by their names in the state."""
+class RenamedOptimizer:
+    """One optimizer of a state, at the path ``key``. Parameters are called by their names in the state; ``modules`` are what may precede
+    the names that the optimizer has for them, by default the first part of every tensor's name."""
 
-    def __init__(self, catalog: Catalog, entries: Collection[str], views: Mapping[str, LogicalTensor], key: str) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        entries: Collection[str],
+        views: Mapping[str, LogicalTensor],
+        key: str,
+        *,
+        modules: Sequence[str] | None = None,
+    ) -> None:
         self.catalog = catalog
         self.small = option_tensors(catalog).intersection(entries)
         self.views = views
@@ -153,6 +162,7 @@ class _Optimizer:
         self.head = f"{key}.state."
         self.left_out: list[str] = []
         self.united: set[str] = set()
+        self.modules = modules or sorted({f"{name.partition('.')[0]}." for name in catalog.tensors if not name.startswith(self.head)})
 
     def node(self, node: Node) -> Node | Missing:
         """Its node under the new names; ``MISSING`` if none of its tensors is kept."""
@@ -177,11 +187,7 @@ class _Optimizer:
         """The name in the state of a parameter that the optimizer may name within its module."""
         if name in self.catalog.tensors:
             return name
-        return next((head + name for head in self._modules if head + name in self.catalog.tensors), name)
-
-    @cached_property
-    def _modules(self) -> list[str]:
-        return sorted({f"{name.partition('.')[0]}." for name in self.catalog.tensors if not name.startswith(self.head)})
+        return next((head + name for head in self.modules if head + name in self.catalog.tensors), name)
 
     @cached_property
     def origins(self) -> dict[str, list[str]]:
@@ -254,7 +260,7 @@ class _Optimizer:
 
     def groups(self, node: Node) -> list[dict[str, Any]]:
         """Groups of the new parameters. One that is made of parameters of several groups needs the same options in all."""
-        groups = _groups(node)
+        groups = groups_by_name(node)
         if groups is None:
             self.left_out.append(f"{self.key}.param_groups")
             return []
@@ -313,17 +319,17 @@ class _Optimizer:
                 raise self.differ(new, f"option {key}", (one[0], _shown(values[0])), (other[0], _shown(values[1])))
 
 
-def _groups(node: Node) -> list[_Group] | None:
+def groups_by_name(node: Node) -> list[NamedGroup] | None:
     """Options and names of parameters, also as ``torch.distributed.checkpoint`` stores them; None if parameters are not named."""
     if tree.tag_of(node) == "$param_groups":
-        return [_Group(group["options"], group["params"]) for group in node["$param_groups"]]
+        return [NamedGroup(group["options"], group["params"]) for group in node["$param_groups"]]
     groups = []
     for group in tree.items_of(node) or ():
         pairs = tree.pairs_of(group) or []
         names = next((v for k, v in pairs if k == "params"), None)
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             return None
-        groups.append(_Group(tree.mapping_node([(k, v) for k, v in pairs if k not in ("params", "param_names")]), names))
+        groups.append(NamedGroup(tree.mapping_node([(k, v) for k, v in pairs if k not in ("params", "param_names")]), names))
     return groups
 
 

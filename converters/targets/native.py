@@ -12,7 +12,8 @@ import numpy as np
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
 from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.pipeline.windows import FileItem, cuts_at
-from ckpt.converters.select.selection import OutputSet, OutputTensor, choose, seams_of
+from ckpt.converters.select.loadable import choose_loadable
+from ckpt.converters.select.selection import OutputSet, OutputTensor, seams_of
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
@@ -104,5 +105,5 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
             backend.delete(path)
 
 
-TARGET = Target(name="native", choose=choose, plan=plan, replaces=True)
+TARGET = Target(name="native", choose=choose_loadable, plan=plan, replaces=True)
 """For ``ckpt.converters.pipeline.target``."""
