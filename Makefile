@@ -14,7 +14,7 @@ WORKERS ?= 4
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test lint format bench api peers clean s3-server machines
+.PHONY: venv demo test lint format bench api pictures peers clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -58,6 +58,11 @@ demo: venv
 
 api: venv
 	$(BIN)/python docs/build_api.py
+
+# the drawing and the recording in the README; runs the demo
+pictures: venv
+	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python docs/pictures/record_demo.py
 
 # tests of other projects on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
 peers: venv

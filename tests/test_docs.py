@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib.util
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -91,6 +93,58 @@ def test_the_architecture_names_every_room(above: str) -> None:
     assert rooms and [name for name in (*rooms, *modules) if name not in named] == []
 
 
+# ------------------------------------------------------------------------------------------------------------ first screen
+
+
+def rows_of(page: str, columns: int) -> list[list[str]]:
+    """Cells of all table rows of a page that have so many columns, without emphasis."""
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    return [row for row in rows if len(row) == columns]
+
+
+def test_the_ratios_of_the_readme_are_those_of_the_benchmarks() -> None:
+    measured = {(row[0], row[1]): row[4] for row in rows_of((DOCS / "benchmarks.md").read_text(), 6)}
+    head, _, *rows = rows_of((ROOT / "README.md").read_text(), 4)
+    assert head[1:] == ["tmpfs", "ext4", "FUSE"]
+    shown = {(row[0], place): ratio for row in rows for place, ratio in zip(head[1:], row[1:], strict=True)}
+    assert len(rows) >= 5 and shown == {key: measured.get(key, "–") for key in shown}
+    assert max(float(ratio) for ratio in shown.values() if ratio != "–") > 1, "show rows where we are worse, too"
+
+
+def load_script(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_is_that_of_its_script() -> None:
+    assert (DOCS / "pictures" / "reshard.svg").read_text() == load_script("draw", DOCS / "pictures" / "draw.py").picture(), (
+        "run `make pictures`"
+    )
+
+
+def test_the_recording_is_of_this_demo() -> None:
+    """Its figures differ from run to run; what the demo says does not."""
+    shown = [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", (DOCS / "pictures" / "demo.svg").read_text())]
+    tree = ast.parse((ROOT / "examples" / "demo" / "run.py").read_text())
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    heads = [text.strip("─ ") for text in shown if text.startswith("──")]
+    assert len(heads) >= 6 and [head for head in heads if re.sub(r"(?<=step )\d.*", "", head) not in words] == []
+    labels = {"trained", "killed", "left", "resumed", "losses", "verified", "took"}
+    assert labels <= words and labels <= {text.split()[0] for text in shown[-9:] if text.split()}
+    assert heads[-1] == "All checks passed" and any(text.startswith("SIGKILL to all 4 ranks in the save of step") for text in shown)
+
+
+def test_the_recording_escapes_and_scrolls() -> None:
+    record = load_script("record_demo", DOCS / "pictures" / "record_demo.py")
+    lines = record.lines_of("\n".join(["── <head> ──", "loaded /tmp/ckpt-demo-x1/run/step-1 on 2 ranks", *["x" * 200] * 30]))
+    picture = record.picture(lines)
+    assert lines[1] == "loaded run/step-1 on 2 ranks" and len(lines[2]) == record.COLUMNS
+    assert "&lt;head&gt;" in picture and f"steps({len(lines) - record.ROWS}, end)" in picture
+
+
 # ---------------------------------------------------------------------------------------------------------------- messages
 
 
@@ -135,10 +189,7 @@ def test_classes_in_troubleshooting_exist() -> None:
 
 
 def test_the_api_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("build_api", DOCS / "build_api.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("build_api", DOCS / "build_api.py")
     text = module.page()
     assert (DOCS / "api.md").read_text(encoding="utf-8") == text, "run `make api`"
     listed = {name for _, _, names in module.SECTIONS for name in names}

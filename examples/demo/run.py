@@ -4,9 +4,9 @@
 2. It is started again on 2 ranks, FSDP2 alone: it resumes from the newest committed checkpoint, saves, and is started once more
    from that.
 3. Another 2 ranks start from the same committed checkpoint and run straight through. The losses of 2 and 3 must be equal, bit for bit.
-4. The ``ckpt`` command inspects and verifies what all that wrote.
+4. The ``ckpt`` command inspects and verifies the checkpoints.
 
-Exit code 0 if everything held, 1 if not. Everything is written below a temporary directory, which is removed; ``--keep DIR`` keeps it.
+Exit code 0 if all checks passed, 1 if not. It writes below a temporary directory, which it removes; ``--keep DIR`` keeps it.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ class Demo:
         self.run_straight(start, stop)
         verdict = self.compare(range(start.number + 1, stop + 1))
         verified = self.look(stop)
-        heading("Everything held" if verdict.holds and verified else "SOMETHING DID NOT HOLD")
+        heading("All checks passed" if verdict.holds and verified else "A CHECK FAILED")
         for label, text in self.summary(killed, start.number, verdict):
             print(f"  {label:<10}{text}")
-        print(f"  {'verified':<10}{self.stored()}: " + ("every byte fits its digest" if verified else "DAMAGED"))
+        print(f"  {'verified':<10}{self.stored()}: " + ("every byte matches its digest" if verified else "DAMAGED"))
         print(f"  {'took':<10}{time.monotonic() - self.began:.0f} s")
         return verdict.holds and verified
 
@@ -224,7 +224,7 @@ class Demo:
                 print(f"SIGKILL to all 4 ranks in the save of step {killed.step}: {size(killed.written)} of {size(killed.whole)} written")
                 self.ckpt("ls", "run")
                 return killed
-            print(f"SIGKILL to all 4 ranks, but step {killed.step} was committed just before: once more, in the next save")
+            print(f"SIGKILL to all 4 ranks, but step {killed.step} had just committed: trying again in the next save")
         raise DemoError("five saves in a row were committed before the kill arrived")
 
     def kill_in_a_save(self, job: Job) -> Killed:
@@ -247,15 +247,15 @@ class Demo:
         """On 2 ranks from the newest committed checkpoint, and once more from the one that this saves half way."""
         every = self.scale.every
         for name, title, steps in (
-            ("resumed-0", "2 ranks, FSDP2 alone, from what is committed", stop - every),
-            ("resumed-1", "The same once more, from the checkpoint that these saved", stop),
+            ("resumed-0", "2 ranks, FSDP2 alone, from the newest committed checkpoint", stop - every),
+            ("resumed-1", "Once more, from the checkpoint that these ranks saved", stop),
         ):
             heading(title)
             with self.job(name, 2, "--save-every", str(every), "--steps", str(steps)) as job:
                 job.finish()
 
     def run_straight(self, start: Step, stop: int) -> None:
-        heading(f"For comparison, 2 ranks from step {start.number} without a break")
+        heading(f"For comparison: 2 ranks from step {start.number}, without interruption")
         with self.job("straight", 2, "--source", start.url, "--save-every", "0", "--steps", str(stop)) as job:
             job.finish()
 
@@ -280,7 +280,7 @@ class Demo:
 
     def look(self, stop: int) -> bool:
         """Inspect and verify with the command line; whether all that is committed is whole."""
-        heading("What was written")
+        heading("The checkpoints")
         self.ckpt("inspect", f"run/step-{stop:08d}", "model.blocks.0.*")
         whole = [self.ckpt("verify", f"run/{Path(step.url).name}") for step in committed(self.run)]
         return all(whole)
@@ -305,10 +305,10 @@ class Demo:
                 "killed",
                 f"SIGKILL to all in the save of step {gone}: {size(killed.written)} of {size(killed.whole)} written, no commit record",
             ),
-            ("left", f"steps {there} committed; what was written of step {gone} is ignored"),
-            ("resumed", f"2 ranks, FSDP2 (2), from step {start}; again from step {gone}, which these saved"),
+            ("left", f"steps {there} committed; the files of step {gone} are ignored"),
+            ("resumed", f"2 ranks, FSDP2 (2), from step {start}; again from step {gone}, which they saved"),
             ("losses", f"{equal} equal to an uninterrupted run's, bit for bit"),
-            ("", f"{verdict.overlap} steps that the killed run had done on its 4 ranks: at most {verdict.drift:.1e} apart"),
+            ("", f"{verdict.overlap} steps that the killed run had completed on 4 ranks: at most {verdict.drift:.1e} apart"),
         ]
 
 
