@@ -21,13 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.catalog import Contents, DataFile
-from ckpt.coordination.group import Group
 from ckpt.dtypes import dtype
-from ckpt.engine.save.leader import Leader, Tables
+from ckpt.engine.save.index_rows import index_rows
 from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.io_backends.registry import open_backend
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
@@ -111,11 +109,9 @@ class _Ours(_Timed):
         self.found |= {"index": sum(map(len, index.values())), "to_leader": len(sent)}
 
     def lead(self, sent: bytes) -> dict[str, bytes]:
-        call = Group(0, tuple(range(self.ranks))).call("save", "benchmark", 1.0)
-        leader = Leader(call, open_backend("memory://benchmark"), [], merge=False)
-        leader.tables = Tables(said=(), joined=join_tables([(range(self.ranks), Table.from_bytes(sent))]), own={})
-        entries, kept = leader.entries(self.files, coded=False)
-        return encode_index(Contents(tensors=entries, files=tuple(self.files), state=None, ranks={}), kept)
+        joined = join_tables([(range(self.ranks), Table.from_bytes(sent))])
+        entries = index_rows(joined, {}, self.files, (), range(self.ranks), coded=False)
+        return encode_index(Contents(tensors=entries, files=tuple(self.files), state=None, ranks={}))
 
 
 def _plan(tensors: Sequence[Global], owned: dict[str, Owned], rank: int) -> list[DataFilePlan]:

@@ -161,20 +161,20 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
     for save in range(2):
         MemoryBackend.reset()
         storage = Storage("memory://scale")
-        leader = Leader(followers.call, storage, known, merge=True)
+        leader = Leader(call=followers.call, backend=storage, known=known, merge=True)
         with uncollected():  # as a save does
             began = cpu_seconds()
-            id = leader.check(followers.begun)["id"]
+            opened = leader.open(followers.begun)
             found[f"check_{save}"] = cpu_seconds() - began
-            rows = followers.written(id, save, spans=spans)
+            rows = followers.written(opened.id, save, spans=spans)
             storage.pretended = [ObjectMeta(path, size) for row in rows.values() for path, size, _, _ in row["files"]]
             began = cpu_seconds()
-            leader.commit(id, rows)
+            recorded = opened.commit(rows)
             found[f"commit_{save}"] = cpu_seconds() - began
             began = cpu_seconds()
-            leader.keep_spans(id, {rank: row["spans"] for rank, row in rows.items()})
+            recorded.keep_spans({rank: row["spans"] for rank, row in rows.items()})
             found[f"spans_{save}"] = cpu_seconds() - began
-            found["spans_bytes"] = MemoryBackend("memory://scale").size(index_path(id, SPANS))
+            found["spans_bytes"] = MemoryBackend("memory://scale").size(index_path(opened.id, SPANS))
         found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
         record = CommitRecord.from_bytes(MemoryBackend("memory://scale").read(COMMIT_PATH), COMMIT_PATH)
         found["index"] = sum(f.size for name, f in record.index.items() if name != RANK_ROWS)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .engine.load.load import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.background import fence as fence
-    from .engine.save.save import SaveReport as SaveReport
+    from .engine.save.job import SaveReport as SaveReport
     from .errors import CkptError as CkptError
     from .io_backends.storage_options import configure_storage as configure_storage
     from .layout.layout import Layout as Layout
@@ -79,7 +79,7 @@ _WHERE = {
     "Numbered": "layout.numbering",
     "pipeline": "layout.numbering",
     "experts": "layout.numbering",
-    "SaveReport": "engine.save.save",
+    "SaveReport": "engine.save.job",
     "LoadReport": "engine.load.load",
     "SaveHandle": "engine.save.background",
     "ConvertReport": "converters.convert",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .engine.load.load import LoadReport
     from .engine.save.background import SaveHandle
-    from .engine.save.save import SaveOptions, SaveReport
+    from .engine.save.job import SaveOptions, SaveReport
 
 
 def save(
@@ -60,12 +60,12 @@ def save(
         RankFailedError, DeadlineError: another rank raised, died or hangs.
         ExchangeError: what another rank sent came damaged.
     """
-    from .engine.save.background import settle
+    from .engine.save.background import wait_for_pending_save
     from .engine.save.save import save_state
 
     group = current_group(process_group)
-    with _told(group, "save", url):
-        settle(group)
+    with _fails_together(group, "save", url):
+        wait_for_pending_save(group)
         _check_layout(layout, group)
         options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec)
     return save_state(url, state, group, options)
@@ -107,10 +107,10 @@ def save_async(
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
-    from .engine.save.background import refuse_if_busy, settle, start_save
+    from .engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
 
     group = current_group(process_group)
-    with _told(group, "save", url):
+    with _fails_together(group, "save", url):
         if capture not in ("lazy", "eager") or when_busy not in ("wait", "refuse"):
             raise UsageError(f"capture is 'lazy' or 'eager', when_busy 'wait' or 'refuse', not {capture!r} and {when_busy!r}")
         if staging_bytes is not None and staging_bytes <= 0:
@@ -119,13 +119,13 @@ def save_async(
         options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec, staging=staging_bytes)
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)
-    with _told(group, "save", url):
-        settle(group)
+    with _fails_together(group, "save", url):
+        wait_for_pending_save(group)
     return start_save(url, state, group, options, capture)
 
 
 def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:
-    from .engine.save.save import SaveOptions
+    from .engine.save.job import SaveOptions
     from .formats.native.coding.codecs import check_choice
 
     check_choice(codec)
@@ -187,13 +187,13 @@ def load(
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     from .engine.load.load import LoadOptions, load_state
-    from .engine.save.background import settle
+    from .engine.save.background import wait_for_pending_save
     from .io_backends.registry import is_file_system
     from .plan.match import Selection
 
     group = current_group(process_group)
-    with _told(group, "load", url):
-        settle(group)
+    with _fails_together(group, "load", url):
+        wait_for_pending_save(group)
         _check_layout(layout, group)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
@@ -238,15 +238,11 @@ def _check_layout(layout: Layout | None, group: Group) -> None:
 
 
 @contextmanager
-def _told(group: Group, kind: str, url: str) -> Iterator[None]:
+def _fails_together(group: Group, kind: str, url: str) -> Iterator[None]:
     """What keeps one rank from its call (a mistake in its arguments, an earlier save that failed) ends the call on all ranks; each has made
     one call then, and the next one finds them in step."""
     try:
         yield
     except CkptError as err:
-        mistake = err
-
-        def fail() -> dict[str, Any]:
-            raise mistake
-
-        group.call(kind, url, settings.DEFAULT_TIMEOUT).map_reduce("options", fail, lambda rows: None)
+        group.call(kind, url, settings.DEFAULT_TIMEOUT).fail("options", err)
+        raise

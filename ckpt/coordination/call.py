@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -127,6 +127,11 @@ class Call:
             if not self._posted:
                 self._report_error(err, decided=False)
             raise
+
+    def fail(self, phase: str, error: BaseException) -> None:
+        """End the call on all ranks with an error of this one, which the caller then raises."""
+        with suppress(type(error)), self.phase(phase):
+            raise error
 
     def lead(self, row: Row, decide: Callable[[dict[int, Row]], R], public: Callable[[R], Any] | None = None) -> R:
         """On the leader: gather the rows of all ranks, decide, and tell every rank: what was decided if that is JSON, else what ``public``

@@ -5,7 +5,7 @@
 
 DCP plans and moves its plans between ranks as ever; the bytes go through ckpt. What is written is a native checkpoint, committed in one
 step, and has no pickle: values that are not tensors must be plain (docs/format.md §8). DCP raises what goes wrong as
-``CheckpointException``, with our errors inside. ChunkSource of the interfaces: ``torch.distributed.checkpoint.storage`` and ``planner``.
+``CheckpointException``, with our errors inside. The interfaces: ``torch.distributed.checkpoint.storage`` and ``planner``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.dtypes import dtype as dtype_named
 from ckpt.engine.save.encoded_writer import EncodedWriter
-from ckpt.engine.save.leader import Leader, Tables
+from ckpt.engine.save.leader import Leader, OpenSave, Tables, Values
+from ckpt.engine.save.meter import SaveMeter
 from ckpt.engine.save.plan import plan_given
 from ckpt.engine.save.tensor_source import ChunkSource
-from ckpt.engine.save.writer import Alive, RankWriter
+from ckpt.engine.save.writer import Alive, RankWriter, WriteInput
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
@@ -84,8 +85,7 @@ class CkptWriter(StorageWriter):
         self.threads = settings.threads(_threads(threads, others))
         self.overwrite = overwrite
         _check_others(others)
-        self._leader: Leader | None = None
-        self._id = ""
+        self._opened: OpenSave | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -106,7 +106,7 @@ class CkptWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  DCP's
         if kwargs.get("use_collectives") is False:
             raise UsageError("use_collectives=False makes a checkpoint of each rank", hint="leave it out")
-        self._leader = None
+        self._opened = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -115,13 +115,14 @@ class CkptWriter(StorageWriter):
         """On the coordinator: everything will be there, once; nothing is written if not."""
         self._check_overwrite()
         plans = _whole(plans)
-        assignment = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
-        assignment.check()
+        given = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
+        given.check()
         group = Group(0, tuple(range(len(plans))))
-        self._leader = Leader(group.call("save", self.url, settings.timeout(None)), open_backend(self.url), [], merge=False)
-        joined = Joined(tensors=dict(assignment.tensors), owned=dict(assignment.owned), aliases={})
-        self._id = self._leader.start(Tables((), joined, {}))
-        return [replace(plan, storage_data=_Place(id=self._id, position=i)) for i, plan in enumerate(plans)]
+        call = group.call("save", self.url, settings.timeout(None))
+        leader = Leader(call=call, backend=open_backend(self.url), known=[], merge=False)
+        joined = Joined(tensors=dict(given.tensors), owned=dict(given.owned), aliases={})
+        self._opened = opened = leader.open_tables(Tables((), joined, {}), {})
+        return [replace(plan, storage_data=_Place(id=opened.id, position=i)) for i, plan in enumerate(plans)]
 
     def _check_overwrite(self) -> None:
         if not self.overwrite and committed_id(open_backend(self.url)) is not None:
@@ -141,7 +142,7 @@ class CkptWriter(StorageWriter):
 
     def _write(self, place: _Place, mine: Assigned, tensors: Mapping[str, LocalTensor]) -> Row:
         ranked = plan_given(list(mine.tensors.values()), mine.owned, rank=place.position, position=place.position, codec=self.codec)
-        writer = (RankWriter if self.codec is None else EncodedWriter)(
+        given = WriteInput(
             backend=open_backend(self.url),
             plan=ranked,
             source=ChunkSource(ranked, tensors),
@@ -150,9 +151,9 @@ class CkptWriter(StorageWriter):
             threads=self.threads,
             alive=Alive(beat=lambda: None, during=lambda work, seconds: work()),
             spans=Spans(on=False),
+            meter=SaveMeter(),
         )
-        if isinstance(writer, EncodedWriter) and self.codec is not None:
-            writer.codec = self.codec
+        writer = RankWriter(given) if self.codec is None else EncodedWriter(given, self.codec)
         row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
         if isinstance(writer, EncodedWriter):
             row["coded"] = writer.coded
@@ -160,15 +161,14 @@ class CkptWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: index and commit."""
-        assert self._leader is not None
+        if self._opened is None:
+            raise UsageError("nothing was planned here", hint="DCP calls prepare_global_plan on the rank that it calls finish on")
         rows: dict[int, Row] = {}
         values: dict[str, tree.Node] = {}
         for position, row, nodes in (result.storage_data for of_rank in results for result in of_rank):
             rows[position] = row
             values |= nodes
-        self._leader.give(_state(metadata, values))
-        self._leader.commit(self._id, rows)
-        self._leader.remove_older(self._id)
+        replace(self._opened, given=Values(_state(metadata, values), {})).commit(rows).remove_older()
 
 
 _ONLY: dict[str, tuple[Any, str]] = {

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from ckpt import settings
 from ckpt.coordination.group import Group
 from ckpt.engine.save.background import SaveHandle, start_save
-from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
 from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.storage_options import configure_storage

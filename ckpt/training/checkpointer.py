@@ -19,8 +19,8 @@ from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.coordination.step_agreement import Due, StepAgreement, own_store
 from ckpt.engine.load.load import recorded
-from ckpt.engine.save.background import SaveHandle, settle, start_save
-from ckpt.engine.save.save import SaveOptions
+from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
+from ckpt.engine.save.job import SaveOptions
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
@@ -302,7 +302,7 @@ class Checkpointer:
         self._last_step, self._last_at = n, self._now()
         durable: Future[Any] | None = None
         try:
-            settle(self.group)
+            wait_for_pending_save(self.group)
             self.handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
             durable = self.handle.durable
             self._costs.begun(self.handle, self._now())

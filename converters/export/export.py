@@ -25,7 +25,7 @@ from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_c
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.engine.save.background import settle
+from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.io_backends.registry import check_url, open_backend
@@ -158,7 +158,7 @@ def export(
         memory=memory,
     )
     group = current_group(process_group)
-    settle(group)
+    wait_for_pending_save(group)
     return _Export(group.call("export", url, settings.timeout(timeout)), options, config, settings.threads(threads)).run(state, layout)
 
 

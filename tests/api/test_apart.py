@@ -23,7 +23,8 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
 from ckpt.engine.load.load import LoadOptions, load_state
 from ckpt.engine.save import save as save_module
-from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.formats.native import commit

@@ -21,7 +21,7 @@ import ckpt
 from ckpt.coordination.group import current_group
 from ckpt.engine.save import background
 from ckpt.engine.save.capture import Capture
-from ckpt.engine.save.save import memory_of
+from ckpt.engine.save.job import save_cache
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
 
 BIG = 300_000
@@ -369,7 +369,7 @@ def test_an_error_that_nobody_asked_for_is_raised_once_by_the_next_call(url: str
 def test_many_saves_leave_no_threads_or_files_and_use_the_same_memory(root: str) -> None:
     state = {"a": torch.ones(BIG), "b": torch.ones(10)}
     ckpt.save_async(f"{root}/x", state).result(30)
-    arena = memory_of(current_group()).arena
+    arena = save_cache(current_group()).arena
     before = threads(), fds(), arena._memory.data_ptr(), hooks()
     for n in range(200):
         state["b"].fill_(n)
@@ -404,7 +404,7 @@ def test_a_small_staging_budget_gives_the_same_bytes(url: str, capture: Any, cod
     for t in tensors.values():
         t.zero_()
     handle.result(30)
-    assert memory_of(current_group()).arena.nbytes >= budget - 2 * 4096
+    assert save_cache(current_group()).arena.nbytes >= budget - 2 * 4096
     assert_same(stored(url), wanted)
 
 

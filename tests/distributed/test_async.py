@@ -18,7 +18,7 @@ import ckpt
 from ckpt import Flat, GlobalShape, Layout
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.capture import Capture
-from ckpt.engine.save.save import memory_of
+from ckpt.engine.save.job import save_cache
 from ckpt.errors import CkptError
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
@@ -331,12 +331,12 @@ def many(url: str) -> tuple[int, int, list[str]]:
 
     for _ in range(5):
         ckpt.save_async(url, state).result(30)
-    address = memory_of(current_group()).arena._memory.data_ptr()
+    address = save_cache(current_group()).arena._memory.data_ptr()
     keys, fds = count()
     for _ in range(60):
         ckpt.save_async(url, state)
     ckpt.save_async(url, state).result(30)
-    assert memory_of(current_group()).arena._memory.data_ptr() == address
+    assert save_cache(current_group()).arena._memory.data_ptr() == address
     time.sleep(0.1)
     after = count()
     return after[0] - keys, after[1] - fds, [t.name for t in threading.enumerate() if t.name.startswith("ckpt")]

@@ -14,7 +14,8 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
-from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 
 SHARED = {

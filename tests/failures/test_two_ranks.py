@@ -15,7 +15,8 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
-from ckpt.engine.save.save import SaveOptions, save_state
+from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.save import save_state
 from ckpt.errors import DeadlineError, NoSpaceError, RankFailedError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.protocol import Backend

@@ -105,9 +105,9 @@ def stop_at(phase: str, folder: Path, rank: int) -> None:
                 time.sleep(0.01)
 
     places: dict[str, tuple[Any, str, bool]] = {
-        "begin": (save.Save, "begin", False),
-        "write": (save.Save, "write", False),
-        "written": (save.Save, "write", True),
+        "begin": (save, "begin", False),
+        "write": (save, "write", False),
+        "written": (save, "write", True),
         "commit": (leader, "write_index", False),
         "committed": (leader, "write_index", True),
         "match": (load._Load, "match", False),

@@ -20,7 +20,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
-from ckpt.engine.save.progress import Signer
+from ckpt.engine.save.meter import SaveMeter
 from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.tracing.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
@@ -79,7 +79,7 @@ def test_the_newest_note_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "node\udcff", "a\x1b[31mb", "a\xa0b", "h" * 200])
 def test_whatever_a_host_is_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: name)
-    sign = RankSign(count=1, phase=WRITE, done=0, total=1, host=Signer().host)
+    sign = RankSign(count=1, phase=WRITE, done=0, total=1, host=SaveMeter().host)
     assert RankSign.from_bytes(sign.to_bytes()).host == sign.host
     ckpt.save(str(tmp_path / "c"), {"x": torch.zeros(4)})
     (rank,) = json.loads(CliRunner().invoke(cli, ["stats", "--ranks", "--json", str(tmp_path / "c")]).stdout)["ranks"]
@@ -197,17 +197,17 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen: list[int] = []
     commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
 
-    def slow(self: Any, writer: Any) -> Any:
+    def slow(begun: Any) -> Any:
         time.sleep(0.8)
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
-        return work(self, writer)
+        return work(begun)
 
     def committing(*args: Any, **kwargs: Any) -> Any:
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
         return commit(*args, **kwargs)
 
-    work = ckpt.engine.save.save.Save.write  # type: ignore[attr-defined]
-    monkeypatch.setattr("ckpt.engine.save.save.Save.write", slow)
+    work = ckpt.engine.save.save.write  # type: ignore[attr-defined]
+    monkeypatch.setattr("ckpt.engine.save.save.write", slow)
     monkeypatch.setattr("ckpt.engine.save.leader.write_index", committing)
     ckpt.save(str(tmp_path / "a"), {"x": torch.zeros(4)})
     assert seen == [1 if setting == "0.3" else 0, 0]

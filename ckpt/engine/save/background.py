@@ -13,42 +13,42 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
-from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
-from ckpt.engine.devices import watch_graphs
+from ckpt.engine.devices import devices_of, watch_graphs
 from ckpt.errors import BusyError
 from ckpt.io_backends.retries import Retries
 from ckpt.tracing.profiling import in_trace
-from ckpt.tracing.stall import Stall
 
 from .capture import Capture
+from .job import BlockedTime, SaveJob, SaveOptions, SaveReport
+from .phases import Committed, Prepared
 from .quiescence import quiescent
-from .save import Save, SaveOptions, SaveReport, When
-from .writer import RankWriter
+from .save import begin, prepare, stage, write_and_commit
+from .throttle import Throttle
 
 log = logging.getLogger("ckpt")
 
-Busy = Literal["wait", "refuse"]
+When = Literal["lazy", "eager"]
 
 R = TypeVar("R")
 
 
 class Outcome(Future[R]):
-    """A future that remembers whether anybody was told of its error. It cannot be cancelled: a save ends on all ranks or on none."""
+    """A future that remembers whether its error was reported to anybody. It cannot be cancelled: a save ends on all ranks or on none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = False
+        self.error_reported = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> R:
@@ -57,53 +57,17 @@ class Outcome(Future[R]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = self.error(timeout)
-        self.told = self.told or error is not None
+        self.error_reported = self.error_reported or error is not None
         return error
 
     def error(self, timeout: float | None = None) -> BaseException | None:
-        """The error, for this module's own use: nobody is told."""
+        """The error, for code that reports it to nobody."""
         with quiescent():
             return super().exception(timeout)
 
 
-class _Untold(NamedTuple):
-    """For how long training waited for a save, and how much of that its spans have."""
-
-    stall: Stall
-    told: float
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self.stall.seconds - self.told)
-
-
-_untold: WeakKeyDictionary[Members, _Untold] = WeakKeyDictionary()
+_blocked: WeakKeyDictionary[Members, BlockedTime] = WeakKeyDictionary()
 """Of the last save in the background of each job."""
-
-
-class BackgroundSave(Save):
-    """A save whose state may have changed before it was captured: what is written counts only once all is captured and found unchanged."""
-
-    def __init__(self, call: Call, options: SaveOptions) -> None:
-        super().__init__(call, options)
-        self.stall = Stall()
-        before = _untold.get(call.group)
-        self.waited = before.seconds if before is not None else 0.0
-        """Seconds for which training waited for the save before, and which no spans have yet."""
-        _untold[call.group] = _Untold(self.stall, 0.0)
-
-    def stalled(self) -> dict[str, int]:
-        """See ``Save.stalled``. Training may wait for this save later, too: the spans of the next one have that."""
-        blocked = self.stall.seconds
-        _untold[self.call.group] = _Untold(self.stall, blocked)
-        return {"blocked": round(1e6 * blocked), "waited": round(1e6 * self.waited)}
-
-    def compared(self, writer: RankWriter) -> dict[str, str]:
-        assert self.capture is not None
-        self.capture.result()
-        self.capture.compare(writer.digests)
-        self.heartbeat.give()
-        return super().compared(writer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +87,11 @@ class SaveHandle:
     raise what went wrong.
     """
 
-    def __init__(self, save: BackgroundSave) -> None:
-        self.url = save.call.url
+    def __init__(self, job: SaveJob, blocked: BlockedTime, throttle: Throttle) -> None:
+        self.url = job.call.url
         self.captured: Outcome[None] = Outcome()
         self.durable: Outcome[SaveReport] = Outcome()
-        self._save: BackgroundSave | None = save
-        self._total = save.plan.nbytes
-        self.stall = save.stall
+        self.stall = blocked.stall
         """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
         self.called = 0.0
         """Seconds that the call took, of these."""
@@ -137,10 +99,9 @@ class SaveHandle:
         """What the storage refused on all ranks; on the leader, when the save is committed."""
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
-        self.failed_in: str | None = None
-        """The phase that it failed in, if it failed."""
-        self.ran: float | None = None
-        """Seconds from the call to the failure."""
+        self._job = job
+        self._throttle = throttle
+        self._ended = 0.0
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -153,19 +114,17 @@ class SaveHandle:
 
         Raises what capturing raised.
         """
-        self._hurry()
+        self.hurry()
         with self.stall:
             self.captured.result()
 
-    def _hurry(self) -> None:
-        """Somebody waits."""
-        save = self._save
-        if save is not None and save.capture is not None:
-            save.capture.stage.throttle.hurry()
+    def hurry(self) -> None:
+        """Take no more care of training's speed: somebody waits."""
+        self._throttle.hurry()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
-        self._hurry()
+        self.hurry()
         try:
             with self.stall:
                 self.durable.error(timeout)
@@ -173,9 +132,22 @@ class SaveHandle:
             return False
         return True
 
-    def told(self) -> bool:
+    def error_reported(self) -> bool:
         """Whether somebody asked for the error that this save ended with."""
-        return self.durable.told or self.captured.told
+        return self.durable.error_reported or self.captured.error_reported
+
+    @property
+    def failed_in(self) -> str | None:
+        """The phase that it failed in, if it failed."""
+        return self._job.call.phase_name if self._failed() else None
+
+    @property
+    def ran(self) -> float | None:
+        """Seconds from the call to the failure, if it failed."""
+        return self._ended - self._job.began if self._failed() else None
+
+    def _failed(self) -> bool:
+        return self.durable.done() and self.durable.error() is not None
 
     def done(self) -> bool:
         """Whether the save ended, well or not."""
@@ -188,7 +160,7 @@ class SaveHandle:
             TimeoutError: it is still going on after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
-        self._hurry()
+        self.hurry()
         with self.stall:
             return self.durable.result(timeout)
 
@@ -198,49 +170,43 @@ class SaveHandle:
 
     def progress(self) -> Progress:
         """How far it is. Cheap."""
-        save = self._save
+        meter = self._job.meter
         if self.durable.done():
-            failed = self.durable.error() is not None
-            full = 0 if failed else self._total
-            return Progress(captured=full, written=full, total=self._total, phase="failed" if failed else "done")
-        if save is None:  # about to be done
-            return Progress(captured=self._total, written=self._total, total=self._total, phase="write")
-        captured = save.capture.captured if save.capture is not None else 0
-        written = save.writer.written if save.writer is not None else 0
+            failed = self._failed()
+            full = 0 if failed else meter.total
+            return Progress(captured=full, written=full, total=meter.total, phase="failed" if failed else "done")
         phase: Literal["capture", "write"] = "write" if self.captured.done() else "capture"
-        return Progress(captured=captured, written=min(written, self._total), total=self._total, phase=phase)
+        return Progress(captured=meter.captured, written=meter.done, total=meter.total, phase=phase)
 
     def cancel(self) -> None:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
-        save = self._save
-        if save is not None:
-            save.heartbeat.cancelled.set()
+        self._job.heartbeat.cancelled.set()
 
     # ---- the work
 
-    def start(self, threads: int, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
+    def start(
+        self, prepared: Prepared, capture: Capture, threads: int, then: Callable[[], None] | None = None, *, now: bool = False
+    ) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
         rank when the save is committed, before the handle says so."""
-        save = self._save
-        assert save is not None and save.capture is not None
         watch_steps()
-        if save.devices:
+        if devices_of(prepared.collected.placer.tensors.values()):
             watch_graphs(fence)
-        _in_flight[save.call.group] = self
+        _in_flight[self._job.call.group] = self
         with _lock:
             _capturing.add(self)
+        copy = partial(self._capture, capture, threads)
         if now:
-            self._hurry()
-            self._capture(save, save.capture, threads)
-        capture = None if now else partial(self._capture, save, save.capture, threads)
+            self.hurry()
+            copy()
         # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
-        threading.Thread(target=self._run, args=(save, capture, then), name="ckpt-save").start()
+        threading.Thread(target=self._run, args=(prepared, capture, None if now else copy, then), name="ckpt-save").start()
 
-    def _capture(self, save: BackgroundSave, capture: Capture, threads: int) -> None:
+    def _capture(self, capture: Capture, threads: int) -> None:
         error: BaseException | None = None
         try:
-            capture.run(threads, save.heartbeat.give)
+            capture.run(threads, self._job.heartbeat.give)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
         self._captured(error)
@@ -253,29 +219,37 @@ class SaveHandle:
         else:
             self.captured.set_exception(error)
 
-    def _run(self, save: BackgroundSave, capture: Callable[[], None] | None, then: Callable[[], None] | None) -> None:
+    def _run(self, prepared: Prepared, capture: Capture, copy: Callable[[], None] | None, then: Callable[[], None] | None) -> None:
         try:
-            capturing = None if capture is None else Pending(capture, "ckpt-capture")
+            copying = None if copy is None else Pending(copy, "ckpt-capture")
             try:
-                report = save.run(lambda: None)
-                if then is not None and save.call.is_leader:
+                committed = _agree_and_write(prepared)
+                if then is not None and self._job.call.is_leader:
                     then()
             except BaseException as err:
-                if save.capture is not None:
-                    save.capture.stage.fail(err)
+                capture.stage.fail(err)
                 raise
             finally:
-                if capturing is not None:
-                    capturing.wait()
+                if copying is not None:
+                    copying.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
-            self.failed_in, self.ran, self._save = save.call.phase_name, time.perf_counter() - save.began, None
+            self._ended = time.perf_counter()
             if not self.captured.done():  # no thread could be started for it
                 self._captured(err)
             self.durable.set_exception(err)
         else:
-            self._save, self.busy, self.retries = None, save.busy, save.retries
-            self.durable.set_result(report)
+            self.busy, self.retries = committed.busy, committed.retries
+            self.durable.set_result(committed.report)
+
+
+def _agree_and_write(prepared: Prepared) -> Committed:
+    """The phases of a save that follow ``prepare`` (``save.py``), in the background's thread."""
+    job = prepared.job
+    with job.noted():
+        with job.spans.span("agree"), job.call.phase("begin"):
+            begun = begin(prepared)
+        return write_and_commit(begun)
 
 
 _in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
@@ -296,7 +270,7 @@ def fence() -> None:
 @in_trace("ckpt.wait")
 def _outwait(handles: Sequence[SaveHandle]) -> None:
     for handle in handles:
-        handle._hurry()
+        handle.hurry()
         with handle.stall:
             handle.captured.error()
 
@@ -324,18 +298,18 @@ def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
         raise BusyError("a save of this job is still going on", where=url, hint='wait for its handle, or save with when_busy="wait"')
 
 
-def settle(group: Group) -> None:
-    """End what is in flight before the job's next call.
+def wait_for_pending_save(group: Group) -> None:
+    """Wait for the job's save in the background, before its next call.
 
     Raises:
-        CkptError: the last save failed, and nobody has been told.
+        CkptError: the save failed, and its error was reported to nobody.
     """
     handle = _in_flight.get(group)
     if handle is None:
         return
     handle.wait()
     del _in_flight[group]
-    if not handle.told():
+    if not handle.error_reported():
         handle.result()
 
 
@@ -345,27 +319,23 @@ def start_save(
 ) -> SaveHandle:
     """Begin a save in the background; collective over ``group``. ``then``: see ``SaveHandle.start``."""
     began = time.perf_counter()
-    save = BackgroundSave(group.call("save", url, options.timeout), options)
+    blocked = _blocked[group] = BlockedTime(_blocked.get(group))
+    job = SaveJob.begin(group.call("save", url, options.timeout), options, blocked)
     try:
         with uncollected():
-            save.prepare(state)
-            capture = save.stage()
+            prepared = prepare(job, state)
+            capture = stage(prepared)
             if when == "lazy":
                 capture.capture_volatile()
     except BaseException as err:
-        mistake = err
-
-        def fail() -> dict[str, Any]:
-            raise mistake
-
-        save.call.map_reduce("begin", fail, lambda rows: None)
+        job.call.fail("begin", err)
         raise
-    handle = SaveHandle(save)
+    handle = SaveHandle(job, blocked, capture.stage.throttle)
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
     now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
-    handle.start(1 if when == "lazy" else options.threads, then, now=now)
+    handle.start(replace(prepared, capture=capture), capture, 1 if when == "lazy" else options.threads, then, now=now)
     if when == "eager":
-        handle._hurry()
+        handle.hurry()
         handle.captured.error()  # waits
     handle.called = time.perf_counter() - began
     handle.stall.add(handle.called)
@@ -378,7 +348,7 @@ def _forget_parent() -> None:
     _lock = threading.Lock()
     _capturing.clear()
     _in_flight.clear()
-    _untold.clear()
+    _blocked.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

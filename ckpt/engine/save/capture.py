@@ -32,6 +32,7 @@ from ckpt.tracing.profiling import in_trace
 from ckpt.tracing.spans import Spans
 
 from .flat_merge import FragmentExchange
+from .meter import SaveMeter
 from .plan import Batch, RankPlan
 from .quiescence import GracePeriod
 from .replicas import Replicas
@@ -57,20 +58,19 @@ class Capture:
         placer: Placer,
         source: ChunkSource,
         stage: StagedBatches,
-        merge: FragmentExchange | None,
+        fragments: FragmentExchange | None,
         replicas: Replicas | None,
         spans: Spans,
+        meter: SaveMeter,
     ) -> None:
         self.plan = plan
         self.placer = placer
         self.source = source
         self.stage = stage
-        self.merge = merge
+        self.fragments = fragments
         self.replicas = replicas
         self.spans = spans
-        self.captured = 0
-        """Bytes so far."""
-        self._lock = threading.Lock()
+        self.meter = meter
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -118,7 +118,7 @@ class Capture:
                 later |= inside
         with self._aside():
             self.stage.capture(now, lambda batch, at: self.source.fill_batch(batch, self.stage.memory, at))
-        self.captured += sum(batch.length for batch in now)
+        self.meter.add(captured=sum(batch.length for batch in now))
         if self.replicas is not None:
             later |= self.replicas.elsewhere()
         return {name for name in names if name not in later and not self.plan.owned[name].merged}
@@ -155,9 +155,9 @@ class Capture:
         """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
         batches = [batch for batches in self.plan.batches for batch in batches]
         try:
-            if self.merge is not None:
+            if self.fragments is not None:
                 with self._aside():
-                    self.merge.take()
+                    self.fragments.take()
             if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
                 step = -(-len(batches) // threads)
                 parts = [batches[i : i + step] for i in range(0, len(batches), step)]
@@ -190,8 +190,7 @@ class Capture:
                     self.source.fill_batch(batch, self.stage.memory, at)
             else:
                 self.source.fill_batch(batch, self.stage.memory, at)
-        with self._lock:
-            self.captured += batch.length
+        self.meter.add(captured=batch.length)
 
     def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
         """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they
@@ -208,7 +207,7 @@ class Capture:
                 if period.elapsed():
                     return
                 pause = min(2 * pause, 0.01)
-        mixed = frozenset(self.merge.mixed.values()) if self.merge is not None else frozenset()
+        mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
         for number in (number for batch in batches for number in batch.numbers):
             if number not in mixed and self.plan.chunks[number].name in self.doubtful and not period.elapsed():
                 with self.spans.span("hash", self.source.nbytes(number)), self._aside():

@@ -8,14 +8,13 @@ from functools import partial
 
 import xxhash
 
-from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import run_tasks
 from ckpt.formats.native.coding.codecs import encode
 from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Writer
 
 from .plan import Batch
-from .writer import BLOCK, RankWriter
+from .writer import BLOCK, RankWriter, WriteInput
 
 
 class EncodedWriter(RankWriter):
@@ -25,24 +24,14 @@ class EncodedWriter(RankWriter):
     are compared by, and what was captured with the state.
     """
 
-    codec: str
-    coded: int = 0
-    """How many chunks are stored coded."""
-    stored: list[int]
-    """XXH3-64 of each chunk as the file has it, by its number in the plan."""
-    doubtful: AbstractSet[str] = frozenset()
-    _compared: AbstractSet[str]
-    _saved: int = 0
-
-    @property
-    def done(self) -> int:
-        """See ``RankWriter.done``: what coding has saved counts too."""
-        return self.written + self._saved
-
-    def run(self) -> tuple[DataFile, ...]:
+    def __init__(self, given: WriteInput, codec: str, doubtful: AbstractSet[str] = frozenset()) -> None:
+        super().__init__(given)
+        self.codec = codec
+        self.coded = 0
+        """How many chunks are stored coded."""
         self.stored = [0] * len(self.plan.chunks)
-        self._compared = self.doubtful | {name for name, _ in self.plan.replicated}
-        return super().run()
+        """XXH3-64 of each chunk as the file has it, by its number in the plan."""
+        self._compared = doubtful | {name for name, _ in self.plan.replicated}
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         group, batches = self.plan.groups[number], self.plan.batches[number]
@@ -77,8 +66,7 @@ class EncodedWriter(RankWriter):
             self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
             if blob is not None and self.plan.chunks[number].name in self._compared:
                 self.digests[number] = xxhash.xxh3_64_intdigest(raw)
-        with self._lock:
-            self._saved += len(raw) - len(stored)
+        self.meter.add(saved=len(raw) - len(stored))
         blobs[number] = (None if blob is None else self.codec, stored)
         self.alive.beat()
         if self.stage is not None:

@@ -1,15 +1,23 @@
-"""What the leading rank of a save does: checks that the ranks' tables make one checkpoint, compares replicas, writes the index, commits."""
+"""The leader's part of a save: it opens the checkpoint once the ranks' tables fit together, and commits it once their files are there.
+
+    begin    rows of all ranks ──► tables joined, coverage proven ──► values joined ──► the storage is made ready ──► id   (OpenSave)
+    commit   rows of all ranks ──► replicas compared ──► grids: which file has each chunk ──► index files ──►
+             all data files there? ──► commit record, in one atomic operation                                          (RecordedSave)
+    after    files of the checkpoint that was replaced, and of saves that were killed here before, are removed
+
+What the index says of names, shapes and grids follows from the tables alone. So it is kept for the next save of the same state, which then
+encodes only what has changed: digests and sizes of files (``Tables.index``).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
@@ -23,12 +31,11 @@ from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import Kept, committed_id, new_id, previous_files, read_record, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import ownership
-from ckpt.plan.ownership import Global, assign
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 
-from .grids import Grids
-from .plan import own_tensors
+from .index_rows import chunks_apart, index_rows
+from .replicas import replica_problems
 
 log = logging.getLogger("ckpt")
 
@@ -37,9 +44,10 @@ KEPT = 2
 
 @dataclass(eq=False)
 class Tables:
-    """All ranks' tables joined; ``own`` are those of single ranks' tensors, by position. ``index`` is what was encoded from them."""
+    """All ranks' tables joined; ``own`` are those of single ranks' tensors, by position. ``key`` is what they were made of, ``index`` what
+    was encoded from them."""
 
-    said: tuple[object, ...]
+    key: tuple[object, ...]
     joined: Joined
     own: Mapping[int, Table]
     index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], Kept]] = field(default_factory=dict)
@@ -52,53 +60,39 @@ class Values(NamedTuple):
     own: Mapping[int, Mapping[str, tree.Node]]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Leader:
-    """The leader's side of one save. ``known`` holds tables of earlier saves, and takes this one's. ``earlier`` gives the id of a save
-    elsewhere that this one comes after, if there is one."""
+    """What the leader knows before any rank has said anything. ``known`` holds tables of earlier saves, and takes this one's. ``earlier``
+    gives the id of a save elsewhere that this one comes after, if there is one."""
 
-    def __init__(
-        self,
-        call: Call,
-        backend: Backend,
-        known: list[Tables],
-        *,
-        merge: bool,
-        metrics: Mapping[str, float] | None = None,
-        earlier: Callable[[], str | None] | None = None,
-    ) -> None:
-        self.call = call
-        self.backend = backend
-        self.known = known
-        self.merge = merge
-        self.metrics = metrics
-        self.earlier = earlier
-        self.previous: bytes | None = None
-        self.abilities: str | None = None
-        self.tables: Tables | None = None
-        self._begun: dict[int, Row] = {}
-        self._values: Values | None = None
-        self._listed: list[str] = []
-        self._first, self._longest = not known, 0
+    call: Call
+    backend: Backend
+    known: list[Tables]
+    merge: bool
+    metrics: Mapping[str, float] | None = None
+    earlier: Callable[[], str | None] | None = None
 
-    # ---- begin
-
-    def check(self, rows: dict[int, Row]) -> Row:
-        """The ranks' tables and values make one checkpoint.
+    def open(self, rows: Mapping[int, Row]) -> OpenSave:
+        """Check that the ranks' tables and values make one checkpoint, and make ready to write it.
 
         Raises:
             ConsistencyError, CoverageError: they do not.
+            ConflictError: the URL is a symbolic link.
             StorageError: nothing can be written here.
         """
-        self._check_options(rows)
-        id = self.start(self._tables(rows))
-        self._begun = rows
-        kept = self.tables.index.values() if self.tables is not None else ()
-        if not any(k.state is not None and k.values == self._said() for _, k in kept):
-            self.values()  # they may contradict each other
-        return {"id": id, "storage": self.abilities}
+        by_options = grouped(rows, "options")
+        if len(by_options) > 1:
+            each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
+            raise ConsistencyError(f"the ranks save with different options: {each}", hint="give merge= and codec= alike on every rank")
+        first = not self.known
+        opened = self.open_tables(self._join(rows), rows, first=first)
+        key = opened.values_key
+        if not any(kept.state is not None and kept.values == key for _, kept in opened.tables.index.values()):
+            _ = opened.values  # they may contradict each other
+        return opened
 
-    def start(self, tables: Tables) -> str:
-        """Make ready to save these tensors; the id of the save.
+    def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
+        """Make ready to save these tensors.
 
         Raises:
             ConflictError: the URL is a symbolic link.
@@ -106,52 +100,32 @@ class Leader:
         """
         check_no_link(self.backend)
         self.backend.prepare()
-        self.abilities = self.backend.abilities() if self.call.group.size > 1 else None
-        self.previous = read_record(self.backend)
-        self.tables = tables
-        return new_id(after=self.previous, later_than=self.earlier() if self.earlier is not None else None)
+        abilities = self.backend.abilities() if self.call.group.size > 1 else None
+        previous = read_record(self.backend)
+        return OpenSave(
+            leader=self,
+            id=new_id(after=previous, later_than=self.earlier() if self.earlier is not None else None),
+            abilities=abilities,
+            previous=previous,
+            tables=tables,
+            rows=rows,
+            first=first,
+        )
 
-    def give(self, state: tree.Node) -> None:
-        """Values that no rank left in the store."""
-        self._values = Values(state, {})
-
-    def _positions(self) -> dict[int, int]:
+    @property
+    def positions(self) -> dict[int, int]:
         """Ranks as the format counts them."""
         return {rank: i for i, rank in enumerate(self.call.group.ranks)}
 
-    def _said(self) -> tuple[object, ...]:
-        """What the ranks' values follow from."""
-        shared = tuple((digest, tuple(ranks)) for digest, ranks in grouped(self._begun, "state"))
-        return shared, tuple((rank, row["values"]) for rank, row in self._begun.items() if "own" in row)
-
-    def values(self) -> Values:
-        """The values of all ranks, joined.
-
-        Raises:
-            ConsistencyError: ranks disagree.
-        """
-        if self._values is None:
-            self.call.fetch_all(row[key] for row in self._begun.values() for key in ("state", "values") if key in row)
-            state = join_values([(ranks, json.loads(self.call.fetch(d))) for d, ranks in grouped(self._begun, "state")])
-            positions = self._positions()
-            own = {positions[rank]: json.loads(self.call.fetch(row["values"])) for rank, row in self._begun.items() if "own" in row}
-            self._values = Values(state, own)
-        return self._values
-
-    def _check_options(self, rows: Mapping[int, Row]) -> None:
-        by_options = grouped(rows, "options")
-        if len(by_options) > 1:
-            told = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
-            raise ConsistencyError(f"the ranks save with different options: {told}", hint="give merge= and codec= alike on every rank")
-
-    def _tables(self, rows: dict[int, Row]) -> Tables:
+    def _join(self, rows: Mapping[int, Row]) -> Tables:
+        """The tables of all ranks, joined; those of an earlier save if they are the same."""
         shared: dict[str, list[int]] = {}
         for digests, ranks in grouped(rows, "table"):
             for digest in digests.split():
                 shared.setdefault(digest, []).extend(ranks)
-        positions = self._positions()
+        positions = self.positions
         own = {positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
-        said = (
+        key = (
             tuple((digest, tuple(ranks)) for digest, ranks in shared.items()),
             tuple(own.items()),
             self.merge,
@@ -159,170 +133,191 @@ class Leader:
             ownership.SMALL,
         )
         for i, tables in enumerate(self.known):
-            if tables.said == said:
+            if tables.key == key:
                 self.known.append(self.known.pop(i))
                 return tables
         self.call.fetch_all([*shared, *own.values()])
         joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge=self.merge)
-        found = Tables(said, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
-        self.known[:] = [*self.known, found][-KEPT:]
-        return found
+        tables = Tables(key, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
+        self.known[:] = [*self.known, tables][-KEPT:]
+        return tables
 
-    # ---- commit
 
-    def commit(self, id: str, rows: dict[int, Row]) -> Row:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenSave:
+    """A save that may be written: its ranks agree, and its storage is ready. Nothing of it can be read yet."""
+
+    leader: Leader
+    id: str
+    abilities: str | None
+    """What the storage can do, for the other ranks, which then need not find out."""
+    previous: bytes | None
+    """The commit record that this save will replace."""
+    tables: Tables
+    rows: Mapping[int, Row]
+    """What each rank has said of its state."""
+    first: bool
+    """Whether this is the first save of the job."""
+    given: Values | None = None
+    """The values of all ranks, if no rank left any."""
+
+    def public(self) -> dict[str, Any]:
+        """What every rank has to know."""
+        return {"id": self.id, "storage": self.abilities}
+
+    @property
+    def values_key(self) -> tuple[object, ...]:
+        """What the ranks' values follow from: digests, and who has them."""
+        shared = tuple((digest, tuple(ranks)) for digest, ranks in grouped(self.rows, "state"))
+        return shared, tuple((rank, row["values"]) for rank, row in self.rows.items() if "own" in row)
+
+    @cached_property
+    def values(self) -> Values:
+        """The values of all ranks, joined. Fetched only where they are needed: most saves of a job have those of the one before.
+
+        Raises:
+            ConsistencyError: ranks disagree.
+        """
+        if self.given is not None:
+            return self.given
+        call, positions = self.leader.call, self.leader.positions
+        call.fetch_all(row[key] for row in self.rows.values() for key in ("state", "values") if key in row)
+        state = join_values([(ranks, json.loads(call.fetch(d))) for d, ranks in grouped(self.rows, "state")])
+        own = {positions[rank]: json.loads(call.fetch(row["values"])) for rank, row in self.rows.items() if "own" in row}
+        return Values(state, own)
+
+    def commit(self, rows: Mapping[int, Row]) -> RecordedSave:
         """Compare replicas, check what is there, write the index and the commit record.
 
         Raises:
             ReplicaError: replicas differ.
             StorageError: the storage failed, or does not have what the ranks wrote.
         """
-        self.compare_replicas(rows)
-        self.call.fetch_all(row["own_blob"] for row in self._begun.values() if "own_blob" in row)  # one by one, ranks times as long
-        positions = self._positions()
+        call, backend, positions = self.leader.call, self.leader.backend, self.leader.positions
+        compare_replicas(call, rows)
+        call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
+        own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
-        entries, kept = self.entries(files, coded=any("coded" in row for row in rows.values()))
-        if kept.values != self._said():
-            kept.values, kept.state = self._said(), None
-        values = self.values() if kept.state is None else Values(None, {})
+        entries, kept = self._index(files, own_rows, coded=any("coded" in row for row in rows.values()))
+        key = self.values_key
+        if kept.values != key:
+            kept.values, kept.state = key, None
+        values = self.values if kept.state is None else Values(None, {})
         contents = Contents(
             tensors=entries,
             files=tuple(files),
             state=values.state,
             ranks=values.own,
-            rows={positions[rank]: self._own_row(row) for rank, row in self._begun.items() if "own_bytes" in row},
-            rows_bytes=sum(row.get("own_bytes", 0) for row in self._begun.values()),
+            rows=own_rows,
+            rows_bytes=sum(row.get("own_bytes", 0) for row in self.rows.values()),
         )
-        self._longest = max((f.size for f in files), default=0)
-        self.call.heartbeat()
+        call.heartbeat()
         features = (*((CODED,) if any(row.get("coded") for row in rows.values()) else ()), *((APART,) if contents.rows else ()))
+        listed: list[str] = []
         record = write_index(
-            self.backend,
+            backend,
             contents,
-            id=id,
-            world_size=self.call.group.size,
+            id=self.id,
+            world_size=call.group.size,
             previous=self.previous,
             features=features,
             kept=kept,
-            metrics=self.metrics,
-            listed=self._listed,
+            metrics=self.leader.metrics,
+            listed=listed,
         )
-        return {"id": id, "tensor_bytes": record.tensor_bytes}
+        longest = max((f.size for f in files), default=0)
+        return RecordedSave(opened=self, tensor_bytes=record.tensor_bytes, listed=tuple(listed), longest=longest)
 
     def _own_row(self, row: Row) -> bytes:
-        """What a rank has of its own, as it made it for the index."""
-        return row["own_row"].encode() if "own_row" in row else self.call.fetch(row["own_blob"])
+        """A rank's own tensors and values, as it encoded them for the index."""
+        return row["own_row"].encode() if "own_row" in row else self.leader.call.fetch(row["own_blob"])
 
-    def compare_replicas(self, rows: dict[int, Row]) -> None:
-        sets: dict[str, dict[str, list[int]]] = {}
-        for rank, row in rows.items():
-            for ranks, digest in row["replicas"].items():
-                sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
-        problems = []
-        self.call.fetch_all(digest for by_digest in sets.values() if len(by_digest) > 1 for digest in by_digest)
-        for by_digest in sets.values():
-            if len(by_digest) > 1:
-                problems += replica_problems([(ranks, json.loads(self.call.fetch(d))) for d, ranks in by_digest.items()])
-        if problems:
-            raise ReplicaError(
-                "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
-                where=self.call.url,
-                hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
-                "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
-            )
-
-    def entries(self, files: Sequence[DataFile], *, coded: bool) -> tuple[tuple[TensorEntry, ...], Kept]:
+    def _index(self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], *, coded: bool) -> tuple[tuple[TensorEntry, ...], Kept]:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
-        assert self.tables is not None
-        apart = self._apart(files)
+        ranks, index = self.leader.call.group.ranks, self.tables.index
+        apart = chunks_apart(files, own_rows, ranks)
         key = (coded, tuple(f.rank for f in files), apart)
-        if key not in self.tables.index:
-            self.tables.index.clear()
-            self.tables.index[key] = (self._entries(self.tables, files, apart, coded=coded), Kept())
-        return self.tables.index[key]
+        if key not in index:
+            index.clear()
+            index[key] = (index_rows(self.tables.joined, self.tables.own, files, apart, ranks, coded=coded), Kept())
+        return index[key]
 
-    def _apart(self, files: Sequence[DataFile]) -> tuple[Global, ...]:
-        """Tensors of the rows of ranks that wrote several files: which file has a chunk depends on all that its rank wrote."""
-        many = [position for position, count in Counter(f.rank for f in files).items() if count > 1]
-        found = []
-        for rank in (self.call.group.ranks[position] for position in many):
-            row = self._begun.get(rank, {})
-            if "own_bytes" in row:
-                found += own_tensors(self._own_row(row), rank)
-        return tuple(found)
 
-    def _entries(self, tables: Tables, files: Sequence[DataFile], apart: Sequence[Global], *, coded: bool) -> tuple[TensorEntry, ...]:
-        tensors, owned = dict(tables.joined.tensors), dict(tables.joined.owned)
-        rank_of: dict[str, int] = {}
-        for rank, table in tables.own.items():
-            for t in table.tensors:
-                tensors[t.name], rank_of[t.name] = t, rank
-            owned |= assign(table.tensors)
-        grids = Grids(files, owned | assign(apart), tensors | {t.name: t for t in apart}, self.call.group.ranks, coded=coded)
-        entries = {
-            name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
-            for name, t in tensors.items()
-        }
-        aliases = tables.joined.aliases | {n: to for table in tables.own.values() for n, to in table.aliases.items()}
-        for name, target in aliases.items():
-            entries[name] = replace(entries[target], name=name, alias=target)
-        return tuple(entries[n] for n in sorted(entries))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedSave:
+    """A save whose commit record is there. ``listed``: everything that was in the storage then, if that was looked at; ``longest``: bytes
+    of the largest data file."""
 
-    # ---- after
+    opened: OpenSave
+    tensor_bytes: int
+    listed: Sequence[str]
+    longest: int
 
-    def keep_spans(self, id: str, rows: Mapping[int, Row]) -> dict[int, float]:
+    def public(self) -> dict[str, Any]:
+        """What every rank has to know."""
+        return {"id": self.opened.id, "tensor_bytes": self.tensor_bytes}
+
+    def keep_spans(self, rows: Mapping[int, Row]) -> dict[int, float]:
         """Leave beside the index how long everything took; how many seconds each rank was busy. A failure here harms nothing."""
+        leader = self.opened.leader
         try:
-            return write_spans(self.backend, id, rows)
+            return write_spans(leader.backend, self.opened.id, rows)
         except CkptError as err:
-            log.warning("the spans of the save %s are not kept: %s", self.call.url, err)
+            log.warning("the spans of the save %s are not kept: %s", leader.call.url, err)
             return {}
 
-    def remove_older(self, id: str) -> None:
+    def remove_older(self) -> None:
         """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.
 
         Nothing reaches them any more, so a failure here harms nothing. A save that still runs and began before this one has lost its files,
         but it could not commit either: the commit record is no longer the one that it would replace.
         """
+        id, previous, backend = self.opened.id, self.opened.previous, self.opened.leader.backend
         try:
-            replaced = set(previous_files(self.backend, self.previous)) if self.previous is not None else set()
+            replaced = set(previous_files(backend, previous)) if previous is not None else set()
             stale: dict[str, list[str]] = {}
-            for path in sorted(self._listed or (e.path for e in self.backend.list_prefix())):
+            for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
             for path in sorted(replaced):
-                self.backend.delete(path)
+                backend.delete(path)
             for save, paths in stale.items():
-                clear(self.backend, save, "", paths, partial(committed_id, self.backend))
-            if self._first or self._longest > self.backend.io_hints.single_put_size:  # else no save of this job leaves any
-                self._forget_uploads(id)
+                clear(backend, save, "", paths, partial(committed_id, backend))
+            if self.opened.first or self.longest > backend.io_hints.single_put_size:  # else no save of this job leaves any
+                uploads = []
+                with suppress(AccessError):  # to list them takes a right of its own, which few jobs have been given
+                    uploads = [u for u in backend.pending_uploads() if (id_of(u.path) or id) < id]
+                for upload in uploads:
+                    backend.abort_upload(upload)
         except CkptError as err:
-            log.warning("files of older saves stay behind in %s as orphans: %s", self.call.url, err)
-
-    def _forget_uploads(self, id: str) -> None:
-        uploads = []
-        with suppress(AccessError):  # to list them takes a right of its own, which few jobs have been given
-            uploads = [u for u in self.backend.pending_uploads() if (id_of(u.path) or id) < id]
-        for upload in uploads:
-            self.backend.abort_upload(upload)
+            log.warning("files of older saves stay behind in %s as orphans: %s", self.opened.leader.call.url, err)
 
 
 def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
     """Digest and ranks, for each different digest."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, row in rows.items():
-        found.setdefault(row[key], []).append(rank)
-    return list(found.items())
+        ranks_of.setdefault(row[key], []).append(rank)
+    return list(ranks_of.items())
 
 
-def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
-    """Name the tensors that differ, and who has what."""
+def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
+    """Raise ReplicaError if ranks that have the same tensors have different bytes. Digests of tensors are fetched only where those of whole
+    sets of ranks differ."""
+    sets: dict[str, dict[str, list[int]]] = {}
+    for rank, row in rows.items():
+        for ranks, digest in row["replicas"].items():
+            sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
+    differing = [by_digest for by_digest in sets.values() if len(by_digest) > 1]
+    call.fetch_all(digest for by_digest in differing for digest in by_digest)
     problems = []
-    for name in sorted({n for _, digests in variants for n in digests}):
-        by_digest: dict[str | None, list[int]] = {}
-        for ranks, digests in variants:
-            by_digest.setdefault(digests.get(name), []).extend(ranks)
-        if len(by_digest) > 1:
-            problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
-    return problems
+    for by_digest in differing:
+        problems += replica_problems([(ranks, json.loads(call.fetch(d))) for d, ranks in by_digest.items()])
+    if problems:
+        raise ReplicaError(
+            "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
+            where=call.url,
+            hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
+            "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
+        )

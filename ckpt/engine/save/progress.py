@@ -1,4 +1,4 @@
-"""How far a save is, left in its storage for ``ckpt watch``: what a rank signs, and the leader's thread that gathers it.
+"""How far a save is, left in its storage for ``ckpt watch`` by a thread of the leader.
 
 Invariants: nothing waits for this thread for longer than ``_JOIN`` seconds, and no save fails of it. It writes nothing before a save has
 taken ``FIRST_SIGN`` seconds. The file is gone before the commit, unless the storage hangs; then it goes when the storage answers.
@@ -11,8 +11,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
-from weakref import ref
 
 from ckpt.coordination.call import FIRST_SIGN, Call
 from ckpt.errors import CkptError
@@ -21,11 +19,7 @@ from ckpt.formats.native.commit import new_id
 from ckpt.formats.native.progress import ProgressFile
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.progress import BEGIN, CAPTURE, HASH, PHASES, WRITE, RankSign, SaveProgress, Standing, printable_host, sign_interval
-
-if TYPE_CHECKING:
-    from .capture import Capture
-    from .writer import RankWriter
+from ckpt.tracing.progress import BEGIN, PHASES, WRITE, SaveProgress, Standing, printable_host, sign_interval
 
 log = logging.getLogger("ckpt")
 
@@ -41,37 +35,13 @@ _RESTS = 4
 _FAILURES = 3
 
 
-class Signer:
-    """Says how far one rank is. It refers to what it looks at weakly: the call keeps it."""
-
-    def __init__(self) -> None:
-        self._writer: ref[RankWriter] | None = None
-        self._capture: ref[Capture] | None = None
-        self._total = 0
-        self.host = printable_host(socket.gethostname())
-        self.hashing = False
-        """All is written, and replicas are compared."""
-
-    def begin(self, writer: RankWriter, capture: Capture | None, total: int) -> None:
-        """The rank knows what it writes."""
-        self._capture = None if capture is None else ref(capture)
-        self._writer, self._total = ref(writer), total
-
-    def __call__(self, count: int) -> RankSign:
-        writer = self._writer() if self._writer is not None else None
-        capture = self._capture() if self._capture is not None else None
-        phase, done = (BEGIN, 0) if writer is None else (HASH if self.hashing else WRITE, min(writer.done, self._total))
-        if writer is not None and not done and capture is not None and capture.captured < self._total:
-            phase, done = CAPTURE, capture.captured
-        return RankSign(count=count, phase=phase, done=done, total=self._total, host=self.host)
-
-
 class ProgressWriter:
     """The leader's thread of one save. ``id`` is set when the save has one; a save whose ranks do not all come is noted under another.
     ``interval``: see ``settings.progress``."""
 
     def __init__(self, call: Call, interval: float | None) -> None:
-        self.id: str | None = None
+        self.id = ""
+        """Empty until the save has one."""
         self._call = call
         self._interval = interval
         self._stopped = threading.Event()
@@ -99,7 +69,7 @@ class ProgressWriter:
             backend = open_backend(self._call.url)
             interval = self._interval or (OBJECT_STORE if backend.io_hints.coalesce_gap else 1.0)
             notes = _Notes(self._call, max(interval, sign_interval(self._call.group.size)))
-            first = interval if self.id is not None else max(interval, _UNBEGUN)
+            first = interval if self.id else max(interval, _UNBEGUN)
             if self._stopped.wait(max(_ARRIVES, first - FIRST_SIGN)):
                 return
             failures, pause = 0, 0.0
@@ -121,7 +91,7 @@ class ProgressWriter:
                     file.remove()
 
     def _file(self, backend: Backend, file: ProgressFile | None) -> ProgressFile:
-        if file is None and self.id is None:  # whoever has an id has looked
+        if file is None and not self.id:  # whoever has an id has looked
             check_no_link(backend)
         id = self.id or (file.id if file is not None else new_id())
         if file is not None and file.id != id:

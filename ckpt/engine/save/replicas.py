@@ -11,6 +11,7 @@ import xxhash
 from ckpt.adapters.memory import as_bytes
 from ckpt.concurrency.workers import run_tasks
 from ckpt.layout.geometry import Box
+from ckpt.plan.tables import ranks_text
 
 from .plan import RankPlan
 from .tensor_source import ChunkSource
@@ -58,7 +59,7 @@ class Replicas:
             digest.update(as_bytes(part.memory))
         return digest.intdigest()
 
-    def found(self, written: Sequence[int]) -> dict[str, Mapping[str, str]]:
+    def digests(self, written: Sequence[int]) -> dict[str, Mapping[str, str]]:
         """Digest of each replicated tensor by name, for each set of ranks that have the same ones. ``written``: digests of this rank's
         chunks by number.
 
@@ -79,3 +80,15 @@ class Replicas:
 
     def _cell(self, name: str) -> int:
         return int(np.flatnonzero((self.plan.owned[name].cell_holders == self.rank).any(axis=1))[0])
+
+
+def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
+    """Name the tensors that differ, and which ranks have the same bytes. ``variants``: ranks, and their digests by name."""
+    problems = []
+    for name in sorted({n for _, digests in variants for n in digests}):
+        by_digest: dict[str | None, list[int]] = {}
+        for ranks, digests in variants:
+            by_digest.setdefault(digests.get(name), []).extend(ranks)
+        if len(by_digest) > 1:
+            problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
+    return problems

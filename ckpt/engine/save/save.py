@@ -1,368 +1,332 @@
-"""A save: agree, write, commit. Nothing is readable before the commit record is; what was committed before stays until then.
+"""A save, from top to bottom: prepare, begin, write, commit. Each phase takes the frozen value that the one before it gave.
 
-Two phases. *begin*: ranks collect their states, the leader checks that they make one checkpoint; nothing is written if they do not.
-*write*: every rank writes its data files; the leader compares replicas, writes the index and commits.
+    every rank   prepare      the state's tensors get names, boxes and places; which chunks does this rank write?   → Prepared
+                   │
+                 begin        tables of all ranks ──► leader: do they make one checkpoint? ──► id                    → Begun
+                   │
+                 write        chunks ──► data files, hashed on the way; fragments of flat shards ⇄ other ranks       → Written
+                   │
+                 commit       digests of all ranks ──► leader: replicas equal? files there? ──► index, commit record → Committed
 
-Invariant: ``prepare`` needs no other rank and is all that has to happen in the caller's thread; ``run`` may go on in another one.
+Nothing is readable before the commit record is there, which one atomic operation puts in its place; what was committed before stays until
+then. An error on any rank ends the save on all of them (``coordination/call.py``), and every rank removes the files that it made. Only a
+rank that does not know what the leader decided leaves them: a leader that is slow, not dead, may still commit, and needs them.
+
+Invariant: ``prepare`` and ``stage`` talk to no other rank, and are all that has to happen in the caller's thread. A save in the background
+(``background.py``) runs the other phases in a thread of its own, while a ``Capture`` copies the state.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
-from weakref import WeakKeyDictionary
 
-import torch
-
-from ckpt import settings, tree
-from ckpt.adapters.collect import Collected, collect
+from ckpt import tree
+from ckpt.adapters.collect import collect
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
-from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
-from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
-from ckpt.errors import CancelledError, CkptError
+from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import retries
-from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
-from ckpt.layout.layout import Layout
 from ckpt.layout.mesh import coordinates
-from ckpt.tracing.spans import Spans, limit_for
+from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
 from .capture import Capture
 from .encoded_writer import EncodedWriter
 from .flat_merge import FragmentExchange
-from .leader import Leader, Tables
-from .plan import APART, Plans, RankPlan
-from .progress import ProgressWriter, Signer
+from .job import SaveJob, SaveOptions, SaveReport
+from .leader import Leader, OpenSave, RecordedSave
+from .phases import Begun, Committed, Prepared, Written
+from .plan import APART
 from .replicas import Replicas
-from .staging import Arena, StagedBatches, lay_out
+from .staging import StagedBatches, lay_out
 from .tensor_source import ChunkSource
-from .writer import Alive, RankWriter
+from .writer import Alive, RankWriter, WriteInput
 
 log = logging.getLogger("ckpt")
 
 _INLINE = 4096
-"""Bytes of what a rank has of its own that are part of its message to the leader."""
-
-When = Literal["lazy", "eager"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveReport:
-    """What a save did. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote (headers included),
-    ``sent_bytes`` what it sent to other ranks to merge flat shards, ``seconds`` wall time from the call to the commit."""
-
-    url: str
-    id: str
-    tensor_bytes: int
-    rank_bytes: int
-    sent_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    layout: Layout | None
-    timeout: float
-    check_replicas: bool
-    threads: int
-    merge: bool = True
-    codec: str | None = None
-    spans: bool = True
-    staging: int | None = None
-    metrics: Mapping[str, float] | None = None
-    earlier: Callable[[], str | None] | None = None
-    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
-
-
-@dataclass(eq=False)
-class Memory:
-    """What a job keeps between its saves."""
-
-    plans: Plans = field(default_factory=Plans)
-    tables: list[Tables] = field(default_factory=list)
-    arena: Arena = field(default_factory=Arena)
-
-
-_memories: WeakKeyDictionary[Members, Memory] = WeakKeyDictionary()
-
-
-def memory_of(group: Members) -> Memory:
-    return _memories.setdefault(group, Memory())
+"""Bytes of a rank's own tensors and values that are part of its message to the leader."""
 
 
 def save_state(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
     """Save; collective over ``group``."""
     with uncollected():  # until what the save needed is gone: else it would all be looked through once at the end
-        return _save(Save(group.call("save", url, options.timeout), options), state)
+        return _save_now(SaveJob.begin(group.call("save", url, options.timeout), options), state)
 
 
-def _save(save: Save, state: object) -> SaveReport:
-    def prepare() -> None:
-        save.prepare(state)
-        settle_devices(devices_of(save.collected.placer.tensors.values()), save.call.url)
-
-    return save.run(prepare)
-
-
-class Heartbeat:
-    """Signs of life of one save. Not the save itself: what it starts holds this, and a circle would keep the state's memory until the
-    collector finds it."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.cancelled = threading.Event()
-
-    def give(self) -> None:
-        """A sign of life, from a rank that is meant to go on."""
-        if self.cancelled.is_set():
-            raise CancelledError("the save was cancelled", where=self.call.url)
-        self.call.heartbeat()
+def _save_now(job: SaveJob, state: object) -> SaveReport:
+    with job.noted():
+        with job.spans.span("agree"), job.call.phase("begin"):
+            prepared = prepare(job, state)
+            settle_devices(devices_of(prepared.collected.placer.tensors.values()), job.call.url)
+            begun = begin(prepared)
+        return write_and_commit(begun).report
 
 
-class Save:
-    """One rank's side of one save."""
+def write_and_commit(begun: Begun) -> Committed:
+    """The second half of a save, the same for one in the background."""
+    call = begun.prepared.job.call
+    try:
+        with call.phase("write"):
+            written = write(begun)
+            committed = commit(written)
+    except BaseException:
+        # A leader that is slow, not dead, may commit later: files that it counts on must stay.
+        if not call.undecided and not _is_committed(begun):
+            begun.writer.discard()
+        raise
+    return committed
 
-    def __init__(self, call: Call, options: SaveOptions) -> None:
-        self.began = time.perf_counter()
-        self.call = call
-        self.options = options
-        self.rank = call.group.rank
-        self.memory = memory_of(call.group)
-        self.spans = Spans(on=options.spans, limit=limit_for(call.group.size))
-        self.heartbeat = Heartbeat(call)
-        self.signer = call.signer = Signer()
-        interval = settings.progress()  # on all ranks: one that cannot be read fails the call on each of them
-        self.progress = ProgressWriter(call, interval) if call.is_leader else None
-        self.writer: RankWriter | None = None
-        self.capture: Capture | None = None
-        self.devices: set[torch.device] = set()
-        self._rows: dict[int, Row] = {}
-        self.busy: Mapping[int, float] = {}
-        """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
-        self.retries = Retries()
-        """What storage has refused on all ranks; on the leader, when it is committed."""
-        self._retries = retries.total()
 
-    # ---- in the caller's thread
+# ---- prepare: in the caller's thread
 
-    def prepare(self, state: object) -> None:
-        """Collect the state and plan what this rank writes. Talks to no other rank.
 
-        Raises:
-            StateError, LayoutError, UsageError: as for ``ckpt.save``.
-        """
-        group = self.call.group
-        self.backend: Backend = open_backend(self.call.url)
-        plans = self.memory.plans
-        with self.spans.span("collect"):
-            self.collected: Collected = collect(state, rank=group.rank, ranks=group.ranks, layout=self.options.layout, shards=plans.shards)
-            self.values = tree.text(self.collected.state).encode()
-            self.own_values = json.dumps(self.collected.own).encode() if self.collected.own else b""
-        with self.spans.span("plan"):
-            self.plan: RankPlan = plans.plan(
-                self.collected,
-                rank=self.rank,
-                position=group.ranks.index(self.rank),
-                merge=self.options.merge and group.size > 1,
-                codec=self.options.codec,
-            )
-            self.source = ChunkSource(self.plan, self.collected.placer.tensors)
-        moves = self.plan.sends or self.plan.receives
-        self.merge = FragmentExchange(self.plan, self.source, peers_of(group, timeout=self.options.timeout)) if moves else None
-        checked = self.options.check_replicas and group.size > 1
-        self.replicas = Replicas(self.plan, self.source, self.rank) if checked else None
-        self.leader = Leader(
-            self.call,
-            self.backend,
-            self.memory.tables,
-            merge=self.options.merge,
-            metrics=self.options.metrics,
-            earlier=self.options.earlier,
+def prepare(job: SaveJob, state: object) -> Prepared:
+    """Collect the state and plan what this rank writes. Talks to no other rank.
+
+    Raises:
+        StateError, LayoutError, UsageError: as for ``ckpt.save``.
+    """
+    group, options, plans = job.call.group, job.options, job.cache.plans
+    backend = open_backend(job.call.url)
+    with job.spans.span("collect"):
+        collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards)
+        values = tree.text(collected.state).encode()
+        own_values = json.dumps(collected.own).encode() if collected.own else b""
+    with job.spans.span("plan"):
+        position = group.ranks.index(group.rank)
+        merge = options.merge and group.size > 1
+        plan = plans.plan(collected, rank=group.rank, position=position, merge=merge, codec=options.codec)
+        source = ChunkSource(plan, collected.placer.tensors)
+    job.meter.total = plan.nbytes
+    moves = plan.sends or plan.receives
+    return Prepared(
+        job=job,
+        backend=backend,
+        collected=collected,
+        values=values,
+        own_values=own_values,
+        plan=plan,
+        source=source,
+        fragments=FragmentExchange(plan, source, peers_of(group, timeout=options.timeout)) if moves else None,
+        replicas=Replicas(plan, source, group.rank) if options.check_replicas and group.size > 1 else None,
+    )
+
+
+def stage(prepared: Prepared) -> Capture:
+    """Make room for a copy of this rank's share, so that the state may change before it is written.
+
+    Raises:
+        UsageError: the staging budget is too small, or a CUDA graph is being captured.
+        CkptError: there is no memory for it.
+    """
+    job, placer, plan = prepared.job, prepared.collected.placer, prepared.plan
+    with job.spans.span("stage"):
+        segments, nbytes = lay_out(plan.batches, job.options.staging)
+        devices = devices_of(placer.tensors.values())
+        refuse_in_graph(devices, job.call.url)
+        batches = StagedBatches(segments, job.cache.arena.reserve(nbytes, next(iter(devices), None)))
+    job.meter.staged = True
+    return Capture(plan, placer, prepared.source, batches, prepared.fragments, prepared.replicas, job.spans, job.meter)
+
+
+# ---- begin: do all ranks' states make one checkpoint?
+
+
+def begin(prepared: Prepared) -> Begun:
+    """Agree on what is saved; the id of the save."""
+    job, backend = prepared.job, prepared.backend
+    call, options = job.call, job.options
+    row = _begin_row(prepared)
+    opened: OpenSave | None = None
+    if call.is_leader:
+        leader = Leader(
+            call=call, backend=backend, known=job.cache.tables, merge=options.merge, metrics=options.metrics, earlier=options.earlier
         )
+        opened = call.lead(row, leader.open, OpenSave.public)
+        id = opened.id
+    else:
+        decision = call.follow(row)
+        id = decision["id"]
+        if decision["storage"] is not None:
+            backend.assume(decision["storage"])
+    if job.notes is not None:
+        job.notes.id = id
+    job.meter.phase = WRITE
+    return Begun(prepared=prepared, id=id, writer=_make_writer(prepared, id), opened=opened)
 
-    def stage(self) -> Capture:
-        """Make room for a copy of this rank's share: the state may change before it is written.
 
-        Raises:
-            UsageError: the staging budget is too small, or a CUDA graph is being captured.
-            CkptError: there is no memory for it.
-        """
-        placer = self.collected.placer
-        with self.spans.span("stage"):
-            segments, nbytes = lay_out(self.plan.batches, self.options.staging)
-            self.devices = devices_of(placer.tensors.values())
-            refuse_in_graph(self.devices, self.call.url)
-            stage = StagedBatches(segments, self.memory.arena.reserve(nbytes, next(iter(self.devices), None)))
-        self.capture = Capture(self.plan, placer, self.source, stage, self.merge, self.replicas, self.spans)
-        return self.capture
+def _begin_row(prepared: Prepared) -> Row:
+    """This rank's tables and values, which stay here until the leader asks for them."""
+    call, collected, plan = prepared.job.call, prepared.collected, prepared.plan
+    row: Row = {
+        "table": " ".join(map(call.share, plan.shared)),
+        "state": call.share(prepared.values),
+        "options": f"merge={prepared.job.options.merge} codec={prepared.job.options.codec}",
+    }
+    if collected.own and call.group.size > APART:
+        own_row = encode_row(plan.own_tensors, collected.own)
+        # No two ranks have the same row: most are too small to be worth messages of their own.
+        row |= {"own_row": own_row.decode()} if len(own_row) <= _INLINE else {"own_blob": call.share(own_row)}
+        row["own_bytes"] = sum(t.info.nbytes for n, t in collected.placer.tensors.items() if n in collected.placer.own)
+    elif collected.own:
+        row["own"] = call.share(plan.own)
+        row["values"] = call.leave(prepared.own_values)
+    return row
 
-    # ---- in any thread
 
-    def run(self, prepare: Callable[[], None]) -> SaveReport:
-        """Agree, write, commit."""
-        if self.progress is None:
-            return self._run(prepare)
-        self.progress.start()
-        try:
-            return self._run(prepare)
-        finally:
-            self.progress.stop()
+def _make_writer(prepared: Prepared, id: str) -> RankWriter:
+    job, capture = prepared.job, prepared.capture
+    given = WriteInput(
+        backend=prepared.backend,
+        plan=prepared.plan,
+        source=prepared.source,
+        id=id,
+        position=job.call.group.ranks.index(job.call.group.rank),
+        threads=max(job.options.threads, prepared.backend.io_hints.concurrency),
+        alive=Alive(beat=job.heartbeat.give, during=job.call.alive_while),
+        spans=job.spans,
+        meter=job.meter,
+        stage=capture.stage if capture is not None else None,
+        fragments=prepared.fragments,
+    )
+    if job.options.codec is None:
+        return RankWriter(given)
+    return EncodedWriter(given, job.options.codec, capture.doubtful if capture is not None else frozenset())
 
-    def _run(self, prepare: Callable[[], None]) -> SaveReport:
-        with self.spans.span("agree"):
-            begin = self.call.map_reduce("begin", lambda: self.begin(prepare), self.leader_check)
-        if not self.call.is_leader and begin["storage"] is not None:
-            self.backend.assume(begin["storage"])
-        self.writer = writer = self.make_writer(begin["id"])
-        try:
-            found = self.call.map_reduce("write", lambda: self.write(writer), lambda rows: self.leader_commit(begin["id"], rows))
-        except BaseException:
-            # A leader that is slow, not dead, may commit later: files that it counts on must stay.
-            if not self.call.undecided and not self.is_committed(begin["id"]):
-                writer.discard()
-            raise
-        if self.call.is_leader:
-            self.leader.remove_older(begin["id"])
-            self._rows[0] = self.row_of_spans()
-            self.busy = self.leader.keep_spans(begin["id"], self._rows)
-            self.retries = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in self._rows.values()), strict=True)))
-            self.call.linger()
-        return self.report(found)
 
-    def report(self, found: Row) -> SaveReport:
-        seconds = time.perf_counter() - self.began
-        if self.call.is_leader:
-            nbytes, ranks = found["tensor_bytes"], self.call.group.size
-            log.info("saved %s: %d bytes of tensors from %d ranks in %.2f s", self.call.url, nbytes, ranks, seconds)
-        return SaveReport(
-            url=self.call.url,
-            id=found["id"],
-            tensor_bytes=found["tensor_bytes"],
-            rank_bytes=self.rank_bytes,
-            sent_bytes=self.merge.moved if self.merge is not None else 0,
-            seconds=seconds,
-        )
+# ---- write: this rank's data files
 
-    def begin(self, prepare: Callable[[], None]) -> Row:
-        """Leave tables and values for the leader."""
-        prepare()
-        share = self.call.share
-        row: Row = {
-            "table": " ".join(map(share, self.plan.shared)),
-            "state": share(self.values),
-            "options": f"merge={self.options.merge} codec={self.options.codec}",
-        }
-        if self.collected.own and self.call.group.size > APART:
-            found = encode_row(self.plan.own_tensors, self.collected.own)
-            # No two ranks have the same row: most are too small to be worth messages of their own.
-            row |= {"own_row": found.decode()} if len(found) <= _INLINE else {"own_blob": share(found)}
-            row["own_bytes"] = sum(t.info.nbytes for n, t in self.collected.placer.tensors.items() if n in self.collected.placer.own)
-        elif self.collected.own:
-            row["own"] = share(self.plan.own)
-            row["values"] = self.call.leave(self.own_values)
-        return row
 
-    def leader_check(self, rows: dict[int, Row]) -> Row:
-        found = self.leader.check(rows)
-        if self.progress is not None:
-            self.progress.id = found["id"]
-        return found
-
-    def leader_commit(self, id: str, rows: dict[int, Row]) -> Row:
-        self._rows = {i: rows[rank].get("spans", {}) for i, rank in enumerate(self.call.group.ranks)}
-        if self.progress is not None:
-            self.progress.stop()
-        with self.spans.span("commit"):
-            return self.leader.commit(id, rows)
-
-    def make_writer(self, id: str) -> RankWriter:
-        kind = RankWriter if self.options.codec is None else EncodedWriter
-        writer = kind(
-            backend=self.backend,
-            plan=self.plan,
-            source=self.source,
-            id=id,
-            position=self.call.group.ranks.index(self.rank),
-            threads=max(self.options.threads, self.backend.io_hints.concurrency),
-            alive=Alive(beat=self.heartbeat.give, during=self.call.alive_while),
-            spans=self.spans,
-            stage=self.capture.stage if self.capture is not None else None,
-            merge=self.merge,
-        )
-        if isinstance(writer, EncodedWriter) and self.options.codec is not None:
-            writer.codec = self.options.codec
-            writer.doubtful = self.capture.doubtful if self.capture is not None else frozenset()
-        self.signer.begin(writer, self.capture, self.plan.nbytes)
-        return writer
-
-    def write(self, writer: RankWriter) -> Row:
-        exchange = self.exchange() if self.merge is not None else None
-        try:
-            files = writer.run()
-        finally:
-            if exchange is not None:
-                exchange.wait()
+def write(begun: Begun) -> Written:
+    """Write this rank's data files and make them durable; meanwhile exchange the edges of flat shards."""
+    prepared, writer = begun.prepared, begun.writer
+    exchange = _start_exchange(prepared)
+    try:
+        files = writer.run()
+    finally:
         if exchange is not None:
-            exchange.result()
-        self.rank_bytes = sum(f.size for f in files)
-        row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in files], "replicas": self.compared(writer)}
-        if isinstance(writer, EncodedWriter):
-            row["coded"] = writer.coded
-        if not self.call.is_leader:
-            row["spans"] = self.row_of_spans()
-        return row
+            exchange.wait()
+    if exchange is not None:
+        exchange.result()
+    job = prepared.job
+    job.meter.phase = HASH
+    row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in files], "replicas": _replica_digests(prepared, writer)}
+    if isinstance(writer, EncodedWriter):
+        row["coded"] = writer.coded
+    if not job.call.is_leader:
+        row["spans"] = _row_of_spans(prepared)
+    return Written(begun=begun, rank_bytes=sum(f.size for f in files), row=row)
 
-    def row_of_spans(self) -> Row:
-        """This rank's spans, and what else of it explains them; empty if they are off."""
-        row = self.spans.to_json()
-        if not row:
-            return row
-        layout, meshes = self.options.layout, self.collected.placer.meshes
-        at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, self.rank)
-        return {**row, "host": self.signer.host or None, "at": at, "storage": list(retries.total().since(self._retries)), **self.stalled()}
 
-    def stalled(self) -> dict[str, int]:
-        """For how many microseconds training has waited, where that is another time than the save's."""
+def _start_exchange(prepared: Prepared) -> Pending[None] | None:
+    """Move the edges of flat shards between ranks, beside the writing of chunks that need none."""
+    job, fragments = prepared.job, prepared.fragments
+    if fragments is None:
+        return None
+    if prepared.capture is None:
+        fragments.take()
+
+    def move() -> None:
+        with job.spans.span("exchange", fragments.moved):
+            fragments.run(job.heartbeat.give)
+
+    return Pending(move, "ckpt-exchange")
+
+
+def _replica_digests(prepared: Prepared, writer: RankWriter) -> dict[str, str]:
+    """Digests by which the leader compares replicated tensors. In the background, what was captured has to be proven first."""
+    job, replicas = prepared.job, prepared.replicas
+    if prepared.capture is not None:
+        prepared.capture.result()
+        prepared.capture.compare(writer.digests)
+        job.heartbeat.give()
+    if replicas is None:
         return {}
+    if prepared.capture is None:
+        with job.spans.span("hash"):
+            replicas.hash(job.options.threads, job.heartbeat.give)
+    return {ranks: job.call.share(json.dumps(digests).encode()) for ranks, digests in replicas.digests(writer.digests).items()}
 
-    def exchange(self) -> Pending[None]:
-        """Move the edges of flat shards between ranks, beside the writing of what needs none."""
-        assert self.merge is not None
-        merge = self.merge
-        if self.capture is None:
-            merge.take()
 
-        def move() -> None:
-            with self.spans.span("exchange", merge.moved):
-                merge.run(self.heartbeat.give)
+def _row_of_spans(prepared: Prepared) -> Row:
+    """This rank's spans, and what else of it explains them; empty if they are off."""
+    job = prepared.job
+    row = job.spans.to_json()
+    if not row:
+        return row
+    layout, meshes = job.options.layout, prepared.collected.placer.meshes
+    at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
+    refused = list(retries.total().since(job.refused_before))
+    return {
+        **row,
+        "host": job.meter.host or None,
+        "at": at,
+        "storage": refused,
+        **(job.blocked.report() if job.blocked is not None else {}),
+    }
 
-        return Pending(move, "ckpt-exchange")
 
-    def compared(self, writer: RankWriter) -> dict[str, str]:
-        self.signer.hashing = True
-        if self.replicas is None:
-            return {}
-        if self.capture is None:
-            with self.spans.span("hash"):
-                self.replicas.hash(self.options.threads, self.heartbeat.give)
-        return {ranks: self.call.share(json.dumps(digests).encode()) for ranks, digests in self.replicas.found(writer.digests).items()}
+# ---- commit: everything is there, so it becomes one checkpoint
 
-    def is_committed(self, id: str) -> bool:
-        """Whether this save's record is the committed one after all: then its files must stay."""
-        try:
-            return committed_id(self.backend) == id
-        except CkptError:
-            return True  # the storage cannot say; an orphan is better than a loss
+
+def commit(written: Written) -> Committed:
+    """Agree that everything is written; the leader commits, and then removes what the checkpoint has replaced."""
+    opened, call = written.begun.opened, written.begun.prepared.job.call
+    if opened is None:
+        decision = call.follow(written.row)
+        return Committed(report=_report(written, decision["tensor_bytes"]))
+    return _commit_on_leader(written, opened)
+
+
+def _commit_on_leader(written: Written, opened: OpenSave) -> Committed:
+    prepared = written.begun.prepared
+    job, call = prepared.job, prepared.job.call
+    spans: dict[int, Row] = {}
+
+    def decide(rows: dict[int, Row]) -> RecordedSave:
+        spans.update((position, rows[rank].get("spans", {})) for position, rank in enumerate(call.group.ranks))
+        if job.notes is not None:
+            job.notes.stop()
+        with job.spans.span("commit"):
+            return opened.commit(rows)
+
+    recorded = call.lead(written.row, decide, RecordedSave.public)
+    recorded.remove_older()
+    spans[0] = _row_of_spans(prepared)
+    busy = recorded.keep_spans(spans)
+    call.linger()
+    report = _report(written, recorded.tensor_bytes)
+    nbytes, ranks = report.tensor_bytes, call.group.size
+    log.info("saved %s: %d bytes of tensors from %d ranks in %.2f s", call.url, nbytes, ranks, report.seconds)
+    refused = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in spans.values()), strict=True)))
+    return Committed(report=report, busy=busy, retries=refused)
+
+
+def _report(written: Written, tensor_bytes: int) -> SaveReport:
+    prepared = written.begun.prepared
+    return SaveReport(
+        url=prepared.job.call.url,
+        id=written.begun.id,
+        tensor_bytes=tensor_bytes,
+        rank_bytes=written.rank_bytes,
+        sent_bytes=prepared.fragments.moved if prepared.fragments is not None else 0,
+        seconds=time.perf_counter() - prepared.job.began,
+    )
+
+
+def _is_committed(begun: Begun) -> bool:
+    """Whether this save is the committed one, or may be: then its files must stay."""
+    try:
+        return committed_id(begun.prepared.backend) == begun.id
+    except CkptError:
+        return True  # the storage cannot say; an orphan is better than a loss

@@ -20,6 +20,7 @@ from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.tracing.spans import Spans
 
 from .flat_merge import FragmentExchange
+from .meter import SaveMeter
 from .plan import BATCH, Batch, RankPlan
 from .staging import StagedBatches
 from .tensor_source import ChunkSource
@@ -42,40 +43,44 @@ class Alive:
     during: Callable[[Callable[[], None], float], None]
 
 
-class RankWriter:
-    """Writes the chunks of one rank of one save. ``stage`` is None if the state keeps still until the save is over."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WriteInput:
+    """What it takes to write one rank's data files of one save."""
 
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        plan: RankPlan,
-        source: ChunkSource,
-        id: str,
-        position: int,
-        threads: int,
-        alive: Alive,
-        spans: Spans,
-        stage: StagedBatches | None = None,
-        merge: FragmentExchange | None = None,
-    ) -> None:
-        self.backend = backend
-        self.plan = plan
-        self.source = source
-        self.stage = stage
-        self.merge = merge
-        self.id = id
-        self.position = position
-        """Place of the rank among those that take part: what the checkpoint knows it by."""
-        self.threads = threads
-        self.alive = alive
-        self.spans = spans
-        self.digests: list[int] = [0] * len(plan.chunks)
+    backend: Backend
+    plan: RankPlan
+    source: ChunkSource
+    id: str
+    position: int
+    """Place of the rank among those that take part: what the checkpoint knows it by."""
+    threads: int
+    alive: Alive
+    spans: Spans
+    meter: SaveMeter
+    stage: StagedBatches | None = None
+    """None if the state keeps still until the save is over."""
+    fragments: FragmentExchange | None = None
+
+
+class RankWriter:
+    """Writes the chunks of one rank of one save."""
+
+    def __init__(self, given: WriteInput) -> None:
+        self.backend = given.backend
+        self.plan = given.plan
+        self.source = given.source
+        self.stage = given.stage
+        self.fragments = given.fragments
+        self.id = given.id
+        self.position = given.position
+        self.threads = given.threads
+        self.alive = given.alive
+        self.spans = given.spans
+        self.meter = given.meter
+        self.digests: list[int] = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk, by its number in the plan."""
-        self.written = 0
         self._made: list[str] = []
-        self._mixed = frozenset(merge.mixed.values()) if merge is not None else frozenset()
-        self._lock = threading.Lock()
+        self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
         self._local = threading.local()
 
     def run(self) -> tuple[DataFile, ...]:
@@ -106,11 +111,6 @@ class RankWriter:
             self.discard()
             raise
         return tuple(files)
-
-    @property
-    def done(self) -> int:
-        """Bytes of the state that are written."""
-        return self.written
 
     def discard(self) -> None:
         """Remove what was written; what cannot be removed stays as an orphan that nothing refers to."""
@@ -175,8 +175,8 @@ class RankWriter:
     def staged(self, batch: Batch) -> memoryview | None:
         """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""
         mixed = [n for n in batch.numbers if n in self._mixed] if self._mixed else []
-        if mixed and self.merge is not None:
-            self.merge.wait()
+        if mixed and self.fragments is not None:
+            self.fragments.wait()
         if self.stage is None:
             return None
         self.stage.wait(batch)
@@ -219,6 +219,5 @@ class RankWriter:
 
     def count(self, nbytes: int) -> None:
         """So many bytes more are written."""
-        with self._lock:
-            self.written += nbytes
+        self.meter.add(written=nbytes)
         self.alive.beat()

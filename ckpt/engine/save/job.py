@@ -1,0 +1,163 @@
+"""What a save is given, what it leaves for the next one, and what all of its phases on one rank share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from ckpt import settings
+from ckpt.coordination.call import Call
+from ckpt.coordination.members import Members
+from ckpt.errors import CancelledError
+from ckpt.io_backends import retries
+from ckpt.io_backends.retries import Retries
+from ckpt.layout.layout import Layout
+from ckpt.tracing.spans import Spans, limit_for
+from ckpt.tracing.stall import Stall
+
+from .leader import Tables
+from .meter import SaveMeter
+from .plan import Plans
+from .progress import ProgressWriter
+from .staging import Arena
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """What a save did. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote (headers included),
+    ``sent_bytes`` what it sent to other ranks to merge flat shards, ``seconds`` wall time from the call to the commit."""
+
+    url: str
+    id: str
+    tensor_bytes: int
+    rank_bytes: int
+    sent_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """The arguments of a save, checked."""
+
+    layout: Layout | None
+    timeout: float
+    check_replicas: bool
+    threads: int
+    merge: bool = True
+    codec: str | None = None
+    spans: bool = True
+    staging: int | None = None
+    metrics: Mapping[str, float] | None = None
+    earlier: Callable[[], str | None] | None = None
+    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+
+
+@dataclass(eq=False)
+class SaveCache:
+    """What a job keeps between its saves."""
+
+    plans: Plans = field(default_factory=Plans)
+    tables: list[Tables] = field(default_factory=list)
+    arena: Arena = field(default_factory=Arena)
+
+
+_caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()
+
+
+def save_cache(group: Members) -> SaveCache:
+    """The cache of the job that saves with ``group``."""
+    return _caches.setdefault(group, SaveCache())
+
+
+class Heartbeat:
+    """Signs of life of one save. Not the save itself: what the save starts holds this, and a reference cycle would keep the state's memory
+    until the garbage collector finds it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.cancelled = threading.Event()
+
+    def give(self) -> None:
+        """A sign of life, from a rank that is meant to go on.
+
+        Raises:
+            CancelledError: somebody has cancelled the save.
+        """
+        if self.cancelled.is_set():
+            raise CancelledError("the save was cancelled", where=self.call.url)
+        self.call.heartbeat()
+
+
+class BlockedTime:
+    """For how long training waited for one save in the background. Training may still wait for a save when its spans are written: the spans
+    of the next save have the rest."""
+
+    def __init__(self, before: BlockedTime | None) -> None:
+        self.stall = Stall()
+        self.waited = before.unreported if before is not None else 0.0
+        """Seconds for which training waited for the save before, and which no spans have yet."""
+        self._reported = 0.0
+
+    @property
+    def unreported(self) -> float:
+        return max(0.0, self.stall.seconds - self._reported)
+
+    def report(self) -> dict[str, int]:
+        """Microseconds, for the spans."""
+        self._reported = self.stall.seconds
+        return {"blocked": round(1e6 * self._reported), "waited": round(1e6 * self.waited)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SaveJob:
+    """One rank's side of one save: what all of its phases share."""
+
+    call: Call
+    options: SaveOptions
+    cache: SaveCache
+    spans: Spans
+    meter: SaveMeter
+    heartbeat: Heartbeat
+    notes: ProgressWriter | None
+    """On the leader: leaves in the storage how far the save is."""
+    blocked: BlockedTime | None
+    """Of a save in the background."""
+    refused_before: Retries
+    """What storage had refused to this process when the save began."""
+    began: float
+
+    @classmethod
+    def begin(cls, call: Call, options: SaveOptions, blocked: BlockedTime | None = None) -> SaveJob:
+        """
+        Raises:
+            UsageError: ``CKPT_PROGRESS`` cannot be read. All ranks read it, so that it fails the call on each of them.
+        """
+        interval, meter = settings.progress(), SaveMeter()
+        call.signer = meter.sign
+        return cls(
+            call=call,
+            options=options,
+            cache=save_cache(call.group),
+            spans=Spans(on=options.spans, limit=limit_for(call.group.size)),
+            meter=meter,
+            heartbeat=Heartbeat(call),
+            notes=ProgressWriter(call, interval) if call.is_leader else None,
+            blocked=blocked,
+            refused_before=retries.total(),
+            began=time.perf_counter(),
+        )
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """On the leader, while the block runs: leave in the storage how far the save is."""
+        if self.notes is not None:
+            self.notes.start()
+        try:
+            yield
+        finally:
+            if self.notes is not None:
+                self.notes.stop()
