@@ -11,6 +11,7 @@ from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.text import units
 
 from .output import Output, options
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step
@@ -20,8 +21,8 @@ EVENTS = "events.jsonl"
 _LIMIT = 256 << 20
 
 
-@click.command("advise", short_help="Say how often a run should save.")
-@click.argument("root")
+@click.command("advise", short_help="Recommend how often a run should save.")
+@click.argument("root", type=URL)
 @click.option("--mtbf", required=True, metavar="TIME", help="Mean time between two failures of the job: 6h, 1d12h, 90min.")
 @click.option("--ranks", type=click.IntRange(1), help="For so many ranks: failures are that much more or less frequent.")
 @click.option("--load", metavar="TIME", help="What a load takes, if no event tells.")

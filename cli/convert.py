@@ -1,4 +1,4 @@
-"""``ckpt convert``: a checkpoint of any format in another format."""
+"""``ckpt convert``: converts a checkpoint of any format to another format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,40 +15,40 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
-from .output import Output, options, style
+from .interrupts import when_interrupted
+from .mapping_options import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
+from .output import Command, Output, options, style
+from .parameters import URL, GroupedCommand, GroupedOption, OneOf
 from .progress import progress
-from .translating import TranslationChoice, left_out, numbers_in, skipping, translating, views_of
+from .requirements import require_torch
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
     from ckpt.converters.pipeline.parallel import Argument, MegatronParallel
     from ckpt.converters.pipeline.repair import RepairReport
 
+_TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
 _RANKS = click.IntRange(min=1)
-_RANK_OPTIONS = (
-    click.option("--tp", type=_RANKS, help="For megatron: tensor-parallel ranks. [default: 1]"),
-    click.option("--pp", type=_RANKS, help="For megatron: pipeline-parallel ranks. [default: 1]"),
-    click.option("--vpp", type=_RANKS, help="For megatron: virtual stages on each of them. [default: 1]"),
-    click.option("--ep", type=_RANKS, help="For megatron: expert-parallel ranks. [default: 1]"),
-    click.option(
-        "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For megatron: an argument of the job, by its name in args."
-    ),
-)
 _CONFIG = "config.json"
 _SHOWN = 10
-"""Tensors that were repaired, in the text."""
+"""Repaired tensors that are listed for people."""
+_INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
 
 
-def _size(text: str) -> int:
-    """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
+def _option(group: str, *names: str, **attributes: Any) -> Callable[[Command], Command]:
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
+
+
+def _parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes of ``5GB``, ``512MiB``, ``1000000``."""
     try:
-        return units.parse_size(text)
+        return None if text is None else units.parse_size(text)
     except UsageError as err:
         raise click.BadParameter(err.message) from err
 
 
-def megatron_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The ranks that ``megatron`` is written for; the command takes them as ``parallel``, None if nothing is asked for."""
+def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The ranks that ``--to megatron`` writes for; the command takes them as ``parallel``, None if no option is given."""
 
     @wraps(command)
     def with_ranks(
@@ -56,39 +56,47 @@ def megatron_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
 
-    for option in reversed(_RANK_OPTIONS):
-        with_ranks = option(with_ranks)
+    option = partial(_option, "Megatron (--to megatron)")
+    options = (
+        option("--tp", type=_RANKS, metavar="N", help="Tensor-parallel ranks. [default: 1]"),
+        option("--pp", type=_RANKS, metavar="N", help="Pipeline-parallel ranks. [default: 1]"),
+        option("--vpp", type=_RANKS, metavar="N", help="Virtual stages on each pipeline rank. [default: 1]"),
+        option("--ep", type=_RANKS, metavar="N", help="Expert-parallel ranks. [default: 1]"),
+        option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the job, by its name in args. Repeatable."),
+    )
+    for add in reversed(options):
+        with_ranks = add(with_ranks)
     return with_ranks
 
 
-@click.command("convert", short_help="Write a checkpoint in another format.")
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option("--to", required=True, metavar="FORMAT", help="native, hf, torch, dcp; torch_dist or megatron (Megatron-Core).")
-@translating
-@skipping
-@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose (new) name fits GLOB; several: any of them.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not tensors whose (new) name fits GLOB; several: any of them.")
-@click.option("--optimizer/--no-optimizer", default=True, help="With the state of optimizers, or without. hf never has it.")
-@click.option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, but those of optimizers, to bfloat16, float16, …")
-@click.option("--root", metavar="KEY", help="Key of the state that has the model. [default: the only one, for torch_dist model]")
-@megatron_ranks
-@click.option("--config", metavar="PATH", help="For hf: a config.json, or the directory of a model that has it, and tokenizer files.")
-@click.option("--shard-size", type=_size, metavar="SIZE", help="Size of a file, about. [default: 5GB for hf, else 4GiB]")
-@click.option("--memory", type=_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
-@click.option("--threads", type=click.IntRange(min=1), help="How many read at once. [default: cores, at most 4]")
-@click.option("--verify", is_flag=True, help="Read every file again, and compare it with what was written.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST; for native.")
-@click.option("--repair", is_flag=True, help="Mend states of optimizers that Megatron-Core 0.15 to 0.19 displaced.")
-@click.option("--job", multiple=True, metavar="NAME=N", help="For --repair: an argument of the Megatron job that its files do not tell.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be written.")
+@click.command("convert", cls=GroupedCommand, short_help="Convert a checkpoint to another format.")
+@click.argument("source", metavar="SRC", type=URL)
+@click.argument("target", metavar="DST", type=URL)
+@_option("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
+@_option("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
+@_option("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@_option("Output", "--shard-size", callback=_parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
+@_option("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
+@_option("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
+@_option("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@_option("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
+@_option("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
+@_option("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")
+@_option("Selection", "--only", multiple=True, metavar="GLOB", help="Convert only tensors whose new name matches GLOB. Repeatable.")
+@_option("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
+@skip_option
+@_option("Selection", "--optimizer/--no-optimizer", default=True, help="Include optimizer states (default) or not; hf never does.")
+@mapping_options
+@_option("Resources", "--memory", callback=_parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
+@_option("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@megatron_options
 @options
 def command(
     source: str,
     target: str,
     *,
     to: str,
-    translation: TranslationChoice,
+    mapping: MappingChoice,
     job: tuple[str, ...],
     config: str | None,
     dry_run: bool,
@@ -96,10 +104,10 @@ def command(
     quiet: bool,
     **chosen: Any,
 ) -> None:
-    """Write the checkpoint at SRC, of any format that ckpt reads, at DST in another one. Memory stays below a budget, whatever the size.
+    """Convert the checkpoint at SRC, in any format that ckpt reads, and write it to DST. Memory use stays below --memory at any size.
 
-    If it is interrupted, the same command goes on. Under torchrun the processes divide the files among them. Nothing can be opened at DST
-    before all of it is there. DST is a directory; for torch a file, and for hf a file if it ends in .safetensors.
+    DST is a directory; for torch a file, and for hf a file if it ends in .safetensors. Nothing can be opened at DST until the conversion
+    is complete. After an interruption the same command resumes. Under torchrun the processes share the files among them.
 
     \b
     Example:
@@ -111,12 +119,13 @@ def command(
       ckpt convert --to megatron --tp 4 --names llama --convention megatron hf/ m/
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
+    require_torch("`ckpt convert`")
     from ckpt.converters.convert import convert
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation, config)
-    chosen |= {"views": views, "config": config, "job": numbers_in(job, "--job", "data_parallel_size=12")}
-    with progress("convert", output) as update:
+    views = views_of(source, mapping, config)
+    chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
+    with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("convert", output) as update:
         report = convert(source, target, to=to, part=_part(), dry_run=dry_run, progress=update, **chosen)
     if output.json:
         output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
@@ -125,19 +134,19 @@ def command(
 
 
 def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:
-    held = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
+    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
     if dry_run:
-        output.line(f"would convert {held} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
+        output.line(f"would convert {contents} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
         for path in report.files:
             output.line(f"  {path}")
     else:
         written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
         verdict = style("ok", "green") if report.finished else "other processes are not ready yet"
-        output.line(f"{verdict}: {report.target}: {held} ({report.source_format} to {report.to}), {written}")
+        output.line(f"{verdict}: {report.target}: {contents} ({report.source_format} to {report.to}), {written}")
     if report.repair is not None:
         _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
-        output.talk(left_out(report.left_out))
+        output.talk(left_out_message(report.left_out))
     if report.to == "hf" and report.finished:
         _tell_lacking(report, output, translated=translated)
 
@@ -145,24 +154,22 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
 def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) -> None:
     """What an export lacks before ``from_pretrained`` takes it."""
     if report.source_format.startswith("Megatron") and not translated:
-        output.talk(
-            "names are still those of Megatron, which transformers does not load: --names llama --convention huggingface, or another"
-        )
+        output.talk("the tensors still have Megatron's names, which transformers does not load: add --names llama --convention huggingface")
     if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).list_dir():
-        output.talk(f"no {_CONFIG} was beside the source, and from_pretrained needs it: --config PATH, or put it into {report.target}")
+        output.talk(f"from_pretrained needs a {_CONFIG}, and the source has none: add --config PATH, or put it into {report.target}")
 
 
 def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
     if not repair.needed:
-        output.line(f"nothing was to be repaired: {repair.reason}")
+        output.line(f"nothing to repair: {repair.reason}")
         return
     done = "would be " if dry_run else ""
-    elements = f"{repair.mended:,} elements {done}mended, {repair.filled:,} lost ones {done}filled"
+    elements = f"{repair.mended:,} elements {done}repaired, {repair.filled:,} lost ones {done}filled"
     output.line(f"repaired: {units.plural(len(repair.tensors), 'tensor')}, {elements}: {repair.reason}")
     size = "one bucket" if repair.bucket_size is None else f"buckets of {repair.bucket_size:,} elements"
     output.line(f"  {size}, {repair.data_parallel} ranks; {units.plural(repair.masters, 'master')} fit their weights")
     for tensor in repair.tensors[:_SHOWN]:
-        output.line(f"  {tensor.tensor}: {tensor.mended:,} mended, {tensor.filled:,} filled")
+        output.line(f"  {tensor.tensor}: {tensor.mended:,} repaired, {tensor.filled:,} filled")
     if len(repair.tensors) > _SHOWN:
         output.line(f"  and {len(repair.tensors) - _SHOWN} more: --json lists all")
 
@@ -175,30 +182,29 @@ def _repair_fields(repair: RepairReport | None) -> dict[str, Any] | None:
 
 
 def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> MegatronParallel | None:
-    """The ranks that the options say; None if they say nothing."""
+    """The ranks that the options ask for; None if no option is given."""
     if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
         return None
     from ckpt.converters.pipeline.parallel import MegatronParallel
 
-    said = dict(map(_argument, arguments))
-    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=said)
+    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=dict(map(_argument, arguments)))
 
 
 def _argument(text: str) -> tuple[str, Argument]:
     """``NAME=VALUE``: null, true, false and numbers as JSON has them, all else as text."""
     name, equals, value = text.partition("=")
     if not name.isidentifier() or not equals:
-        raise UsageError(f"--arg {text!r} is no NAME=VALUE", hint="--arg num_attention_heads=32, --arg transformer_impl=local")
+        raise UsageError(f"--arg expects NAME=VALUE, not {text!r}", hint="--arg num_attention_heads=32, --arg transformer_impl=local")
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return name, value
-    return name, value if isinstance(found, (list, dict)) else found
+    return name, value if isinstance(parsed, (list, dict)) else parsed
 
 
 def _part() -> tuple[int, int]:
-    """Number of this process and how many there are, as torchrun says."""
+    """Rank and number of the processes, from the variables that torchrun sets."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK={rank} of WORLD_SIZE={world} cannot be", hint="unset both, or start with torchrun")
+        raise UsageError(f"RANK={rank} is not a rank of WORLD_SIZE={world}", hint="unset both, or start with torchrun")
     return int(rank), int(world)

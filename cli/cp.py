@@ -1,4 +1,4 @@
-"""``ckpt cp``: a checkpoint from one storage to another."""
+"""``ckpt cp``: copies a checkpoint from one storage to another."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ import click
 
 from ckpt.text import units
 
+from .interrupts import when_interrupted
 from .output import Output, options, style
+from .parameters import URL
 from .progress import Update, progress
+from .requirements import require_torch
 
 if TYPE_CHECKING:
     from ckpt.maintenance.copy import CopyReport
 
+_INTERRUPTED = "run the same command again to resume: files that are complete are not copied again; `ckpt gc` removes them"
+
 
 @click.command("cp", short_help="Copy a checkpoint to another storage.")
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option("--threads", type=click.IntRange(min=1), help="How many read and write at once. [default: 8]")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be copied.")
+@click.argument("source", metavar="SRC", type=URL)
+@click.argument("target", metavar="DST", type=URL)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read and write. [default: 8]")
+@click.option("--dry-run", is_flag=True, help="Only report what would be copied.")
 @options
 def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    """Copy the checkpoint at SRC to DST, two URLs of any storage. If DST ends in /, it gets the name of SRC below it.
+    """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
-    Every byte is compared with its digest on the way, and the checkpoint exists at DST only when all of it is there. If the copy is
-    interrupted, the same command goes on. Another checkpoint at DST is never replaced. The copy of a virtual
-    checkpoint has files of its own.
+    Every byte is checked against its digest on the way. The checkpoint exists at DST only when all of it is there. After an interruption
+    the same command resumes. Another checkpoint at DST is never replaced. The copy of a virtual checkpoint is self-contained.
 
     \b
     Example:
@@ -39,7 +43,7 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
     output = Output(json=as_json, quiet=quiet)
     if target.endswith("/"):
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
-    with progress("cp", output) as update:
+    with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("cp", output) as update:
         report = _copy(source, target, threads=threads, progress=update, dry_run=dry_run)
     if output.json:
         output.document({**asdict(report), "dry_run": dry_run})
@@ -48,13 +52,14 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
 
 
 def _copy(source: str, target: str, *, threads: int | None, progress: Update, dry_run: bool) -> CopyReport:
-    """A copy of the files; of a virtual checkpoint, one with files of its own."""
+    """Copy the files; of a virtual checkpoint, which has none, make a self-contained one."""
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
     from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
     if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)
+    require_torch("`ckpt cp` of a virtual checkpoint")
     from ckpt.converters.convert import convert
 
     made = convert(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
@@ -73,8 +78,8 @@ def _copy(source: str, target: str, *, threads: int | None, progress: Update, dr
 
 def _sentence(report: CopyReport, *, dry_run: bool) -> str:
     copied = f"{units.plural(report.copied_files, 'file')}, {units.size(report.copied_bytes)}"
-    there = report.files - report.copied_files
-    rest = f"; {units.plural(there, 'file')} there already" if there else ""
+    present = report.files - report.copied_files
+    rest = f"; {units.plural(present, 'file')} already at the destination" if present else ""
     if dry_run:
         return f"would copy {copied} to {report.target}{rest}"
     if not report.copied_files:

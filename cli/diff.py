@@ -11,9 +11,10 @@ import click
 from ckpt.errors import UsageError
 from ckpt.text import units
 
+from .mapping_options import MappingChoice, mapping_options, views_of
 from .output import Output, options, style
+from .parameters import URL
 from .progress import progress
-from .translating import TranslationChoice, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 DIFFERENT = 3
 
 
-@click.command("diff", short_help="Compare two checkpoints of any formats.")
-@click.argument("left", metavar="A")
-@click.argument("right", metavar="B")
+@click.command("diff", short_help="Compare two checkpoints, of any formats.")
+@click.argument("left", metavar="A", type=URL)
+@click.argument("right", metavar="B", type=URL)
 @click.option("--root", metavar="KEY", help="Compare the model below KEY of A's state, by its names there, with B.")
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors and values whose name fits GLOB; several: any of them.")
 @click.option(
@@ -34,7 +35,7 @@ DIFFERENT = 3
     help="What elements may differ by: ABS + REL times the larger one. Of several rules the first that fits a tensor counts.",
 )
 @click.option("--values/--no-values", default=True, show_default=True, help="Compare also what is no tensor.")
-@translating
+@mapping_options
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B; several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="How many compare at once. [default: one per core, 2 to 16]")
 @options
@@ -46,7 +47,7 @@ def command(
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
-    translation: TranslationChoice,
+    mapping: MappingChoice,
     rename: tuple[str, ...],
     threads: int | None,
     as_json: bool,
@@ -68,7 +69,7 @@ def command(
 
     output = Output(json=as_json, quiet=quiet)
     tolerances = [_tolerance(rule) for rule in rules]
-    views = views_of(left, translation)
+    views = views_of(left, mapping)
     with progress("diff", output) as update:
         report = compare(
             left,

@@ -1,8 +1,10 @@
-"""``ckpt gc``: what of a run would go, why, and away with it."""
+"""``ckpt gc``: removes the checkpoints of a run that no rule keeps, and what killed saves left behind."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -12,141 +14,214 @@ from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import units
 
 from .output import Output, options, style
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.maintenance.orphans import Orphan
     from ckpt.maintenance.step_listing import Step
-    from ckpt.policies import Verdicts
 
-_WHAT = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload", "conversion": "unfinished conversion"}
+_KINDS = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload", "conversion": "unfinished conversion"}
+_OUTCOMES = {"kept": style("keep", "green"), "removed": style("remove", "red")}
 
 
-@click.command("gc", short_help="Remove what a run does not need: old checkpoints, orphaned files.")
-@click.argument("root")
-@click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep what RULE says, e.g. latest=3; several keep what any says.")
-@click.option("--older-than", default="1d", metavar="TIME", help="Remove orphans that nobody touched for TIME, e.g. 36h. [default: 1d]")
-@click.option("--yes", is_flag=True, help="Remove. Without it, only tell what would be removed.")
-@click.option("--dry-run", is_flag=True, help="Only tell: the default.")
+@click.command("gc", short_help="Remove old checkpoints and orphaned files of a run.")
+@click.argument("root", type=URL)
+@click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep the checkpoints that RULE selects. Repeatable.")
+@click.option("--older-than", default="1d", metavar="TIME", show_default=True, help="Age at which orphaned files are removed, e.g. 36h.")
+@click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only list; the default.")
 @options
 def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    """Tell for each checkpoint below ROOT whether the rules keep it, and why, and what killed saves and conversions left; with --yes
-    remove the others.
+    """List which checkpoints of the run at ROOT the rules keep or remove, and why; with --yes, remove them.
 
-    Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. The newest checkpoint, the one that was written last and
-    tagged ones are always kept, and without a rule all are.
+    Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
+    checkpoint, the one written last and tagged ones always stay. Without a rule, all stay.
 
-    Orphans are files that no commit record reaches and that nobody touched for --older-than: younger ones may belong to a save in progress.
-    --older-than 0 says that no save is in progress.
+    Orphaned files are what killed saves, copies and conversions left behind. They are removed when nobody has written to them for
+    --older-than, because a save in progress looks the same. --older-than 0 removes them at once: make sure that no save is running.
 
     \b
     Example:
       ckpt gc runs/a --keep latest=3 --keep every=1000
       ckpt gc s3://bucket/runs/a --keep latest=3 --older-than 6h --yes
     """
-    from ckpt.formats.registry import list_foreign
-    from ckpt.io_backends.registry import open_backend
-    from ckpt.maintenance.orphans import find_orphans, remove_orphans
-    from ckpt.maintenance.step_listing import infos, list_steps, none_here, remove_steps
-    from ckpt.policies import All, AnyOf, parse_keep, retention
-
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
-    patience = units.seconds(older_than)
-    if patience is None:
-        raise UsageError(f"{older_than!r} is no time", where="--older-than", hint="90min, 36h, 1d12h, or 0")
+    least_age = units.seconds(older_than)
+    if least_age is None:
+        raise UsageError(f"{older_than!r} is not a time", where="--older-than", hint="90min, 36h, 1d12h, or 0")
     output = Output(json=as_json, quiet=quiet)
+    collection = _collect(root, rules, least_age)
+    if not output.json:
+        collection.show(output)
+    removed, freed = collection.remove() if yes else (0, 0)
+    if output.json:
+        output.document(collection.document(acted=yes) | {"removed": removed, "removed_bytes": freed})
+    else:
+        output.talk(collection.result(removed, freed) if yes else collection.forecast())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A checkpoint or an unfinished save: ``outcome`` is ``kept`` or ``removed``; ``bytes`` is None if it was removed meanwhile."""
+
+    step: Step
+    outcome: str
+    reasons: tuple[str, ...]
+    bytes: int | None
+
+    @property
+    def freed(self) -> int:
+        """What its removal frees: of a symbolic link only the link goes."""
+        return 0 if self.step.link is not None else self.bytes or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Collection:
+    """What is to be done with everything below a root."""
+
+    root: str
+    rows: tuple[_Row, ...]
+    removable: tuple[_Row, ...]
+    """The checkpoints that go, each after those that use its bytes: removing may stop anywhere."""
+    orphans: tuple[Orphan, ...]
+    referrers: Mapping[int, tuple[int, ...]]
+
+    @property
+    def checkpoints(self) -> list[_Row]:
+        """The rows that are checkpoints; unfinished saves are among the orphans."""
+        return [row for row in self.rows if row.step.committed or row.step.damaged]
+
+    def remove(self) -> tuple[int, int]:
+        """Remove what is to go. How many checkpoints and orphans went, and their bytes."""
+        from ckpt.io_backends.registry import open_backend
+        from ckpt.maintenance.orphans import remove_orphans
+        from ckpt.maintenance.step_listing import remove_steps
+
+        sizes = {row.step.url: row.freed for row in self.removable}
+        gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers)
+        orphans = [orphan for orphan in self.orphans if orphan.removable]
+        remove_orphans(open_backend(self.root), list(self.orphans))
+        return len(gone) + len(orphans), sum(sizes[step.url] for step in gone) + sum(orphan.bytes for orphan in orphans)
+
+    def document(self, *, acted: bool) -> dict[str, Any]:
+        steps = [
+            {
+                "url": row.step.url,
+                "step": row.step.number,
+                "outcome": row.outcome,
+                "reasons": list(row.reasons),
+                "link": row.step.link,
+                "also": row.step.also,
+                "bytes": row.bytes,
+            }
+            for row in self.rows
+        ]
+        orphans = [
+            {
+                "url": self._url(orphan),
+                "what": orphan.what,
+                "id": orphan.id,
+                "files": len(orphan.entries),
+                "bytes": orphan.bytes,
+                "outcome": "removed" if orphan.removable else "kept",
+                "reasons": [orphan.reason],
+            }
+            for orphan in self.orphans
+        ]
+        return {"root": self.root, "acted": acted, "steps": steps, "debris": orphans}
+
+    def show(self, output: Output) -> None:
+        """The table, or if quiet the URLs of what goes."""
+        if output.quiet:
+            for url in dict.fromkeys([row.step.url for row in self.removable] + [self._url(o) for o in self.orphans if o.removable]):
+                output.line(url)
+            return
+        lines = [
+            (row.step.url.rstrip("/").rpartition("/")[2], _OUTCOMES[row.outcome], _size(row.bytes), "; ".join(row.reasons))
+            for row in self.checkpoints
+        ]
+        lines += [
+            (o.path or ".", _OUTCOMES["removed" if o.removable else "kept"], _size(o.bytes), f"{_KINDS[o.what]}: {o.reason}")
+            for o in self.orphans
+        ]
+        output.table(("CHECKPOINT", "ACTION", ">ON DISK", "~REASON"), lines)
+
+    def forecast(self) -> str:
+        sizes = [row.freed for row in self.removable]
+        sizes += [orphan.bytes for orphan in self.orphans if orphan.removable]
+        if not sizes:
+            return "nothing to remove"
+        return f"{len(sizes)} would be removed, {units.size(sum(sizes))}; --yes removes them"
+
+    def result(self, removed: int, freed: int) -> str:
+        kept = [row for row in self.checkpoints if row.outcome == "kept"]
+        stays = f"{units.plural(len(kept), 'checkpoint')} kept, {units.size(sum(row.bytes or 0 for row in kept))}"
+        return f"{f'{removed} removed, {units.size(freed)}' if removed else 'nothing removed'}; {stays}"
+
+    def _url(self, orphan: Orphan) -> str:
+        return f"{self.root.rstrip('/')}/{orphan.path}".rstrip("/")
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else units.size(count)
+
+
+def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection:
+    """Decide what goes. Only lists; nothing is removed here."""
+    from ckpt.formats.registry import list_foreign
+    from ckpt.io_backends.registry import open_backend
+    from ckpt.maintenance.orphans import find_orphans
+    from ckpt.maintenance.step_listing import directory_name, infos, list_steps, none_here
+    from ckpt.maintenance.stored_sizes import stored_sizes
+    from ckpt.policies import All, AnyOf, parse_keep, retention
+
     backend = open_backend(root)
     now = backend.now()
     if now is None:  # a storage that is only read, say: nothing can be removed there
         now = time.time()
-    orphans = find_orphans(backend, older_than=patience, now=now)
+    orphans = find_orphans(backend, older_than=least_age, now=now)
     steps = list_steps(root)
+    if any(step.url == root and (step.committed or step.damaged) for step in steps):
+        parent = root.rstrip("/").rpartition("/")[0]
+        hint = f"ckpt gc {parent or 'ROOT'}; or `rm -r` for this checkpoint alone"
+        raise UsageError("this is a single checkpoint; gc works on the run that contains it", where=root, hint=hint)
     if not steps and not orphans:
-        foreign = list_foreign(root, ())
-        if foreign:
-            hint = "they are yours to remove; `ckpt ls` lists them"
+        if list_foreign(root, ()):
+            hint = "remove them yourself; `ckpt ls` lists them"
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
     facts = infos(steps)
     verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), facts, datetime.fromtimestamp(now, timezone.utc))
-    by_number = {s.number: s for s in steps}
-    going = [by_number[n] for n in verdicts.removed]
-    _tell(output, root, _step_rows(steps, verdicts, going, orphans), orphans, removed=yes)
-    if yes:
-        remove_steps(root, going, {info.step: info.referred_by for info in facts})
-        remove_orphans(backend, orphans)
-
-
-Row = tuple["Step", str, tuple[str, ...]]
-"""A step, ``kept`` or ``removed``, and why."""
-
-
-def _step_rows(steps: list[Step], verdicts: Verdicts, going: list[Step], orphans: list[Orphan]) -> list[Row]:
-    why = {v.step: v.reasons for v in verdicts}
-    gone = {s.url for s in going}
-    rows = []
+    sizes = stored_sizes(steps)
+    reasons = {v.step: v.reasons for v in verdicts}
+    by_number = {step.number: step for step in steps}
+    going = [by_number[number].url for number in verdicts.removed]
+    gone, rows = set(going), {}
     for step in steps:
+        removed, why = step.url in gone, () if step.number is None else reasons.get(step.number, ())
         if not step.committed and not step.damaged:
-            rows.append(_unfinished_row(step, orphans))
-            continue
-        reasons = ("it has no step number",) if step.number is None else why[step.number]
-        outcome = "removed" if step.url in gone else "kept"
-        rows.append((step, outcome, (*reasons, *_links(step, removed=step.url in gone))))
-    return rows
+            saves = [o for o in orphans if o.what in ("save", "conversion") and o.directory in ("", directory_name(step))]
+            removed, why = bool(saves) and all(o.removable for o in saves), tuple(dict.fromkeys(o.reason for o in saves)) or ("not committed",)
+        elif step.number is None:
+            why = ("it has no step number",)
+        why = (*why, *_link_reasons(step, removed=removed and step.url in gone))
+        rows[step.url] = _Row(step=step, outcome="removed" if removed else "kept", reasons=why, bytes=sizes.get(step.url))
+    return _Collection(
+        root=root,
+        rows=tuple(rows.values()),
+        removable=tuple(rows[url] for url in going),
+        orphans=tuple(orphans),
+        referrers={info.step: info.referred_by for info in facts},
+    )
 
 
-def _links(step: Step, *, removed: bool) -> list[str]:
-    """What links have to do with it."""
-    found = []
+def _link_reasons(step: Step, *, removed: bool) -> list[str]:
+    """What symbolic links have to do with the outcome."""
+    reasons = []
     if step.link is not None:
-        found.append(f"it is a link: only the link goes, {step.link} stays" if removed else f"it is a link to {step.link}")
+        reasons.append(f"it is a link: only the link goes, {step.link} stays" if removed else f"it is a link to {step.link}")
     if step.also:
         names = ", ".join(step.also)
-        found.append(f"links that will lead nowhere: {names}" if removed else f"links to it: {names}")
-    return found
-
-
-def _unfinished_row(step: Step, orphans: list[Orphan]) -> Row:
-    name = step.url.rstrip("/").rpartition("/")[2]
-    saves = [d for d in orphans if d.what in ("save", "conversion") and d.directory in ("", name)]
-    goes = bool(saves) and all(d.removable for d in saves)
-    reasons = [*dict.fromkeys(d.reason for d in saves), *_links(step, removed=False)]
-    return step, "removed" if goes else "kept", tuple(reasons) or ("not committed",)
-
-
-def _tell(output: Output, root: str, rows: list[Row], orphans: list[Orphan], *, removed: bool) -> None:
-    if output.json:
-        found = [
-            {"url": s.url, "step": s.number, "outcome": outcome, "reasons": list(reasons), "link": s.link, "also": s.also}
-            for s, outcome, reasons in rows
-        ]
-        output.document({"root": root, "acted": removed, "steps": found, "debris": [_fields(root, d) for d in orphans]})
-        return
-    committed = [row for row in rows if row[0].committed or row[0].damaged]
-    going = [step.url for step, outcome, _ in committed if outcome == "removed"] + [_url(root, d) for d in orphans if d.removable]
-    if output.quiet:
-        for url in dict.fromkeys(going):
-            output.line(url)
-        return
-    words = {"kept": style("keep", "green"), "removed": style("remove", "red")}
-    lines = [(s.url, words[outcome], "; ".join(reasons)) for s, outcome, reasons in committed]
-    lines += [(_url(root, d), words["removed" if d.removable else "kept"], f"{_WHAT[d.what]}: {d.reason}") for d in orphans]
-    output.table(("CHECKPOINT", "WHAT", "WHY"), lines)
-    if going and not removed:
-        output.talk(f"{len(going)} would be removed; --yes removes them")
-
-
-def _url(root: str, orphan: Orphan) -> str:
-    return f"{root.rstrip('/')}/{orphan.path}".rstrip("/")
-
-
-def _fields(root: str, orphan: Orphan) -> dict[str, Any]:
-    return {
-        "url": _url(root, orphan),
-        "what": orphan.what,
-        "id": orphan.id,
-        "files": len(orphan.entries),
-        "bytes": orphan.bytes,
-        "outcome": "removed" if orphan.removable else "kept",
-        "reasons": [orphan.reason],
-    }
+        reasons.append(f"links that will lead nowhere: {names}" if removed else f"links to it: {names}")
+    return reasons

@@ -1,4 +1,4 @@
-"""``ckpt import``: a virtual checkpoint of somebody else's files."""
+"""``ckpt import``: creates a virtual checkpoint, which references files of other tools."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import click
 
 from ckpt.text import units
 
+from .interrupts import when_interrupted
+from .mapping_options import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 from .output import Output, options, style
+from .parameters import URL
 from .progress import progress
-from .translating import TranslationChoice, left_out, skipping, translating, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.virtual.importer import ImportReport
 
 
-@click.command("import", short_help="Point a checkpoint at the files of another, of any format.")
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@translating
-@skipping
-@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors and values whose (new) name fits GLOB; several: any of them.")
-@click.option("--digest", is_flag=True, help="Read all bytes once, so that every load can verify them.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST.")
+@click.command("import", short_help="Create a checkpoint that references files of another one.")
+@click.argument("source", metavar="SRC", type=URL)
+@click.argument("target", metavar="DST", type=URL)
+@mapping_options
+@skip_option
+@click.option("--only", multiple=True, metavar="GLOB", help="Include only tensors and values whose new name matches GLOB. Repeatable.")
+@click.option("--digest", is_flag=True, help="Read all bytes once and record their digests, so that every load verifies them.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
 @options
 def command(
     source: str,
     target: str,
     *,
-    translation: TranslationChoice,
+    mapping: MappingChoice,
     skip: tuple[str, ...],
     only: tuple[str, ...],
     digest: bool,
@@ -38,10 +40,10 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write a virtual checkpoint at DST: an index that points into the files at SRC, which stay where and as they are.
+    """Create a virtual checkpoint at DST: an index that references the files at SRC, which stay where they are.
 
-    ckpt.load, ckpt.open and all commands work on it as on any other. `ckpt cp` makes a copy of its own. A source file that changes later
-    is noticed by its size and time; with --digest every byte is verified.
+    ckpt.load, ckpt.open and all commands read it like any other checkpoint; `ckpt cp` makes a self-contained copy of it. A source file
+    that changes later is detected by its size and modification time; with --digest, every byte is verified.
 
     \b
     Example:
@@ -53,18 +55,18 @@ def command(
     from ckpt.converters.virtual.importer import import_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, translation)
-    with progress("import", output) as update:
+    views = views_of(source, mapping)
+    with when_interrupted("nothing was written; the same command starts from the beginning"), progress("import", output) as update:
         report = import_checkpoint(source, target, views=views, only=only, skip=skip, digest=digest, overwrite=overwrite, progress=update)
     if output.json:
         output.document(asdict(report))
     elif not output.quiet:
         output.line(_sentence(report))
         if report.left_out:
-            output.talk(left_out(report.left_out))
+            output.talk(left_out_message(report.left_out))
 
 
 def _sentence(report: ImportReport) -> str:
-    held = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
+    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
     verdict = style("ok", "green")
-    return f"{verdict}: {report.url}: {held} ({report.format}), pointed at in {units.duration(report.seconds)}"
+    return f"{verdict}: {report.url}: {contents} ({report.format}), referenced in {units.duration(report.seconds)}"

@@ -3,70 +3,97 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.errors import NamesError
+from ckpt.errors import NamesError, UsageError
 from ckpt.text import units
+from ckpt.text.suggest import did_you_mean
 
-from .output import Output, options
+from .outline import head_rows, summary, tree_rows
+from .output import Output, options, style
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog, TensorEntry
 
 
-@click.command("inspect", short_help="Show what a checkpoint holds.")
-@click.argument("url")
+@click.command("inspect", short_help="Show what a checkpoint contains.")
+@click.argument("url", type=URL)
 @click.argument("glob", required=False)
 @click.option("--state", "show", flag_value="state", help="Show the values that are not tensors, by path.")
 @click.option("--files", "show", flag_value="files", help="Show the data files.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
-def command(url: str, glob: str | None, show: str | None, *, as_json: bool, quiet: bool) -> None:
-    """Show the tensors of the checkpoint at URL, or of those whose name matches GLOB (a * matches dots too).
+def command(url: str, glob: str | None, show: str | None, *, depth: int | None, as_json: bool, quiet: bool) -> None:
+    """Show what the checkpoint at URL is and its tensors, as a tree with sizes. Reads the index only, no tensor data.
 
-    With --state it shows the values instead, and GLOB picks paths; with --files the data files that hold the tensors. No tensor is read.
+    With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
+    data files that contain the tensors. -q prints bare names.
 
     \b
     Example:
+      ckpt inspect runs/a/step-00001000
+      ckpt inspect runs/a/step-00001000 --depth 4
       ckpt inspect runs/a/step-00001000 'model.layers.0.*'
       ckpt inspect runs/a/step-00001000 --state 'scheduler.*'
       ckpt inspect --json runs/a/step-00001000 | jq .totals
     """
     from ckpt.formats.registry import open_catalog
 
+    if depth is not None and (glob is not None or show is not None):
+        raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
     output = Output(json=as_json, quiet=quiet)
     catalog = open_catalog(url)
     if output.json:
         output.document(_document(catalog, glob, show))
     elif show == "state":
-        _print_state(_pick(_values(catalog), glob, "path"), output)
+        _print_state(_matching(_values(catalog), glob, "path"), output)
     else:
-        entries = list(_pick(catalog.tensors, glob, "tensor").values())
-        (_print_files if show == "files" else _print_tensors)(catalog, entries, output)
+        entries = list(_matching(catalog.tensors, glob, "tensor").values())
+        if output.quiet:
+            for name in [file["path"] for file in _files(catalog, entries)] if show == "files" else [entry.name for entry in entries]:
+                output.line(name)
+        elif show == "files":
+            _print_files(catalog, entries, output)
+        elif glob is not None:
+            _print_tensors(catalog, entries, output)
+        else:
+            _print_outline(catalog, entries, depth, output)
 
 
-def _pick(things: dict[str, Any] | Any, glob: str | None, what: str) -> dict[str, Any]:
-    """Those whose name matches; nothing at all is an error, because it is more often a typing mistake than an answer."""
-    picked = {name: thing for name, thing in things.items() if glob is None or fnmatchcase(name, glob)}
-    if glob is not None and not picked:
+def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[str, Any]:
+    """Those whose name matches; no match is an error, because it is more often a typing mistake than an answer."""
+    matching = {name: thing for name, thing in things.items() if glob is None or fnmatchcase(name, glob)}
+    if glob is not None and not matching:
         first = ", ".join(list(things)[:3]) or "none"
-        raise NamesError(f"no {what} matches {glob!r}", hint=f"quote the pattern for the shell; the first of {len(things):,} are: {first}")
-    return picked
+        close = did_you_mean(glob, things)
+        hint = close or f"quote the pattern for the shell; the first of {len(things):,} are: {first}"
+        raise NamesError(f"no {what} matches {glob!r}", hint=hint)
+    return matching
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
 
 
+def _print_outline(catalog: Catalog, entries: Sequence[TensorEntry], depth: int | None, output: Output) -> None:
+    for label, text in head_rows(catalog, summary(catalog, entries)):
+        output.line(f"{style(f'{label}:', 'bold')} {text}")
+    output.line()
+    output.table(("NAME", ">TENSORS", ">BYTES", "DTYPE", "SHAPE"), tree_rows(entries, depth))
+    _print_totals(catalog, entries, output)
+
+
 def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
-    if output.quiet:
-        for entry in entries:
-            output.line(entry.name)
-        return
-    output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "NOTE"), [_row(entry) for entry in entries])
-    totals = _totals(catalog, entries)
+    output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "~NOTE"), [_row(entry) for entry in entries])
+    _print_totals(catalog, entries, output)
+
+
+def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
+    totals = _totals(entries)
     bytes_and_chunks = f"{units.size(totals['bytes'])} in {units.plural(totals['chunks'], 'chunk')}"
     output.line(f"{units.plural(totals['tensors'], 'tensor')}, {totals['elements']:,} elements, {bytes_and_chunks} ({catalog.format})")
     for note in _notes(catalog):
@@ -88,11 +115,6 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
 
 
 def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
-    files = _files(catalog, entries)
-    if output.quiet:
-        for file in files:
-            output.line(file["path"])
-        return
     rows = [
         (
             file["path"],
@@ -101,7 +123,7 @@ def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Outpu
             f"{file['chunks']:,}",
             units.size(file["bytes"]),
         )
-        for file in files
+        for file in _files(catalog, entries)
     ]
     output.table(("FILE", ">RANK", ">SIZE", ">CHUNKS", ">BYTES"), rows)
 
@@ -113,7 +135,7 @@ def _print_state(values: dict[str, Any], output: Output) -> None:
         for path in values:
             output.line(path)
         return
-    output.table(("PATH", "VALUE"), [(path, shorten(node)) for path, node in values.items()])
+    output.table(("PATH", "~VALUE"), [(path, shorten(node)) for path, node in values.items()])
 
 
 # -------------------------------------------------------------------------------------------------------------- machines
@@ -123,10 +145,11 @@ def _document(catalog: Catalog, glob: str | None, show: str | None) -> dict[str,
     fields: dict[str, Any] = {"url": catalog.url, "format": catalog.format}
     if show == "state":
         return {**fields, "state": catalog.state, "ranks": {str(rank): dict(values) for rank, values in catalog.ranks.items()}}
-    entries = list(_pick(catalog.tensors, glob, "tensor").values())
+    entries = list(_matching(catalog.tensors, glob, "tensor").values())
     fields |= {"notes": notes} if (notes := _notes(catalog)) else {}
-    fields |= {"totals": _totals(catalog, entries), "tensors": [_fields(entry) for entry in entries]}
-    return {**fields, "files": _files(catalog, entries)} if show == "files" else fields
+    fields |= {"totals": _totals(entries), "tensors": [_fields(entry) for entry in entries]}
+    fields |= {"files": _files(catalog, entries)} if show == "files" else {}
+    return {**fields, "summary": summary(catalog, entries)}
 
 
 def _fields(entry: TensorEntry) -> dict[str, Any]:
@@ -142,7 +165,7 @@ def _fields(entry: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _totals(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, int]:
+def _totals(entries: Sequence[TensorEntry]) -> dict[str, int]:
     """Sums over stored tensors: an alias stands for bytes that its target already counts."""
     stored = [entry for entry in entries if entry.alias is None]
     return {

@@ -11,45 +11,57 @@ import click
 from ckpt.text import units
 
 from .output import Output, options, style
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step
 
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~REASON")
+
 
 @click.command("ls", short_help="List the checkpoints of a run.")
-@click.argument("root")
+@click.argument("root", type=URL)
 @options
 def command(root: str, *, as_json: bool, quiet: bool) -> None:
-    """List the checkpoints below ROOT, the newest step last.
+    """List the checkpoints of the run at ROOT, the newest step last.
 
-    ROOT is the directory that holds the steps of a run, or a single checkpoint. Saves that did not finish and damaged
-    checkpoints are listed with the reason, checkpoints of other formats with the name of the format. A step that is a link says
-    where it leads; links such as `latest` are named beside the step that they lead to. -q prints only the URLs of committed ones.
+    ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
+    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint; TENSORS
+    is the size of its tensors before compression. -q prints only the URLs of checkpoints that can be loaded.
 
     \b
     Example:
       ckpt ls runs/a
-      ckpt ls -q runs/a | tail -1     # the newest that can be loaded
+      ckpt ls -q runs/a | tail -1     # the newest checkpoint
     """
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import join_url
-    from ckpt.maintenance.step_listing import list_steps, none_here
+    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here
+    from ckpt.maintenance.stored_sizes import stored_sizes
 
     output = Output(json=as_json, quiet=quiet)
     steps = list_steps(root)
     foreign = list_foreign(root, {step.url for step in steps} | {join_url(root, name) for step in steps for name in step.also})
     if not steps and not foreign:
         raise none_here(root)
-    if output.json:
-        others = [{"url": url, "format": name} for url, name in foreign.items()]
-        output.document({"root": root, "steps": [_fields(step) for step in steps], "foreign": others})
-    elif quiet:
+    if quiet and not output.json:
         for step in steps:
             if step.committed:
                 output.line(step.url)
-    else:
-        rows = [_row(step) for step in steps] + [(url, "", name, "", "", "", "", "", "") for url, name in foreign.items()]
-        output.table(("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">RANKS", ">AGE", "TAGS", "LINKS", "WHY NOT"), rows)
+        return
+    sizes = stored_sizes(steps)
+    if output.json:
+        output.document(
+            {
+                "root": root,
+                "steps": [_fields(step) | {"stored_bytes": sizes.get(step.url)} for step in steps],
+                "foreign": [{"url": url, "format": name} for url, name in foreign.items()],
+            }
+        )
+        return
+    rows = [(directory_name(step), *_row(step, sizes.get(step.url))) for step in steps]
+    names = {url: url.rstrip("/").rpartition("/")[2] for url in foreign}
+    output.table(_HEADS, rows + [(names[url], "", name, *[""] * (len(_HEADS) - 3)) for url, name in foreign.items()])
 
 
 def _fields(step: Step) -> dict[str, object]:
@@ -58,15 +70,16 @@ def _fields(step: Step) -> dict[str, object]:
     return {"step": fields.pop("number"), **fields}
 
 
-def _row(step: Step) -> tuple[str, ...]:
+def _row(step: Step, stored: int | None) -> tuple[str, ...]:
     status = style("committed", "green") if step.committed else style("damaged" if step.damaged else "unfinished", "red")
     return (
-        step.url,
         "" if step.number is None else str(step.number),
         status,
         "" if step.tensor_bytes is None else units.size(step.tensor_bytes),
+        "" if stored is None else units.size(stored),
         "" if step.world_size is None else str(step.world_size),
         units.age(step.created) if step.committed else "",
+        " ".join(f"{name}={value:.4g}" for name, value in step.metrics.items()),
         ", ".join(step.tags),
         ", ".join([*([f"leads to {step.link}"] if step.link else []), *step.also]),
         step.reason or "",

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from keyword import iskeyword
 from typing import Any
@@ -21,26 +21,34 @@ import click
 from ckpt._version import __version__
 from ckpt.errors import CkptError, StorageError
 from ckpt.text.printable import printable
+from ckpt.text.suggest import did_you_mean
 
 from .interrupts import INTERRUPTED, quit_at_once
-from .output import Output, unwritable
+from .output import Output, logging_to_stderr, unwritable, verbose
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
-    "inspect": "Show what a checkpoint holds.",
-    "verify": "Read a checkpoint whole and compare it with its digests.",
-    "diff": "Compare two checkpoints of any formats.",
+    "inspect": "Show what a checkpoint contains.",
+    "verify": "Check every byte of a checkpoint against its digests.",
+    "diff": "Compare two checkpoints, of any formats.",
     "stats": "Show where the time of a save went.",
-    "watch": "Watch a save while it goes on.",
-    "report": "Draw saves: one HTML file, for a browser or print.",
-    "advise": "Say how often a run should save.",
-    "tag": "Give a checkpoint a name that keeps it, or take it away.",
-    "import": "Point a checkpoint at the files of another, of any format.",
-    "convert": "Write a checkpoint in another format.",
+    "watch": "Follow a save in progress.",
+    "report": "Draw saves as one HTML file.",
+    "advise": "Recommend how often a run should save.",
+    "tag": "Add or remove tags, which protect a checkpoint from removal.",
+    "import": "Create a checkpoint that references files of another one.",
+    "convert": "Convert a checkpoint to another format.",
     "cp": "Copy a checkpoint to another storage.",
-    "gc": "Remove what a run does not need: old checkpoints, orphaned files.",
+    "gc": "Remove old checkpoints and orphaned files of a run.",
+    "completion": "Print the completion script of a shell.",
 }
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
+
+_EXIT_CODES = """\
+Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 checkpoints differ (diff);
+10 not found; 11 not committed; 12 unknown format; 20 damaged; 21 unknown name;
+22 shapes or values do not match; 30 storage failed; 31 a rank failed or hangs;
+32 another save is in progress; 130 interrupted."""
 
 
 class Commands(click.Group):
@@ -57,6 +65,11 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise _UnknownName(f"no command {args[0]!r}", ctx, did_you_mean(args[0], COMMANDS))
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, which from here on hears of Ctrl-C by KeyboardInterrupt and cleans up."""
         if signal.getsignal(signal.SIGINT) is quit_at_once:
@@ -67,6 +80,13 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        url = _documentation()
+        more = "" if url is None else f"Documentation: {url}"
+        for paragraph in ("A URL is a path or scheme://… . Every command takes --json, -q and -v.", f"\b\n{_EXIT_CODES}", more):
+            formatter.write_paragraph()
+            formatter.write_text(paragraph)
+
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run and exit; the arguments are those of ``click.Command.main``."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
@@ -74,18 +94,28 @@ class Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal, or UTF-8, cannot show
                 stream.reconfigure(errors="backslashreplace")
-        sys.exit(_exit_code(lambda: super(Commands, self).main(arguments, prog_name or "ckpt", **extra), as_json="--json" in arguments))
+        with logging_to_stderr():
+            code = _exit_code(lambda: super(Commands, self).main(arguments, prog_name or "ckpt", **extra), as_json="--json" in arguments)
+        sys.exit(code)
+
+
+class _UnknownName(click.UsageError):
+    """A name on the command line that does not exist, with the names that are close to it."""
+
+    def __init__(self, message: str, ctx: click.Context, suggestion: str | None) -> None:
+        super().__init__(message, ctx)
+        self.suggestion = suggestion
 
 
 @click.group(
     "ckpt",
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="A URL is a path or scheme://… . Every command takes --json and -q. Exit codes and JSON fields: docs/cli.md.",
 )
+@verbose
 @click.version_option(__version__, prog_name="ckpt", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Look at and check the checkpoints of distributed training.
+    """Inspect, check, convert and copy checkpoints of distributed training.
 
     \b
     Example:
@@ -95,22 +125,41 @@ def cli() -> None:
     """
 
 
-def _exit_code(run: Any, *, as_json: bool) -> int:
+def _documentation() -> str | None:
+    """The URL of the documentation, as the installed distribution's metadata have it."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    with suppress(PackageNotFoundError):
+        for entry in metadata("ckpt-toolkit").get_all("Project-URL") or ():
+            label, _, url = entry.partition(", ")
+            if label.lower() == "documentation":
+                return str(url)
+    return None
+
+
+def _exit_code(run: Callable[[], Any], *, as_json: bool) -> int:
     """Run a command; say what went wrong, if anything, and give the exit code."""
     try:
         code = run()
         _flush()
     except CkptError as err:
-        _say(type(err).__name__, err.message, err.where, err.hint, err.exit_code, as_json=as_json)
+        _report(type(err).__name__, err.message, err.where, _hint_of(err), err.exit_code, as_json=as_json)
         return err.exit_code
     except click.ClickException as err:
         context = getattr(err, "ctx", None)
-        hint = f"{context.command_path} --help" if context is not None else "ckpt --help"
-        _say("UsageError", err.format_message(), None, hint, 2, as_json=as_json)
+        hint = getattr(err, "suggestion", None) or (f"{context.command_path} --help" if context is not None else "ckpt --help")
+        _report("UsageError", err.format_message(), None, hint, 2, as_json=as_json)
         return 2
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as err:
+        hint = getattr(err, "hint", getattr(err.__cause__ or err.__context__, "hint", None))  # click wraps it into an Abort
+        click.echo("interrupted" if hint is None else f"interrupted\n  try: {hint}", err=True)
         return INTERRUPTED
+    except ModuleNotFoundError as err:
+        if err.name is None or err.name.partition(".")[0] == "ckpt":
+            raise
+        message, hint = f"this command needs {err.name}, which is not installed", f"pip install {err.name.partition('.')[0]}"
+        _report("UsageError", message, None, hint, 2, as_json=as_json)
+        return 2
     except BrokenPipeError:
         _let_go_of_stdout()  # whoever read our output has gone (ckpt ls | head)
         return 1
@@ -120,6 +169,18 @@ def _exit_code(run: Any, *, as_json: bool) -> int:
             _document(type(err).__name__, str(err), None, None, 1)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _hint_of(err: CkptError) -> str | None:
+    """The hint of an error; where nothing is at a URL, with the names beside it that are close."""
+    from ckpt.errors import NotFoundError
+
+    if not isinstance(err, NotFoundError) or err.where is None:
+        return err.hint
+    from .nearby import near_url
+
+    near = near_url(err.where)
+    return f"did you mean {near}?" if near is not None else err.hint
 
 
 def _flush() -> None:
@@ -137,7 +198,7 @@ def _let_go_of_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(kind: str, message: str, where: str | None, hint: str | None, code: int, *, as_json: bool) -> None:
+def _report(kind: str, message: str, where: str | None, hint: str | None, code: int, *, as_json: bool) -> None:
     where_line = "" if where is None else f"\n  where: {where}"
     hint_line = "" if hint is None else f"\n  try: {hint}"
     click.echo(printable(f"error: {message}{where_line}{hint_line}"), err=True)

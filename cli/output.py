@@ -1,17 +1,15 @@
-"""How a command speaks: data on stdout, talk on stderr; for people, as one JSON document, or bare for scripts.
-
-Names in a checkpoint are whatever its writer chose. Every line is made printable here, where it leaves the program; only the styles that
-:func:`style` gave become escape sequences.
-"""
+"""How a command prints: data on stdout, messages on stderr; for people, as one JSON document, or bare for scripts."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
-import secrets
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
@@ -20,47 +18,84 @@ import click
 from ckpt.errors import StorageError
 from ckpt.text.printable import printable, printable_json
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+from .styled import rendered
+from .styled import style as style
+from .table import table_lines
 
-_STYLES: dict[str, dict[str, Any]] = {"bold": {"bold": True}, "green": {"fg": "green"}, "red": {"fg": "red"}}
-_MARK = f"\ufdd0{secrets.token_hex(8)}"  # no name can contain it: nobody knows it before this process runs
-_STYLED = re.compile(f"{_MARK}([a-z]+)\ufdd1(.*?){_MARK}\ufdd1", re.DOTALL)
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """What the user asked for. ``quiet``: only names on stdout and only errors on stderr."""
+    """The form of output that the user chose. ``quiet``: only names on stdout and only errors on stderr."""
 
     json: bool = False
     quiet: bool = False
 
     def document(self, fields: Mapping[str, Any]) -> None:
-        """The one JSON document of a command, on stdout; on one line unless a person looks at it."""
+        """The one JSON document of a command, on stdout; on one line unless stdout is a terminal."""
         _print(printable_json(json.dumps(fields, ensure_ascii=False, allow_nan=False, indent=2 if sys.stdout.isatty() else None)))
 
     def line(self, text: str = "") -> None:
         """A line of data, on stdout. Colours are dropped where nobody would see them."""
-        _print(_rendered(text, colours=_colours(sys.stdout)))
+        _print(rendered(text, colours=_has_colours(sys.stdout)))
 
     def talk(self, text: str) -> None:
-        """A line that is not data, on stderr; nothing if quiet."""
+        """A message, on stderr; nothing if quiet."""
         if not self.quiet:
-            click.echo(_rendered(text, colours=_colours(sys.stderr)), err=True)
+            click.echo(rendered(text, colours=_has_colours(sys.stderr)), err=True)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Aligned columns under a head line, on stdout. A head with ``>`` before it aligns to the right; empty columns are left out."""
-        used = [i for i in range(len(heads)) if not rows or any(row[i] for row in rows)]
-        lines = [[style(heads[i].lstrip(">"), "bold") for i in used], *([row[i] for i in used] for row in rows)]
-        widths = [max(_width(line[at]) for line in lines) for at in range(len(used))]
-        for line in lines:
-            cells = [_pad(cell, width, right=heads[i].startswith(">")) for cell, width, i in zip(line, widths, used, strict=True)]
-            self.line("  ".join(cells).rstrip())
+        """Aligned columns under a head line, on stdout. ``>`` before a head aligns right, ``~`` marks free text that may wrap; empty
+        columns are left out. On a terminal the table fits its width, or COLUMNS; elsewhere each row is one uncut line."""
+        for line in table_lines(heads, rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
+            self.line(line)
 
 
 def options(command: Command) -> Command:
-    """The options that every command has: ``--json`` and ``-q``. The command takes them as ``as_json`` and ``quiet``."""
-    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON document; its fields are only ever added to.")(command)
-    return click.option("-q", "--quiet", is_flag=True, help="Print bare names or nothing; only errors on stderr.")(command)
+    """The options of every command: ``--json`` and ``-q``, which the command takes as ``as_json`` and ``quiet``, and ``-v``."""
+    json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+    quiet = click.option("-q", "--quiet", is_flag=True, callback=_log_errors_only, help="Print bare names or nothing, and only errors.")
+    return json_option(quiet(verbose(command)))
+
+
+def verbose(command: Command) -> Command:
+    """The option ``-v``, for a command and for ``ckpt`` itself; nothing is passed to the command."""
+    text = "Log what happens to stderr; -vv logs details."
+    return click.option("-v", "--verbose", count=True, expose_value=False, callback=_log_more, help=text)(command)
+
+
+class _LogLines(logging.Handler):
+    """Log messages on stderr, above a progress bar if there is one: ``click.echo`` finds the stream that the bar has put there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        moment = "" if record.levelno >= logging.WARNING else time.strftime("%H:%M:%S ", time.localtime(record.created))
+        click.echo(printable(f"{moment}{record.levelname.lower()}: {record.getMessage()}"), err=True)
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Print warnings of the package on stderr for the length of the block; ``-v`` and ``-q`` change the level within."""
+    logger, handler = logging.getLogger("ckpt"), _LogLines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _log_more(context: click.Context, parameter: click.Parameter, count: int) -> None:
+    if count:
+        logging.getLogger("ckpt").setLevel(logging.INFO if count == 1 else logging.DEBUG)
+
+
+def _log_errors_only(context: click.Context, parameter: click.Parameter, value: bool) -> bool:  # noqa: FBT001 - click's signature
+    if value:
+        logging.getLogger("ckpt").setLevel(logging.ERROR)
+    return value
 
 
 def _print(text: str) -> None:
@@ -73,34 +108,10 @@ def _print(text: str) -> None:
 
 
 def unwritable(err: OSError) -> StorageError:
-    """What to raise if standard output takes nothing more."""
+    """The error for a standard output that takes nothing more."""
     hint = "free space where it is redirected to, or redirect it elsewhere"
     return StorageError(f"standard output cannot be written: {err.strerror or err}", hint=hint)
 
 
-def style(text: str, name: str) -> str:
-    """``text`` to be shown ``bold``, ``green`` or ``red`` where the output has colours."""
-    return f"{_MARK}{name}\ufdd1{text}{_MARK}\ufdd1"
-
-
-def _rendered(text: str, *, colours: bool) -> str:
-    """The line as it goes to the stream: all but our own styles made printable."""
-    parts, at = [], 0
-    for match in _STYLED.finditer(text):
-        inner = printable(match[2], one_line=True)
-        parts += [printable(text[at : match.start()], one_line=True), click.style(inner, **_STYLES[match[1]]) if colours else inner]
-        at = match.end()
-    return "".join([*parts, printable(text[at:], one_line=True)])
-
-
-def _width(cell: str) -> int:
-    return len(_rendered(cell, colours=False))
-
-
-def _pad(cell: str, width: int, *, right: bool) -> str:
-    room = " " * (width - _width(cell))
-    return room + cell if right else cell + room
-
-
-def _colours(stream: TextIO) -> bool:
+def _has_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

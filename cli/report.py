@@ -15,13 +15,14 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.text import units
 
 from .output import Output, options
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.layout.mesh import Mesh
 
 
-@click.command("report", short_help="Draw saves: one HTML file, for a browser or print.")
-@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@click.command("report", short_help="Draw saves as one HTML file.")
+@click.argument("urls", metavar="URL...", nargs=-1, required=True, type=URL)
 @click.option("-o", "--out", metavar="FILE", required=True, help="Where the report goes; - is stdout.")
 @click.option("--price", metavar="NUMBER", help="What one rank costs for an hour, such as 2.50 or €2.50.")
 @click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Neighbouring ranks that share a machine.")

@@ -14,6 +14,7 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.text import units
 
 from .output import Output, options, style
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
@@ -28,7 +29,7 @@ _MENTIONED = 0.01
 
 
 @click.command("stats", short_help="Show where the time of a save went.")
-@click.argument("url")
+@click.argument("url", type=URL)
 @click.option("--ranks", "by_rank", is_flag=True, help="Show each rank, the slowest first.")
 @click.option("--heatmap", is_flag=True, help="Show all ranks at once, a line for each phase: dark is slow.")
 @click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing.")

@@ -7,10 +7,11 @@ import click
 from ckpt.errors import FormatError, UsageError
 
 from .output import Output, options
+from .parameters import URL
 
 
-@click.command("tag", short_help="Give a checkpoint a name that keeps it, or take it away.")
-@click.argument("url")
+@click.command("tag", short_help="Add or remove tags, which protect a checkpoint from removal.")
+@click.argument("url", type=URL)
 @click.argument("tags", nargs=-1)
 @click.option("-d", "--delete", is_flag=True, help="Take the TAGS away.")
 @options

@@ -1,4 +1,4 @@
-"""``ckpt verify``: every byte of a checkpoint against its digests."""
+"""``ckpt verify``: checks every byte of a checkpoint against its digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import click
 
 from ckpt.text import units
 
+from .interrupts import when_interrupted
 from .output import Output, options, style
+from .parameters import URL
 from .progress import progress
 
 if TYPE_CHECKING:
@@ -19,16 +21,16 @@ CORRUPT = 20
 MISFIT = 22
 
 
-@click.command("verify", short_help="Read a checkpoint whole and compare it with its digests.")
-@click.argument("url")
-@click.option("--threads", type=click.IntRange(min=1), help="How many read and hash at once. [default: one per core, 2 to 16]")
-@click.option("--semantic", is_flag=True, help="Also check that weights, masters, moments and steps fit each other.")
+@click.command("verify", short_help="Check every byte of a checkpoint against its digests.")
+@click.argument("url", type=URL)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read and hash. [default: one per core, 2 to 16]")
+@click.option("--semantic", is_flag=True, help="Also check that weights, master weights, moments and steps are consistent.")
 @options
 def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, quiet: bool) -> None:
-    """Check the checkpoint at URL: its index, the tiling of its tensors, its files, and every byte.
+    """Check the checkpoint at URL: its index, that its chunks cover each tensor exactly, its files, and every byte.
 
-    All problems are listed, not only the first one. The exit code is 0 if there is none and 20 if there is any;
-    22 if every byte is as it was written, and --semantic found that the tensors do not fit each other.
+    All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any. It is 22 if all bytes are
+    intact but --semantic finds tensors that are not consistent.
 
     \b
     Example:
@@ -38,7 +40,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     from ckpt.engine.verify.verify import verify
 
     output = Output(json=as_json, quiet=quiet)
-    with progress("verify", output) as update:
+    with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
         report = verify(url, threads=threads, progress=update)
     meaning = _check_semantic(url, threads) if semantic and report.ok else None
     if output.json:
@@ -88,7 +90,7 @@ def _print(report: VerifyReport, output: Output) -> None:
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
     if report.undigested:
-        output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not compared: this format keeps no digests of them")
+        output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not checked: this format keeps no digests of them")
 
 
 def _fields(url: str, report: VerifyReport) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ckpt.text import units
 from ckpt.text.printable import printable
 
 from .output import Output, options
+from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.observe.watching import Look, SaveWatcher
@@ -28,8 +29,8 @@ _REASON = 3.0
 _LEAST = 0.05
 
 
-@click.command("watch", short_help="Watch a save while it goes on.")
-@click.argument("url")
+@click.command("watch", short_help="Follow a save in progress.")
+@click.argument("url", type=URL)
 @click.option("--once", is_flag=True, help="Say what goes on now, and end.")
 @click.option("--interval", type=float, metavar="SECONDS", help="Seconds between two looks. [default: 1, on object stores 5]")
 @click.option("--timeout", default="10min", metavar="TIME", help="End if for TIME no save begins, or one does not move. [default: 10min]")

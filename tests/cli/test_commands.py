@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from ckpt.cli.main import COMMANDS, cli
 from ckpt.errors import CkptError
+from ckpt.text import units
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 
 STATE = {"lr": 0.5, "model": {"w": {"$tensor": "model.wq.weight"}}, "names": ["a", "b"], "sampler": {"seed": 3}}
@@ -49,10 +51,11 @@ def test_ls(run_root: Path) -> None:
     result = ckpt("ls", run_root)
     size = f"{sum(a.nbytes for a in sample().values())} B"
     head, first, second, third = rows(result)
-    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "RANKS", "AGE", "WHY NOT"]
-    assert first[:5] == [f"{run_root}/step-5", "5", "committed", size, "2"]
-    assert second[:5] == [f"{run_root}/step-10", "10", "committed", size, "3"]
-    assert third[:3] == [f"{run_root}/step-15", "15", "unfinished"]
+    disk = {n: units.size(sum(f.stat().st_size for f in (run_root / f"step-{n}").rglob("*") if f.is_file())) for n in (5, 10, 15)}
+    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "ON DISK", "RANKS", "AGE", "REASON"]
+    assert first[:6] == ["step-5", "5", "committed", size, disk[5], "2"]
+    assert second[:6] == ["step-10", "10", "committed", size, disk[10], "3"]
+    assert third[:4] == ["step-15", "15", "unfinished", disk[15]]
     assert (result.exit_code, result.stderr) == (0, "")
 
 
@@ -83,7 +86,10 @@ def test_ls_json(run_root: Path) -> None:
         "sources",
         "link",
         "also",
+        "stored_bytes",
     }
+    for step in found["steps"]:
+        assert step["stored_bytes"] == sum(f.stat().st_size for f in Path(step["url"]).rglob("*") if f.is_file())
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:
@@ -96,7 +102,7 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
 
 
 def test_inspect(run_root: Path) -> None:
-    result = ckpt("inspect", run_root / "step-10")
+    result = ckpt("inspect", run_root / "step-10", "*")
     arrays = sample()
     table = {line[0]: line[1:] for line in rows(result)[1:-1]}
     assert table["model.wq.weight"] == ["float32", "10 × 6", "240 B", "3"]
@@ -105,6 +111,36 @@ def test_inspect(run_root: Path) -> None:
     assert table.keys() == {*arrays, "tied"}
     elements, size = sum(a.size for a in arrays.values()), sum(a.nbytes for a in arrays.values())
     assert result.stdout.splitlines()[-1] == f"5 tensors, {elements} elements, {size} B in 11 chunks (ckpt 1)"
+
+
+def test_inspect_shows_a_head_and_a_tree(run_root: Path) -> None:
+    result = ckpt("inspect", run_root / "step-10")
+    head, _, tree = result.stdout.partition("\n\n")
+    fields = dict(line.split(": ", 1) for line in head.splitlines())
+    files = data_files(run_root / "step-10")
+    assert fields["checkpoint"] == str(run_root / "step-10") and fields["step"] == "10"
+    assert fields["format"].startswith("ckpt 1, written by ckpt ") and fields["format"].endswith(", 3 ranks")
+    assert fields["on disk"] == f"{units.size(sum(f.stat().st_size for f in files))} in 3 data files"
+    arrays = sample()
+    assert "int64 in 1 tensor" in fields["dtypes"] and " UTC, " in fields["saved"]
+    lines = [line.split() for line in tree.splitlines()[1:-1]]
+    inside = [a for name, a in arrays.items() if name.startswith("model.")]
+    assert ["model", str(len(inside)), str(sum(a.nbytes for a in inside)), "B"] in lines
+    assert ["wq.weight", "240", "B", "float32", "10", "×", "6"] in lines
+    assert ["tied", "=", "model.wq.weight"] in lines
+    flat = [line.split() for line in ckpt("inspect", "--depth", "1", run_root / "step-10").stdout.partition("\n\n")[2].splitlines()]
+    assert ["wq.weight"] not in [line[:1] for line in flat] and ["model"] in [line[:1] for line in flat]
+
+
+def test_the_tree_is_as_deep_as_40_lines(tmp_path: Path) -> None:
+    arrays = {f"m.layers.{layer}.{name}": np.zeros(2, np.float32) for layer in range(12) for name in ("a", "b", "c")}
+    write_checkpoint(str(tmp_path / "few"), dict(list(arrays.items())[:24]))
+    write_checkpoint(str(tmp_path / "many"), arrays)
+    few, many = (ckpt("inspect", tmp_path / name).stdout.partition("\n\n")[2].splitlines()[1:-1] for name in ("few", "many"))
+    assert len(few) == 1 + 8 + 24 and len(many) == 1 + 12
+    assert [line.split()[0] for line in many] == ["m.layers", *(str(n) for n in range(12))]  # 9 before 10
+    assert len(ckpt("inspect", "--depth", "9", tmp_path / "many").stdout.partition("\n\n")[2].splitlines()) == 2 + 1 + 12 + 36
+    assert ckpt("inspect", "--depth", "2", tmp_path / "many", "m.*").exit_code == 2
 
 
 def test_inspect_a_pattern(run_root: Path) -> None:
@@ -129,6 +165,11 @@ def test_inspect_json(run_root: Path) -> None:
         "bytes": sum(a.nbytes for a in arrays.values()),
         "chunks": sum(len(stored(path)) for path in data_files(run_root / "step-5")),
     }
+    summary = found["summary"]
+    assert (summary["step"], summary["world_size"], summary["codec"]) == (5, 2, None)
+    assert summary["stored_bytes"] == sum(f.stat().st_size for f in data_files(run_root / "step-5"))
+    assert sum(kind["bytes"] for kind in summary["kinds"]) == found["totals"]["bytes"]
+    assert sum(summary["dtypes"].values()) == 5
     tensors = {t["name"]: t for t in found["tensors"]}
     assert {n: (t["dtype"], tuple(t["shape"]), t["bytes"]) for n, t in tensors.items() if n != "tied"} == {
         n: (a.dtype.name, a.shape, a.nbytes) for n, a in arrays.items()
@@ -210,7 +251,7 @@ MORE = {"convert": ("--to", "native"), "advise": ("--mtbf", "6h"), "report": ("-
 """What a command needs besides URLs."""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "completion"])
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
     targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import") else []
     result = ckpt(command, "--json", tmp_path / "nothing", *MORE.get(command, ()), *targets)

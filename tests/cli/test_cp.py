@@ -45,7 +45,7 @@ def test_copies_into_a_run_under_its_own_name(tmp_path: Path, step: Path) -> Non
         "seconds": said["seconds"],
         "dry_run": False,
     }
-    assert "6 files there already" in run("cp", str(step), f"{tmp_path}/other/").stdout
+    assert "6 files already at the destination" in run("cp", str(step), f"{tmp_path}/other/").stdout
 
 
 def test_a_dry_run_only_tells(tmp_path: Path, step: Path) -> None:

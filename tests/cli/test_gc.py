@@ -17,6 +17,7 @@ from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.text import units
 
 
 def run(*arguments: str) -> Any:
@@ -123,3 +124,34 @@ def test_what_a_virtual_checkpoint_points_into_stays(tmp_path: Path, name: str, 
     assert sorted(p.name for p in root.iterdir()) == sorted(["step-00000001", name, "step-00000007"])
     assert ("used by imported" if name == "imported" else "step 6") in told.stdout
     assert verify(str(root / name)).ok
+
+
+def size_on_disk(*places: Path) -> int:
+    return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+
+
+def test_the_bytes_and_the_result(root: str) -> None:
+    steps = [Path(root) / f"step-0000000{n}" for n in (1, 2, 3, 4)]
+    sizes = [size_on_disk(step) for step in steps]
+    asked = run("gc", root, "--keep", "latest=2")
+    assert asked.stderr == f"2 would be removed, {units.size(sum(sizes[:2]))}; --yes removes them\n"
+    assert [line.split()[:4] for line in asked.stdout.splitlines()[1:]] == [
+        [step.name, action, *units.size(size).split()]
+        for step, action, size in zip(steps, ("remove", "remove", "keep", "keep"), sizes, strict=True)
+    ]
+    document = json.loads(run("gc", root, "--keep", "latest=3", "--yes", "--json").stdout)
+    assert [s["bytes"] for s in document["steps"]] == sizes
+    assert (document["removed"], document["removed_bytes"]) == (1, sizes[0])
+    done = run("gc", root, "--keep", "latest=1", "--yes")
+    assert done.stderr == f"2 removed, {units.size(sum(sizes[1:3]))}; 1 checkpoint kept, {units.size(sizes[3])}\n"
+    assert run("gc", root, "--yes").stderr == f"nothing removed; 1 checkpoint kept, {units.size(sizes[3])}\n"
+    assert run("gc", root).stderr == "nothing to remove\n"
+    assert run("gc", "-q", root, "--yes").output == ""
+
+
+def test_a_single_checkpoint_is_refused(root: str) -> None:
+    for more in ([], ["--yes", "--keep", "latest=1", "--older-than", "0"]):
+        refused = run("gc", f"{root}/step-00000002", *more)
+        assert refused.exit_code == 2 and "this is a single checkpoint; gc works on the run that contains it" in refused.stderr
+        assert f"  try: ckpt gc {root}; or `rm -r`" in refused.stderr
+    assert numbers(root) == [1, 2, 3, 4]

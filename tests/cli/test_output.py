@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
-import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,9 +15,7 @@ from ckpt.cli.output import Output
 from ckpt.cli.progress import Lines, progress
 from ckpt.text import units
 from tests.cli.checkpoints import sample, write_checkpoint
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from ckpt.cli.start import main; main()"]
+from tests.cli.terminal import ROOT, START, on_a_terminal
 
 
 @pytest.mark.parametrize(
@@ -100,26 +95,6 @@ def test_progress_without_bytes_or_voice(capsys: pytest.CaptureFixture[str], mon
 # ------------------------------------------------------------------------------------------------------- a real process
 
 
-def _on_a_terminal(args: list[str], **environment: str) -> str:
-    """Everything that a command prints when stdout and stderr are a terminal."""
-    ours, theirs = pty.openpty()
-    env = {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", **environment}
-    process = subprocess.Popen([*COMMAND, *args], cwd=ROOT, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    printed = b""
-    while True:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # Linux: the other side is closed
-            break
-        if not data:
-            break
-        printed += data
-    os.close(ours)
-    assert process.wait() == 0
-    return printed.decode()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("run") / "step-1"
@@ -128,22 +103,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_colours_only_where_they_are_seen(checkpoint: str) -> None:
-    assert "\x1b[32mcommitted" in _on_a_terminal(["ls", checkpoint])
-    assert "\x1b" not in _on_a_terminal(["ls", checkpoint], NO_COLOR="1")
-    assert "\x1b" not in _on_a_terminal(["ls", checkpoint], TERM="dumb")
-    piped = subprocess.run([*COMMAND, "ls", checkpoint], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "\x1b[32mcommitted" in on_a_terminal("ls", checkpoint)
+    assert "\x1b" not in on_a_terminal("ls", checkpoint, NO_COLOR="1")
+    assert "\x1b" not in on_a_terminal("ls", checkpoint, TERM="dumb")
+    piped = subprocess.run([*START, "ls", checkpoint], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "committed" in piped.stdout
     assert "\x1b" not in piped.stdout + piped.stderr
 
 
 def test_a_bar_on_a_terminal(checkpoint: str) -> None:
-    assert "verify" in _on_a_terminal(["verify", checkpoint]).partition("ok")[0]
-    assert _on_a_terminal(["verify", "-q", checkpoint]) == ""
+    assert "verify" in on_a_terminal("verify", checkpoint).partition("ok")[0]
+    assert on_a_terminal("verify", "-q", checkpoint) == ""
 
 
 def test_a_reader_that_leaves_is_no_error_worth_a_traceback(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path), {f"tensor.{i:05d}": np.zeros(2, dtype=np.uint8) for i in range(4000)}, ranks=1)
-    process = subprocess.Popen([*COMMAND, "inspect", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*START, "inspect", str(tmp_path), "*"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -158,7 +133,7 @@ def test_a_reader_that_leaves_is_no_error_worth_a_traceback(tmp_path: Path) -> N
 def test_standard_output_that_takes_nothing_is_an_error(tmp_path: Path, command: list[str], more: list[str]) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, *command, str(tmp_path), *more], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run([*START, *command, str(tmp_path), *more], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (30, "error: standard output cannot be written: No space left on device")
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -16,8 +14,8 @@ import torch
 
 import ckpt
 from ckpt.errors import CkptError
+from tests.cli.terminal import START, on_a_terminal
 
-START = [sys.executable, "-c", "from ckpt.cli.start import main; main()"]
 ESCAPES = "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "\u202egnp.exe", "a\nok: forged", "\r", "\u2028", "\x7f"
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 OURS = re.compile("\x1b\\[(0|1|31|32)m")
@@ -33,24 +31,10 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def on_a_terminal(*args: str) -> str:
-    """All that the command writes to a terminal of its own."""
-    leader, follower = pty.openpty()
+def shown_by(*args: str) -> str:
+    """All that the command writes to a terminal."""
     term = "dumb" if args[0] in ("verify", "diff") else "xterm"  # their progress bars move the cursor themselves
-    process = subprocess.Popen([*START, *args], stdout=follower, stderr=follower, close_fds=True, env={**os.environ, "TERM": term})
-    os.close(follower)
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(leader, 1 << 16)
-        except OSError:  # the process has ended and closed its side
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(leader)
-    process.wait(60)
-    return b"".join(chunks).decode().replace("\r\n", "\n")
+    return on_a_terminal(*args, columns=300, code=None, TERM=term)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +53,7 @@ def on_a_terminal(*args: str) -> str:
     ids=lambda args: " ".join(args[:2]).replace("{}/", ""),
 )
 def test_nothing_reaches_the_terminal_that_it_would_obey(hostile: Path, args: tuple[str, ...]) -> None:
-    shown = on_a_terminal(*(arg.format(hostile) for arg in args))
+    shown = shown_by(*(arg.format(hostile) for arg in args))
     assert shown.strip()
     assert FORBIDDEN.findall(OURS.sub("", shown)) == []
     assert "\nok: forged" not in shown
@@ -88,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_printably(hostile: Path, tmp_path: Path) 
 
     raw = json.dumps(record).encode()
     (tmp_path / "checkpoint.json").write_bytes(raw.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(raw).encode()))
-    shown = on_a_terminal("inspect", str(tmp_path))
+    shown = shown_by("inspect", str(tmp_path))
     assert "\\x1b[31mred" in shown
     assert "\x1b" not in shown
 

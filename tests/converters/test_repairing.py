@@ -229,13 +229,13 @@ def test_what_it_says(files: Path, tmp_path: Path) -> None:
     assert "ckpt convert --repair" in run("inspect", source).stdout
     command = ("convert", "--repair", "--job", "data_parallel_size=3", "--to", "native", source, made)
     found = run(*command, "--dry-run")
-    assert "repaired: 63 tensors, 31,080 elements would be mended, 3,120 lost ones would be filled" in found.stdout
+    assert "repaired: 63 tensors, 31,080 elements would be repaired, 3,120 lost ones would be filled" in found.stdout
     assert "and 53 more: --json lists all" in found.stdout and not Path(made).exists()
     said = json.loads(run(*command, "--json").stdout)["repair"]
     assert (said["needed"], said["mended"], said["filled"], len(said["tensors"])) == (True, 31_080, 3_120, 63)
     qkv = next(t for t in said["tensors"] if t["tensor"].endswith("layers.0.self_attention.linear_qkv.weight.master"))
     assert (qkv["mended"], qkv["filled"]) == (48 * 24 - 40, 40)
     again = run("convert", "--repair", "--to", "torch", made, str(tmp_path / "o.pt"))
-    assert "nothing was to be repaired: no defect is known in such a checkpoint (ckpt 1)" in again.stdout
+    assert "nothing to repair: no defect is known in such a checkpoint (ckpt 1)" in again.stdout
     assert run("convert", "--repair", "--job", "x", "--to", "native", source, made).exit_code == 2
     assert json.loads(run("convert", "--to", "torch", made, str(tmp_path / "p.pt"), "--json").stdout)["repair"] is None

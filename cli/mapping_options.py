@@ -1,0 +1,102 @@
+"""Options of the commands that translate names and layouts of tensors: which mapping, into which convention, what to skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ckpt.errors import UsageError
+from ckpt.text import units
+
+from .parameters import GroupedOption, OneOf
+
+if TYPE_CHECKING:
+    from ckpt.plan.views import LogicalTensor
+
+_MAPPINGS = ("llama", "mixtral", "qwen-moe", "deepseek-v3", "llama-plain", "transformers-moe", "transformers-mixtral")
+_CONVENTIONS = ("huggingface", "megatron", "plain", "transformers")
+_option = partial(click.option, cls=GroupedOption, group="Naming")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class MappingChoice:
+    """The values of ``--names``, ``--convention`` and ``--set``."""
+
+    names: str | None
+    convention: str | None
+    numbers: tuple[str, ...]
+
+
+def mapping_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--names``, ``--convention`` and ``--set``; the command takes them as one ``mapping``."""
+
+    @wraps(command)
+    def with_mapping(*args: Any, names: str | None, convention: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
+        return command(*args, mapping=MappingChoice(names, convention, numbers), **options)
+
+    names = _option(
+        "--names",
+        metavar="MAPPING",
+        type=OneOf(_MAPPINGS, open_ended=True),
+        help=f"Translate names and layouts of tensors: {', '.join(_MAPPINGS)}, or the path of a .toml file. llama covers Mistral and Qwen.",
+    )
+    convention = _option(
+        "--convention",
+        metavar="NAME",
+        type=OneOf(_CONVENTIONS, open_ended=True),
+        help=f"The convention to translate to: {', '.join(_CONVENTIONS)}.",
+    )
+    numbers = _option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not contain.")
+    return names(convention(numbers(with_mapping)))
+
+
+def skip_option(command: Command) -> Command:
+    """``--skip``; the command takes it as ``skip``."""
+    text = "Leave out tensors whose name in SRC matches GLOB, before --names applies. Repeatable."
+    return click.option("--skip", cls=GroupedOption, group="Selection", multiple=True, metavar="GLOB", help=text)(command)
+
+
+def views_of(
+    source: str, mapping: MappingChoice, config: str | None = None
+) -> Callable[[Mapping[str, Sequence[int]]], dict[str, LogicalTensor]] | None:
+    """The translation that the options ask for; None if they ask for none. A ``config`` of transformers has numbers of the model too.
+
+    Raises:
+        UsageError: one of them is missing or wrong.
+    """
+    if (mapping.convention is None) != (mapping.names is None):
+        raise UsageError("--names and --convention are only valid together", hint="--names llama --convention megatron")
+    if mapping.convention is None or mapping.names is None:
+        if mapping.numbers:
+            raise UsageError("--set is only valid with --names", hint="--names llama --convention megatron")
+        return None
+    from ckpt.converters.mapping.convention import translated_views
+    from ckpt.converters.targets.hf_config import read_configuration
+
+    numbers = {**read_configuration(config).numbers, **parse_numbers(mapping.numbers, "--set", "query_groups=8")}
+    return translated_views(source, mapping.names, mapping.convention, numbers)
+
+
+def left_out_message(names: Sequence[str]) -> str:
+    """The message about tensors and values of the source that the target does not have."""
+    return f"left out: {units.plural(len(names), 'name')}, such as {names[0]}"
+
+
+def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, int]:
+    """The numbers of an option that is given as ``NAME=N``, any number of times.
+
+    Raises:
+        UsageError: a text is something else.
+    """
+    numbers = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value.isdecimal():
+            raise UsageError(f"{option} expects NAME=N, not {text!r}", hint=f"{option} {example}")
+        numbers[name] = int(value)
+    return numbers
