@@ -10,8 +10,8 @@ import click
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.text import units
 
-from .output import Output, options
-from .parameters import URL
+from .console.output import Output, options
+from .console.parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step

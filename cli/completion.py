@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from .output import Output, options
-from .parameters import OneOf
+from .console.output import Output, options
+from .console.parameters import OneOf
 
 _SHELLS = ("bash", "zsh", "fish")
 

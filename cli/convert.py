@@ -15,12 +15,12 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
-from .interrupts import when_interrupted
+from .console.interrupts import when_interrupted
+from .console.output import Command, Output, options, style
+from .console.parameters import URL, GroupedCommand, GroupedOption, OneOf
+from .console.progress import progress
+from .console.requirements import require_torch
 from .mapping_options import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
-from .output import Command, Output, options, style
-from .parameters import URL, GroupedCommand, GroupedOption, OneOf
-from .progress import progress
-from .requirements import require_torch
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport

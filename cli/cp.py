@@ -9,11 +9,11 @@ import click
 
 from ckpt.text import units
 
-from .interrupts import when_interrupted
-from .output import Output, options, style
-from .parameters import URL
-from .progress import Update, progress
-from .requirements import require_torch
+from .console.interrupts import when_interrupted
+from .console.output import Output, options, style
+from .console.parameters import URL
+from .console.progress import Update, progress
+from .console.requirements import require_torch
 
 if TYPE_CHECKING:
     from ckpt.maintenance.copy import CopyReport

@@ -11,10 +11,10 @@ import click
 from ckpt.errors import UsageError
 from ckpt.text import units
 
+from .console.output import Output, options, style
+from .console.parameters import URL
+from .console.progress import progress
 from .mapping_options import MappingChoice, mapping_options, views_of
-from .output import Output, options, style
-from .parameters import URL
-from .progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance

@@ -9,11 +9,11 @@ import click
 
 from ckpt.text import units
 
-from .interrupts import when_interrupted
+from .console.interrupts import when_interrupted
+from .console.output import Output, options, style
+from .console.parameters import URL
+from .console.progress import progress
 from .mapping_options import MappingChoice, left_out_message, mapping_options, skip_option, views_of
-from .output import Output, options, style
-from .parameters import URL
-from .progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.virtual.importer import ImportReport

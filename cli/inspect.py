@@ -13,9 +13,9 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.text import units
 from ckpt.text.suggest import did_you_mean
 
+from .console.output import Output, options, style
+from .console.parameters import URL
 from .outline import head_rows, summary, tree_rows
-from .output import Output, options, style
-from .parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog, TensorEntry
@@ -80,8 +80,7 @@ def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[st
 
 
 def _print_outline(catalog: Catalog, entries: Sequence[TensorEntry], depth: int | None, output: Output) -> None:
-    for label, text in head_rows(catalog, summary(catalog, entries)):
-        output.line(f"{style(f'{label}:', 'bold')} {text}")
+    output.table(("", "~"), [(style(label, "bold"), text) for label, text in head_rows(catalog, summary(catalog, entries))])
     output.line()
     output.table(("NAME", ">TENSORS", ">BYTES", "DTYPE", "SHAPE"), tree_rows(entries, depth))
     _print_totals(catalog, entries, output)

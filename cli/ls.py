@@ -10,8 +10,8 @@ import click
 
 from ckpt.text import units
 
-from .output import Output, options, style
-from .parameters import URL
+from .console.output import Output, options, style
+from .console.parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step

@@ -23,8 +23,8 @@ from ckpt.errors import CkptError, StorageError
 from ckpt.text.printable import printable
 from ckpt.text.suggest import did_you_mean
 
-from .interrupts import INTERRUPTED, quit_at_once
-from .output import Output, logging_to_stderr, unwritable, verbose
+from .console.interrupts import INTERRUPTED, quit_at_once
+from .console.output import Output, logging_to_stderr, unwritable, verbose
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",

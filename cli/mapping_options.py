@@ -12,7 +12,7 @@ import click
 from ckpt.errors import UsageError
 from ckpt.text import units
 
-from .parameters import GroupedOption, OneOf
+from .console.parameters import GroupedOption, OneOf
 
 if TYPE_CHECKING:
     from ckpt.plan.views import LogicalTensor

@@ -20,6 +20,8 @@ def near_url(url: str) -> str | None:
         beside = [entry.rstrip("/") for entry in open_backend(parent or ("/" if url.startswith("/") else ".")).list_dir("")[:_LISTED]]
     except CkptError:
         return None  # the storage fails, or the directory above does not exist either: the error itself says enough
+    if name in beside:
+        return None
     number = step_number(name)
     same = [entry for entry in beside if number is not None and step_number(entry) == number]
     # a step with another number is another checkpoint, never a typing error of this one

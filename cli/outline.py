@@ -55,7 +55,6 @@ def _codec(catalog: Catalog, entries: Sequence[TensorEntry]) -> str:
 def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The head for people: a label and what it says, a pair for each line."""
     record: CommitRecord | None = getattr(catalog, "record", None)
-    yield "checkpoint", catalog.url
     if fields["step"] is not None:
         yield "step", str(fields["step"])
     if record is not None:
@@ -79,14 +78,14 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 @dataclass(kw_only=True, slots=True)
-class _Branch:
+class _NameTree:
     """The tensors whose names begin alike: a module, say."""
 
     tensors: int = 0
     bytes: int = 0
     entry: TensorEntry | None = None
     """The tensor of exactly this name."""
-    below: dict[str, _Branch] = field(default_factory=dict)
+    below: dict[str, _NameTree] = field(default_factory=dict)
 
 
 def tree_rows(entries: Sequence[TensorEntry], depth: int | None) -> list[tuple[str, ...]]:
@@ -103,12 +102,12 @@ def tree_rows(entries: Sequence[TensorEntry], depth: int | None) -> list[tuple[s
     return rows
 
 
-def _tree_of(entries: Sequence[TensorEntry]) -> _Branch:
-    root = _Branch()
+def _tree_of(entries: Sequence[TensorEntry]) -> _NameTree:
+    root = _NameTree()
     for entry in entries:
         branch = root
         for part in entry.name.split("."):
-            branch = branch.below.setdefault(part, _Branch())
+            branch = branch.below.setdefault(part, _NameTree())
             if entry.alias is None:  # the bytes of an alias are those of another tensor
                 branch.tensors += 1
                 branch.bytes += entry.nbytes
@@ -116,7 +115,7 @@ def _tree_of(entries: Sequence[TensorEntry]) -> _Branch:
     return root
 
 
-def _rows(branch: _Branch, depth: int, indent: str) -> Iterator[tuple[str, ...]]:
+def _rows(branch: _NameTree, depth: int, indent: str) -> Iterator[tuple[str, ...]]:
     for name, child in sorted(branch.below.items(), key=lambda item: _natural(item[0])):
         while len(child.below) == 1 and child.entry is None:
             ((part, child),) = child.below.items()

@@ -14,8 +14,8 @@ import click
 from ckpt.errors import StorageError, UsageError
 from ckpt.text import units
 
-from .output import Output, options
-from .parameters import URL
+from .console.output import Output, options
+from .console.parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.layout.mesh import Mesh

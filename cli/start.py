@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from .interrupts import quit_at_once
+from .console.interrupts import quit_at_once
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ import click
 
 from ckpt.errors import FormatError, UsageError
 
-from .output import Output, options
-from .parameters import URL
+from .console.output import Output, options
+from .console.parameters import URL
 
 
 @click.command("tag", short_help="Add or remove tags, which protect a checkpoint from removal.")

@@ -8,10 +8,10 @@ import click
 
 from ckpt.text import units
 
-from .interrupts import when_interrupted
-from .output import Output, options, style
-from .parameters import URL
-from .progress import progress
+from .console.interrupts import when_interrupted
+from .console.output import Output, options, style
+from .console.parameters import URL
+from .console.progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.semantic import SemanticReport

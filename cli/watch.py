@@ -13,8 +13,8 @@ from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import units
 from ckpt.text.printable import printable
 
-from .output import Output, options
-from .parameters import URL
+from .console.output import Output, options
+from .console.parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.observe.watching import Look, SaveWatcher

@@ -19,7 +19,7 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("_version", "concurrency", "needs", "text.__init__", "text.printable"),
+    ("_version", "concurrency", "needs", "text.__init__", "text.printable", "text.suggest"),
     ("errors",),
     ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
     ("io_backends", "tree"),

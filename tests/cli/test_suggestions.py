@@ -62,4 +62,4 @@ def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     code, stderr = run("inspect", tmp_path / "step-1", "model.wq.wieght")
     assert code == 21 and "did you mean model.wq.weight?" in stderr
-    assert "the first of 4 are" in run("inspect", tmp_path / "step-1", "zzz*")[1]
+    assert "the first of 5 are" in run("inspect", tmp_path / "step-1", "zzz*")[1]

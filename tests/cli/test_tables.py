@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli.styled import rendered, style
-from ckpt.cli.table import table_lines
+from ckpt.cli.console.styled import rendered, style
+from ckpt.cli.console.table import table_lines
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.cli.terminal import START, environment, on_a_terminal
 

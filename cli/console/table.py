@@ -42,12 +42,13 @@ class Column:
 
 
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None) -> Iterator[str]:
-    """The lines of a table. Columns without any text are left out, unless there is no row at all."""
+    """The lines of a table. A column without any text is left out, unless there is no row at all; so is a head line without any."""
     columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads) if not rows or any(row[i] for row in rows)]
     for part in _parts(columns, limit):
         if limit is not None:
             _narrow(part, limit)
-        yield _joined(part, [style(column.head, "bold") for column in part])
+        if any(column.head for column in part):
+            yield _joined(part, [style(column.head, "bold") for column in part])
         for row in range(len(rows)):
             cells = [column.lines_of(row) for column in part]
             for n in range(max(map(len, cells))):
