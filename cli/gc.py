@@ -202,7 +202,10 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
         removed, why = step.url in gone, () if step.number is None else reasons.get(step.number, ())
         if not step.committed and not step.damaged:
             saves = [o for o in orphans if o.what in ("save", "conversion") and o.directory in ("", directory_name(step))]
-            removed, why = bool(saves) and all(o.removable for o in saves), tuple(dict.fromkeys(o.reason for o in saves)) or ("not committed",)
+            removed, why = (
+                bool(saves) and all(o.removable for o in saves),
+                tuple(dict.fromkeys(o.reason for o in saves)) or ("not committed",),
+            )
         elif step.number is None:
             why = ("it has no step number",)
         why = (*why, *_link_reasons(step, removed=removed and step.url in gone))

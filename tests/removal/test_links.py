@@ -301,7 +301,7 @@ def test_links_inside_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(StorageError, match="beyond a symbolic link.*disk"):
         open_backend(str(url)).delete(f"data/{next(iter(before))}")
     ckpt.save(str(url), state(2))
-    assert "debris" in caplog.text and "symbolic link" in caplog.text
+    assert "orphan" in caplog.text and "symbolic link" in caplog.text
     assert before.items() <= contents(tmp_path / "disk").items() and stored(str(url)) == 2
     remove_at(str(url))
     assert before.items() <= contents(tmp_path / "disk").items()
