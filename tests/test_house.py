@@ -39,7 +39,19 @@ FLOORS = (
 PURE = tuple(
     f"ckpt.{name}"
     for name in (
-        *("_version", "catalog", "concurrency.workers", "dtypes", "errors", "layout", "plan", "policies", "reread", "settings"),
+        *(
+            "_version",
+            "catalog",
+            "concurrency.waits",
+            "concurrency.workers",
+            "dtypes",
+            "errors",
+            "layout",
+            "plan",
+            "policies",
+            "reread",
+            "settings",
+        ),
         *("text", "tracing.progress", "tracing.spans", "tree"),
     )
 )

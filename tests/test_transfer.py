@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.byte_source import digest_reader
 from ckpt.concurrency.spread import spread
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
@@ -233,6 +234,7 @@ def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_files, "BUFFER", 1 << 20)
+    monkeypatch.setattr(digest_reader, "PIECE", 1 << 20)
     write_checkpoint(str(tmp_path / "s"), {"w": np.arange(8 << 20, dtype=np.int32), "v": np.ones((64, 4096))}, ranks=1)
     tracemalloc.start()
     try:

@@ -16,25 +16,25 @@ Thread-safe. Scratch memory belongs to a thread, and is as long as its longest r
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ckpt.catalog import Extent
+from ckpt.concurrency.waits import waits_so_far
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.reread import read_checked
 
 from .chunk import ChunkName, crc_difference, damaged, digest_difference, has_digest
-from .port import ByteSource
+from .port import ByteSource, SpanRecorder
 
 T = TypeVar("T")
 Verify = Literal["full", "partial", "off"]
@@ -50,13 +50,6 @@ PROBE = 4 << 20
 PAGE = 4096
 SPARE = 512
 """Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
-
-
-class SpanRecorder(Protocol):
-    """Where the time of a load is recorded."""
-
-    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]: ...
-    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None: ...
 
 
 class DigestReader:
@@ -105,7 +98,7 @@ class DigestReader:
         Raises:
             StorageError: the storage failed.
         """
-        before = _waits() if self.read < PROBE else None
+        before = waits_so_far() if self.read < PROBE else None
         if digest is None or not digest.compares:
             with self.span("read", len(memory)):
                 self.source.read_into(path, offset, memory)
@@ -122,7 +115,7 @@ class DigestReader:
         self._local.unchecked = self._unchecked() + len(memory)
         with self._lock:
             self.read += len(memory)
-            self.waits += _waits() - before if before is not None else 0
+            self.waits += waits_so_far() - before if before is not None else 0
         self.beat()
 
     def reread(self, extent: Extent, read: Callable[[], T]) -> T:
@@ -164,6 +157,17 @@ class DigestReader:
         for at in range(0, extent.length, self.piece):
             self.fill(extent.path, extent.offset + at, memory[: min(self.piece, extent.length - at)], digest)
 
+    def verify_chunk(self, chunk: ChunkName) -> None:
+        """Read the stored bytes of a chunk only to compare them. Within :meth:`reread`.
+
+        Raises:
+            CorruptError: they are not what the digest says.
+            StorageError: the storage failed.
+        """
+        digest = ChunkDigest(self, chunk)
+        self.pass_over(chunk, digest)
+        digest.end()
+
     def recheck(self, chunk: ChunkName, damage: CorruptError) -> None:
         """Read a chunk again that was put into place before its digest turned out wrong: is it stored like that?
 
@@ -176,9 +180,7 @@ class DigestReader:
         def read() -> None:
             if before:
                 raise before.pop()
-            digest = ChunkDigest(self, chunk)
-            self.pass_over(chunk, digest)
-            digest.end()
+            self.verify_chunk(chunk)
 
         self.reread(chunk.extent, read)
 
@@ -346,11 +348,6 @@ class ChunkDigest:
 
 def _plain(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.empty(nbytes, dtype=np.uint8)
-
-
-def _waits() -> int:
-    """How often this thread has given up its core of its own accord."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
 _NO_SPAN: AbstractContextManager[object] = nullcontext()

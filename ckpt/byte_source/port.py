@@ -21,6 +21,7 @@ what it reads from storage for others (``engine.load.shared_reads``): with memor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ckpt.io_backends.protocol import IOHints
@@ -58,3 +59,10 @@ class ByteSource(Protocol):
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """Let caches forget these bytes, so that the next read gets them from where they are stored. Only a hint: it never fails."""
+
+
+class SpanRecorder(Protocol):
+    """Where the time of a load is recorded."""
+
+    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]: ...
+    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None: ...

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.byte_source.storage import StorageSource, source_of
 from ckpt.concurrency.spread import spread
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
@@ -119,6 +121,7 @@ class Transfer:
             )
         self.source = catalog.backend
         self.target = open_backend(target)
+        self.reader, self.checker = DigestReader(source_of(catalog)), DigestReader(StorageSource(self.target))
         if self.source.url == self.target.url:
             raise UsageError("source and target are the same place", where=target)
         self.catalog = catalog
@@ -206,7 +209,7 @@ class Transfer:
 
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""
-        checks = [FileCheck(self.target, f) for f in self.catalog.files if f.path in paths]
+        checks = [FileCheck(self.checker, f) for f in self.catalog.files if f.path in paths]
         for count in spread((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
             meter.add(count)
         damaged = {check.file.path for check in checks if check.damaged}
@@ -257,7 +260,7 @@ class Transfer:
         def jobs() -> Iterator[Job]:
             for file in self.catalog.files:
                 if file.path in missing:
-                    copies.append(FileCopy(self.source, self.target, file, self.made))
+                    copies.append(FileCopy(self.reader, self.target, file, self.made))
                     yield from copies[-1].jobs()
 
         try:

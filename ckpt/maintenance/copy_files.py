@@ -6,18 +6,17 @@ A file of up to ``BUFFER`` bytes is one read. Of a larger one the header is read
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import xxhash
-
-from ckpt.catalog import DataFile
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
+from ckpt.catalog import DataFile, Extent
 from ckpt.errors import CorruptError, NotFoundError, StorageError
-from ckpt.formats.native.datafiles.header import Header, StoredChunk, parse_header
+from ckpt.formats.native.datafiles.header import Header, parse_header
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.plan.reads import group_sorted
-from ckpt.reread import READS, read_checked
+from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.reread import READS
 
 BUFFER = 16 << 20
 """Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
@@ -29,29 +28,12 @@ Take = Callable[[int, memoryview], None]
 """Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again if it did not
 fit."""
 
-_buffers = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkRun:
-    """Chunks that lie one after another."""
-
-    chunks: tuple[StoredChunk, ...]
-
-    @property
-    def start(self) -> int:
-        return self.chunks[0].offset
-
-    @property
-    def stop(self) -> int:
-        return max(chunk.offset + chunk.length for chunk in self.chunks)
-
 
 class FileCopy:
     """One data file that is copied. It is committed at the target by the last of its jobs, and then added to ``made``."""
 
-    def __init__(self, source: Backend, target: Backend, file: DataFile, made: list[str]) -> None:
-        self._source = source
+    def __init__(self, reader: DigestReader, target: Backend, file: DataFile, made: list[str]) -> None:
+        self._reader = reader
         self._target = target
         self._file = file
         self._made = made
@@ -65,7 +47,7 @@ class FileCopy:
 
     def jobs(self) -> Iterator[Job]:
         """Raises CorruptError, here or in a job, if the file is not as the index says."""
-        jobs = _checked(self._source, self._file, self._take)
+        jobs = _checked(self._reader, self._file, self._take)
         self._left = len(jobs)
         for job in jobs:
             yield partial(self._run, job)
@@ -99,10 +81,10 @@ class FileCopy:
             self.abort()
             self._writer, self._spoiled = None, False
             self._taken.clear()
-            for job in _checked(self._source, self._file, self._take):
+            for job in _checked(self._reader, self._file, self._take):
                 job()
         if self._spoiled:
-            where = f"{self._source.url.rstrip('/')}/{self._file.path}"
+            where = f"{self._reader.source.url.rstrip('/')}/{self._file.path}"
             hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
         assert self._writer is not None
@@ -116,16 +98,16 @@ class FileCopy:
 
 
 class FileCheck:
-    """One data file that is at the target already. After its jobs ``damaged`` says whether it has to be copied again."""
+    """One data file that is at the target already, which ``reader`` reads. After its jobs ``damaged`` says whether it has to be copied."""
 
-    def __init__(self, target: Backend, file: DataFile) -> None:
-        self._target = target
+    def __init__(self, reader: DigestReader, file: DataFile) -> None:
+        self._reader = reader
         self.file = file
         self.damaged = False
 
     def jobs(self) -> Iterator[Job]:
         try:
-            jobs = _checked(self._target, self.file, lambda offset, data: None)
+            jobs = _checked(self._reader, self.file, lambda offset, data: None)
         except (CorruptError, NotFoundError):
             self.damaged = True
             return
@@ -141,88 +123,66 @@ class FileCheck:
         return 0
 
 
-def _checked(backend: Backend, file: DataFile, take: Take) -> list[Job]:
+def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[Job]:
     """Jobs that read all of ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``."""
-    where = f"{backend.url.rstrip('/')}/{file.path}"
+    where = f"{reader.source.url.rstrip('/')}/{file.path}"
     if file.size <= BUFFER:
-        whole = partial(_whole, backend, file, where, take)
-        return [partial(read_checked, backend, file.path, whole, length=file.size)]
+        return [partial(reader.reread, Extent(file.path, 0, file.size, None), partial(_copy_small, reader, file, where, take))]
 
     def read_header() -> tuple[bytes, Header]:
-        data = backend.read(file.path, 0, file.header)
+        memory = bytearray(file.header)
+        reader.fill(file.path, 0, memoryview(memory))
+        data = bytes(memory)
         return data, parse_header(data, file, where)
 
-    data, header = read_checked(backend, file.path, read_header, length=file.header)
-    runs = _runs(header.chunks.values())
+    data, header = reader.reread(Extent(file.path, 0, file.header, None), read_header)
 
     def head() -> int:
         take(0, memoryview(data))
         return len(data)
 
-    return [head, *(partial(_read_run, backend, file, where, run, take) for run in runs)]
+    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, _chunks(file, header), take))]
 
 
-def _read_run(backend: Backend, file: DataFile, where: str, run: _ChunkRun, take: Take) -> int:
-    read = partial(_run_once, backend, file, where, run, take)
-    return read_checked(backend, file.path, read, offset=run.start, length=run.stop - run.start)
+def _chunks(file: DataFile, header: Header) -> list[ChunkName]:
+    """The chunks of a file, named by their keys."""
+    return [ChunkName(key, None, Extent(file.path, c.offset, c.length, c.digest)) for key, c in header.chunks.items()]
 
 
-def _whole(backend: Backend, file: DataFile, where: str, take: Take) -> int:
-    data = _buffer(file.size)
-    backend.read_into(file.path, 0, data)
-    for chunk in parse_header(bytes(data[: file.header]), file, where).chunks.values():
-        _compare(chunk, xxhash.xxh3_64_hexdigest(data[chunk.offset : chunk.offset + chunk.length]), where)
+def _copy_small(reader: DigestReader, file: DataFile, where: str, take: Take) -> int:
+    data = reader.scratch(file.size).data[: file.size]
+    reader.fill(file.path, 0, data)
+    for chunk in _chunks(file, parse_header(bytes(data[: file.header]), file, where)):
+        reader.compare(chunk, data[chunk.extent.offset : chunk.extent.offset + chunk.extent.length])
     take(0, data)
     return file.size
 
 
-def _runs(chunks: Iterable[StoredChunk]) -> list[_ChunkRun]:
-    """Runs of at most ``BUFFER`` bytes; a longer chunk is alone."""
-    order = sorted(chunks, key=lambda c: (c.offset, -c.length))
-    starts, stops = [c.offset for c in order], [c.offset + c.length for c in order]
-    runs: list[_ChunkRun] = []
-    for first, last, stop in group_sorted(starts, stops, max_bytes=BUFFER):
-        members = tuple(order[first:last])
-        runs += [_ChunkRun(members)] if stop - starts[first] <= BUFFER else [_ChunkRun((chunk,)) for chunk in members]
-    return runs
+def _long_jobs(reader: DigestReader, chunks: Sequence[ChunkName], take: Take) -> Iterator[tuple[Extent, Job]]:
+    """Chunks that follow one another, up to ``BUFFER`` bytes, and longer ones alone: the bytes of each job, and what it does."""
+    for group in group_ranges([chunk.extent for chunk in chunks], max_bytes=BUFFER):
+        members = [chunks[i] for i in group.members]
+        if group.length <= BUFFER:
+            yield Extent(group.path, group.offset, group.length, None), partial(_copy_group, reader, group, members, take)
+        else:
+            yield from ((chunk.extent, partial(_copy_long, reader, chunk, take)) for chunk in members)
 
 
-def _run_once(backend: Backend, file: DataFile, where: str, run: _ChunkRun, take: Take) -> int:
-    if run.stop - run.start > BUFFER:
-        return _read_long(backend, file, where, run.chunks[0], take)
-    data = _buffer(run.stop - run.start)
-    backend.read_into(file.path, run.start, data)
-    for chunk in run.chunks:
-        at = chunk.offset - run.start
-        _compare(chunk, xxhash.xxh3_64_hexdigest(data[at : at + chunk.length]), where)
-    take(run.start, data)
-    return len(data)
+def _copy_group(reader: DigestReader, group: RangeGroup, chunks: Sequence[ChunkName], take: Take) -> int:
+    data = reader.scratch(group.length).data[: group.length]
+    reader.fill(group.path, group.offset, data)
+    for chunk in chunks:
+        at = chunk.extent.offset - group.offset
+        reader.compare(chunk, data[at : at + chunk.extent.length])
+    take(group.offset, data)
+    return group.length
 
 
-def _read_long(backend: Backend, file: DataFile, where: str, chunk: StoredChunk, take: Take) -> int:
-    digest = xxhash.xxh3_64()
-    stop = chunk.offset + chunk.length
-    for at in range(chunk.offset, stop, BUFFER):
-        data = _buffer(min(BUFFER, stop - at))
-        backend.read_into(file.path, at, data)
-        digest.update(data)
-        take(at, data)
-    _compare(chunk, digest.hexdigest(), where)
-    return chunk.length
-
-
-def _compare(chunk: StoredChunk, digest: str, where: str) -> None:
-    if digest != chunk.digest:
-        raise CorruptError(
-            f"{chunk.length} bytes from {chunk.offset} changed after they were written: XXH3-64 is {digest}, should be {chunk.digest}",
-            where=where,
-            hint="`ckpt verify` names the tensors; copy another step",
-        )
-
-
-def _buffer(size: int) -> memoryview:
-    """Room for ``size`` bytes, at most ``BUFFER``; the same for all jobs of a thread."""
-    held: bytearray | None = getattr(_buffers, "held", None)
-    if held is None or len(held) < size:
-        held = _buffers.held = bytearray(size)
-    return memoryview(held)[:size]
+def _copy_long(reader: DigestReader, chunk: ChunkName, take: Take) -> int:
+    digest, extent = ChunkDigest(reader, chunk), chunk.extent
+    for at in range(0, extent.length, BUFFER):
+        data = reader.scratch(BUFFER).data[: min(BUFFER, extent.length - at)]
+        reader.fill(extent.path, extent.offset + at, data, digest)
+        take(extent.offset + at, data)
+    digest.end()
+    return extent.length

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
+from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import PROBE, DigestReader
-from ckpt.byte_source.storage import source_of
+from ckpt.byte_source.storage import StorageSource, source_of
+from ckpt.catalog import Extent
 from ckpt.concurrency.spread import spread
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.reread import read_checked
 
 from .passthrough import jobs_of, pour, runs_of
 from .target import OutputFile, OutputPlan
@@ -171,25 +172,21 @@ class FileStream:
         self._done(number)
 
     def _compare(self, opened: _Open) -> None:
-        path = opened.file.path
+        """Read a file again, and compare each item with the digest of what was written.
+
+        Raises:
+            CorruptError: the storage or the memory of this machine is faulty. The file is gone.
+        """
+        reader = DigestReader(StorageSource(self.backend), crc32=True)
         try:
             for item, digest in zip(opened.file.items, opened.digests, strict=True):
-                compare = partial(self._compare_item, opened, item, digest)
-                read_checked(self.backend, path, compare, offset=item.offset, length=item.length)
-        except CorruptError:
-            self.backend.delete(path)
+                extent = Extent(opened.file.path, item.offset, item.length, None)
+                extent = extent._replace(crc32=digest) if opened.kind == "crc32" else extent._replace(digest=f"{digest:016x}")
+                reader.reread(extent, partial(reader.verify_chunk, ChunkName(item.name, item.box, extent)))
+        except CorruptError as err:
+            self.backend.delete(opened.file.path)
+            err.hint = "the storage or the memory of this machine is faulty: convert elsewhere"
             raise
-
-    def _compare_item(self, opened: _Open, item: FileItem, digest: int) -> None:
-        path, again = opened.file.path, _DIGESTS[opened.kind or "xxh3"]()
-        for at in range(item.offset, item.offset + item.length, BLOCK):
-            again.update(memoryview(self.backend.read(path, at, min(BLOCK, item.offset + item.length - at))))
-        if again.intdigest() != digest:
-            raise CorruptError(
-                f"{item.name}{item.box} is not what was written when it is read again",
-                where=f"{self.backend.url.rstrip('/')}/{path}",
-                hint="the storage or the memory of this machine is faulty: convert elsewhere",
-            )
 
 
 class _Open:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt.concurrency.waits import COUNTS_WAITS, waits_so_far
 from ckpt.concurrency.workers import run_tasks
 from ckpt.plan.reads import RangeGroup, group_ranges
 
@@ -44,17 +44,9 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
             at = ranges[i].offset - group.offset
             contents[i] = data[at : at + ranges[i].length]
 
-    at, waits = 0, _waits()
-    while at < len(groups) and _COUNTS and not backend.io_hints.concurrency and _waits() - waits <= at // 8:
+    at, waits = 0, waits_so_far()
+    while at < len(groups) and COUNTS_WAITS and not backend.io_hints.concurrency and waits_so_far() - waits <= at // 8:
         read(groups[at])  # one thread is the fastest as long as nothing has to be waited for
         at += 1
     run_tasks([partial(read, group) for group in groups[at:]], _THREADS, "ckpt-open")
     return contents
-
-
-def _waits() -> int:
-    """How often this thread has given up its core of its own accord."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if _COUNTS else 0
-
-
-_COUNTS = hasattr(resource, "RUSAGE_THREAD")

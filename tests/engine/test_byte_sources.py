@@ -63,11 +63,11 @@ def test_a_checkpoint_whose_files_lie_in_memory(tmp_path: Path) -> None:
     assert torch.equal(loaded["a"], state["a"][150:250])
     assert torch.equal(loaded["b"], state["b"])
     assert torch.equal(loaded["large"], state["large"])
-    with pytest.raises(CorruptError, match="is damaged: its XXH3-64 is"):
+    with pytest.raises(CorruptError, match="is damaged: its XXH3-64 digest is"):
         load(StorageSource(catalog.backend))
     for data in files.values():
         data[-1] ^= 1
-    with pytest.raises(CorruptError, match="is damaged: its XXH3-64 is") as caught:
+    with pytest.raises(CorruptError, match="is damaged: its XXH3-64 digest is") as caught:
         load(source)
     assert "memory of a test" in str(caught.value.where)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,10 @@ import torch
 
 from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
 from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, SpanRecorder, Verify
-from ckpt.byte_source.port import ByteSource
+from ckpt.byte_source.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
+from ckpt.byte_source.port import ByteSource, SpanRecorder
 from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.concurrency.waits import COUNTS_WAITS
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box, find_fault
@@ -150,7 +150,7 @@ class Reader:
         if coded:
             return min(self.threads, max(1, MAX_SCRATCH // coded))
         cores = os.cpu_count() or 1
-        if not self.probes or self.threads <= cores // 2 or not hasattr(resource, "RUSAGE_THREAD"):
+        if not self.probes or self.threads <= cores // 2 or not COUNTS_WAITS:
             return self.threads
         while tasks and self.fetch.read < PROBE:
             tasks.pop(0)()
