@@ -54,6 +54,8 @@ class ConvertReport:
     seconds: float
     repair: RepairReport | None = None
     """What was repaired of the source on the way; None if that was not asked for."""
+    notes: tuple[str, ...] = ()
+    """What else the user should know: for ``hf``, what ``config.json`` was made of, or why it was not."""
 
 
 def convert(
@@ -144,6 +146,7 @@ class _Request:
             finished=not dry_run and conversion.finish(plan, again=not missing),
             seconds=time.monotonic() - self.began,
             repair=self.repair,
+            notes=conversion.format.notes(chosen) if conversion.name is None and self.options.config is None else (),
         )
 
 

@@ -80,6 +80,8 @@ class Target:
     """Whether a checkpoint at the destination can be replaced atomically."""
     parallel: bool = False
     """Whether the files depend on ``OutputOptions.parallel``."""
+    notes: Callable[[OutputSet], tuple[str, ...]] = lambda chosen: ()
+    """What the user should know of a directory that is written, where the caller gave no configuration: ``ConvertReport.notes``."""
 
 
 _BUILTIN = {

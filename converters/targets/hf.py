@@ -23,9 +23,12 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 
+from .derived_config import derived_config
+
 SHARD = 5_000_000_000
 """Bytes of a shard, at most, unless the caller says: what transformers does."""
 SUFFIX = ".safetensors"
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
@@ -57,7 +60,9 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     def finish(backend: Backend) -> None:
         if alone:
             return
-        for name, data in (layout.beside or dict(_beside(chosen.catalog))).items():
+        beside = layout.beside or dict(_beside(chosen.catalog))
+        derived = derived_config(chosen).content if CONFIG not in beside else None
+        for name, data in {**beside, **({CONFIG: derived} if derived is not None else {})}.items():
             publish_once(backend, name, data)
         if len(files) > 1:
             publish_once(backend, INDEX, _index(names, shards))
@@ -106,7 +111,7 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
 def small_files(backend: Backend) -> dict[str, bytes]:
     """Configuration and tokenizer that lie at a root; nothing if there is no configuration."""
     names = backend.list_dir()
-    if "config.json" not in names:
+    if CONFIG not in names:
         return {}
     return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= SMALL}
 
@@ -117,5 +122,13 @@ def _belongs(name: str) -> bool:
     return name.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))
 
 
-TARGET = Target(name="hf", choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX))
+def _notes(chosen: OutputSet) -> tuple[str, ...]:
+    """Where ``config.json`` comes from, if it does not lie beside the source."""
+    if CONFIG in dict(_beside(chosen.catalog)):
+        return ()
+    content, reason = derived_config(chosen)
+    return () if reason is None else (f"{CONFIG}: {reason}" if content is not None else f"{CONFIG} is not written: {reason}",)
+
+
+TARGET = Target(name="hf", choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX), notes=_notes)
 """For ``ckpt.converters.pipeline.target``."""

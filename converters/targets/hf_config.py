@@ -12,9 +12,7 @@ from ckpt.converters.pipeline.target import apart
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
 
-from .hf import small_files
-
-CONFIG = "config.json"
+from .hf import CONFIG, small_files
 
 
 class ModelConfig(Protocol):
