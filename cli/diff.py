@@ -1,8 +1,10 @@
-"""``ckpt diff``: how two checkpoints differ, whatever their formats."""
+"""``ckpt diff``: compares two checkpoints of any formats."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from .console.progress import progress
 from .mapping_options import MappingChoice, mapping_options, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance
+    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
 
 DIFFERENT = 3
 
@@ -26,18 +28,18 @@ DIFFERENT = 3
 @click.argument("left", metavar="A", type=URL)
 @click.argument("right", metavar="B", type=URL)
 @click.option("--root", metavar="KEY", help="Compare the model below KEY of A's state, by its names there, with B.")
-@click.option("--only", multiple=True, metavar="GLOB", help="Only tensors and values whose name fits GLOB; several: any of them.")
+@click.option("--only", multiple=True, metavar="GLOB", help="Compare only tensors and values whose name matches GLOB. Repeatable.")
 @click.option(
     "--tolerance",
     "rules",
     multiple=True,
     metavar="[GLOB=]ABS[,REL]",
-    help="What elements may differ by: ABS + REL times the larger one. Of several rules the first that fits a tensor counts.",
+    help="Elements may differ by ABS + REL times the larger one. The first rule that matches a tensor applies. Repeatable.",
 )
-@click.option("--values/--no-values", default=True, show_default=True, help="Compare also what is no tensor.")
+@click.option("--values/--no-values", default=True, show_default=True, help="Also compare what is not a tensor.")
 @mapping_options
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B; several times.")
-@click.option("--threads", type=click.IntRange(min=1), help="How many compare at once. [default: one per core, 2 to 16]")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B. Repeatable.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Comparing threads. [default: one per core, 2 to 16]")
 @options
 def command(
     left: str,
@@ -53,9 +55,10 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compare the checkpoints A and B: names, shapes, dtypes, elements and values.
+    """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
 
-    The exit code is 0 if they are the same and 3 if not. Two NaNs are the same, and padding does not count.
+    Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
+    NaNs are equal, and padding is ignored.
 
     \b
     Example:
@@ -94,56 +97,104 @@ def command(
 def _renamed(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not old or not equals:
-        raise UsageError(f"--rename {text!r} is no OLD=NEW", hint="--rename optimizer.state.model.=optimizer.state.")
+        raise UsageError(f"--rename expects OLD=NEW, not {text!r}", hint="--rename optimizer.state.model.=optimizer.state.")
     return old, new
 
 
 def _tolerance(rule: str) -> Tolerance:
     from ckpt.converters.compare.comparison import Tolerance
 
-    glob, equals, said = rule.rpartition("=")
-    absolute, _, relative = said.partition(",")
+    glob, equals, numbers = rule.rpartition("=")
+    absolute, _, relative = numbers.partition(",")
     try:
         return Tolerance(glob=glob if equals else "*", absolute=float(absolute or 0), relative=float(relative or 0))
     except ValueError as err:
-        raise UsageError(f"--tolerance {rule!r} is no [GLOB=]ABS[,REL]", hint="--tolerance '*.bias=1e-6' or --tolerance 0,1e-3") from err
+        hint = "--tolerance '*.bias=1e-6' or --tolerance 0,1e-3"
+        raise UsageError(f"--tolerance expects [GLOB=]ABS[,REL], not {rule!r}", hint=hint) from err
 
 
 def _print(report: DiffReport, output: Output) -> None:
-    for difference in report.differences:
-        output.line(difference.name if output.quiet else _sentence(difference))
-    for value in report.value_differences:
-        output.line(value.path if output.quiet else f"{value.path}: {_short(value.left)} ≠ {_short(value.right)}")
     if output.quiet:
+        for name in [*(d.name for d in report.differences), *(v.path for v in report.value_differences)]:
+            output.line(name)
         return
-    what = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) and {units.plural(report.values, 'value')}"
+    if not report.same:
+        output.table(("", "~"), [(style("A", "bold"), report.left), (style("B", "bold"), report.right)])
+    if report.differences:
+        output.line()
+        ordered = sorted(report.differences, key=_severity)
+        output.table(("TENSOR", "DIFFERENCE", ">ELEMENTS", ">MAX ABS", ">MAX REL", "FIRST"), [_row(d) for d in ordered])
+    if report.value_differences:
+        output.line()
+        changes = [change for v in report.value_differences for change in _changes(v)]
+        output.table(("VALUE", "~A", "~B"), [(path, _short(left), _short(right)) for path, left, right in changes])
+    if not report.same:
+        output.line()
+    compared = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) and {units.plural(report.values, 'value')}"
     verdict = style("same", "green")
     if not report.same:
         verdict = style(units.plural(len(report.differences) + len(report.value_differences), "difference"), "red")
-    output.line(f"{verdict}: compared {what} in {units.duration(report.seconds)}")
+    output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
     if not report.tensors:
-        _tell_roots(report, output)
+        _suggest_root(report, output)
 
 
-def _tell_roots(report: DiffReport, output: Output) -> None:
-    """Where no name is in both: whether one side has the names of the other below a key."""
+def _severity(difference: TensorDifference) -> tuple[int, float, float, int, str]:
+    """Sorts what is missing first, then shapes and dtypes, then elements, the largest relative difference first."""
+    kinds = ("only-left", "only-right", "shape", "dtype", "values")
+    return (kinds.index(difference.kind), -difference.max_rel, -difference.max_abs, -difference.elements, difference.name)
+
+
+def _row(difference: TensorDifference) -> tuple[str, ...]:
+    if difference.kind in ("only-left", "only-right"):
+        return (difference.name, f"only in {'A' if difference.kind == 'only-left' else 'B'}", "", "", "", "")
+    if difference.kind != "values":
+        return (difference.name, f"{difference.kind} {difference.left} ≠ {difference.right}", "", "", "", "")
+    first = f"[{', '.join(map(str, difference.first or ()))}]"
+    return (difference.name, "values", f"{difference.elements:,}", f"{difference.max_abs:.3g}", f"{difference.max_rel:.3g}", first)
+
+
+def _changes(difference: ValueDifference) -> list[tuple[str, str | None, str | None]]:
+    """Where within dicts and lists a value differs: path, and the text of each side or None."""
+    try:
+        sides = [_NOTHING if text is None else json.loads(text) for text in (difference.left, difference.right)]
+    except ValueError:  # no JSON: nothing to descend into
+        return [(difference.path, difference.left, difference.right)]
+    return list(_descend(difference.path, sides[0], sides[1])) or [(difference.path, difference.left, difference.right)]
+
+
+_NOTHING: Any = object()
+
+
+def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None, str | None]]:
+    from ckpt.tree.nodes import child_path, items_of, pairs_of, text
+
+    def children(node: Any) -> dict[str, Any] | None:
+        if node is _NOTHING:
+            return None
+        pairs = pairs_of(node)
+        if pairs is not None:
+            return {child_path(path, key): child for key, child in pairs}
+        items = items_of(node)
+        return None if items is None else {f"{path}[{n}]": child for n, child in enumerate(items)}
+
+    inside, beside = children(left), children(right)
+    if inside and beside:  # an empty container is shown as such
+        for name in dict.fromkeys([*inside, *beside]):
+            yield from _descend(name, inside.get(name, _NOTHING), beside.get(name, _NOTHING))
+    elif left != right:
+        yield path, None if left is _NOTHING else text(left), None if right is _NOTHING else text(right)
+
+
+def _suggest_root(report: DiffReport, output: Output) -> None:
+    """Where no name is in both: say so if one side has the names of the other below a key."""
     sides = [{d.name for d in report.differences if d.kind == kind} for kind in ("only-left", "only-right")]
     for inner, outer, how in ((sides[1], sides[0], ""), (sides[0], sides[1], " and B before A")):
         keys = sorted({name.partition(".")[0] for name in outer})
         key = next((k for k in keys if inner and inner <= {name[len(k) + 1 :] for name in outer if name.startswith(f"{k}.")}), None)
         if key is not None:
-            output.talk(f"no name is in both, but the names are those below {key!r}: --root {key}{how}")
+            output.talk(f"no name is in both, but those below {key!r} are: add --root {key}{how}")
             return
-
-
-def _sentence(found: TensorDifference) -> str:
-    if found.kind in ("only-left", "only-right"):
-        return f"{found.name}: only in {'A' if found.kind == 'only-left' else 'B'}"
-    if found.kind != "values":
-        return f"{found.name}: {found.kind} {found.left} ≠ {found.right}"
-    at = ", ".join(map(str, found.first or ()))
-    count = f"{found.elements:,} {'element differs' if found.elements == 1 else 'elements differ'}"
-    return f"{found.name}: {count}, by at most {found.max_abs:.3g} ({found.max_rel:.3g} relative), first at [{at}]"
 
 
 def _short(text: str | None) -> str:
@@ -154,6 +205,8 @@ def _fields(report: DiffReport) -> dict[str, Any]:
     document = {"same": report.same} | asdict(report)
     for row in document["differences"]:
         row |= {key: _number(row[key]) for key in ("max_abs", "max_rel")}
+    for row, difference in zip(document["value_differences"], report.value_differences, strict=True):
+        row["changes"] = [{"path": path, "left": left, "right": right} for path, left, right in _changes(difference)]
     return document
 
 

@@ -287,7 +287,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert (run("diff", one, one).exit_code, run("diff", one, two).exit_code) == (0, 3)
     assert run("diff", one, one).stdout.startswith("same: compared 3 tensors (276 B) and 2 values")
     text = run("diff", one, two).stdout
-    assert "model.b: 1 element differs, by at most 1" in text and "step: 3 ≠ 4" in text and "2 differences" in text
+    assert [line.split() for line in text.splitlines()[3:8]] == [
+        ["TENSOR", "DIFFERENCE", "ELEMENTS", "MAX", "ABS", "MAX", "REL", "FIRST"],
+        ["model.b", "values", "1", "1", *text.splitlines()[4].split()[4:5], "[2]"],
+        [],
+        ["VALUE", "A", "B"],
+        ["step", "3", "4"],
+    ]
+    assert text.splitlines()[-1].startswith("2 differences: compared 3 tensors")
     assert run("diff", "-q", one, two).stdout.split() == ["model.b", "step"]
     document = json.loads(run("diff", "--json", one, two).stdout)
     assert (document["same"], document["tensors"], document["differences"][0]["first"]) == (False, 3, [2])
@@ -315,3 +322,27 @@ assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({pat
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_table_begins_with_what_differs_most(tmp_path: Path) -> None:
+    names = ("slightly", "much", "shape", "dtype", "left", "same")
+    left = {name: torch.ones(4) for name in names}
+    right = {**left, "slightly": torch.ones(4) * 1.001, "much": torch.ones(4) * 3, "shape": torch.ones(5), "dtype": torch.ones(4).half()}
+    right["right"] = right.pop("left")
+    text = run("diff", saved(tmp_path / "one", left), saved(tmp_path / "two", right)).stdout
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in (*names, "right")]
+    assert [row[0] for row in rows] == ["left", "right", "shape", "dtype", "much", "slightly"]
+    assert rows[0][1:] == ["only", "in", "A"] and rows[3][1:] == ["dtype", "float32", "≠", "float16"]
+
+
+def test_values_are_compared_inside_dicts_and_lists(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", {"c": {"lr": 0.1, "sizes": [1, 2, {"a": 3}], "gone": 1, "same": [1]}, "x": torch.ones(1)})
+    two = saved(tmp_path / "two", {"c": {"lr": 0.1, "sizes": [1, 5, {"a": 4}, 6], "same": [1]}, "x": torch.ones(1)})
+    text = run("diff", one, two).stdout
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("c.")}
+    expected = {"c.gone": ["1", "nothing"], "c.sizes[1]": ["2", "5"], "c.sizes[2].a": ["3", "4"], "c.sizes[3]": ["nothing", "6"]}
+    assert rows == expected
+    document = json.loads(run("diff", "--json", one, two).stdout)
+    changes = {c["path"]: [c["left"], c["right"]] for v in document["value_differences"] for c in v["changes"]}
+    assert changes == {path: [None if side == "nothing" else side for side in sides] for path, sides in expected.items()}
+    assert [v["path"] for v in document["value_differences"]] == ["c.gone", "c.sizes"]
