@@ -14,7 +14,7 @@ WORKERS ?= 4
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test lint format bench api pictures peers clean s3-server machines
+.PHONY: venv demo test coverage lint format bench api pictures site peers clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,14 @@ $(STAMP): pyproject.toml constraints/dev.txt
 test: lint s3-server machines
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
 	$(BIN)/python -m pytest -q -m alone $(PYTEST_ARGS) || $(NONE)
+
+# the tests again, slower, with the lines and branches that they reach; the floor is in pyproject.toml
+coverage: venv s3-server machines
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
+	$(BIN)/python -m coverage run -m pytest -q -m alone $(PYTEST_ARGS) || $(NONE)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 # a real object store for the tests, where apt and root are at hand; else they use moto's server and say so
 s3-server:
@@ -63,6 +71,10 @@ api: venv
 pictures: venv
 	$(BIN)/python docs/pictures/draw.py
 	$(BIN)/python docs/pictures/record_demo.py
+
+# the documentation with search, in build/site; ends with 1 if a page, link or anchor is missing
+site: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # tests of other projects on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
 peers: venv

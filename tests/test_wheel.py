@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,11 +21,16 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("cli", "converters", "formats", "io_backends")
 
 
+def copy_of_the_checkout(folder: Path) -> Path:
+    """Built from a copy, so that neither build folders nor egg-info appear in the checkout."""
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+    return copy
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that neither build folders nor egg-info appear in the checkout."""
-    out, copy = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source") / "copy"
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+    out, copy = tmp_path_factory.mktemp("wheel"), copy_of_the_checkout(tmp_path_factory.mktemp("source"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(out), str(copy)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
@@ -62,6 +68,29 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert needs <= set(metadata.replace("'", '"').splitlines())
     assert "ckpt = ckpt.cli.start:main" in scripts
     assert "Apache License" in licence
+
+
+def test_the_metadata_lead_to_the_project(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    links = {line.partition(": ")[2].partition(", ")[0] for line in lines if line.startswith("Project-URL: ")}
+    assert links == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert {f"Classifier: Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)} <= set(lines)
+
+
+def test_the_source_distribution_has_documentation_and_examples(tmp_path: Path) -> None:
+    code = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(tmp_path)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=copy_of_the_checkout(tmp_path), capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = [*((ROOT / room, kind) for room in ROOMS for kind in ("*.py", "*.toml")), (ROOT / "ckpt", "*.py")]
+    sources = {path.relative_to(ROOT).as_posix() for folder, kind in folders for path in folder.rglob(kind)}
+    pages = {path.relative_to(ROOT).as_posix() for kind in ("*.md", "*.svg") for path in (ROOT / "docs").rglob(kind)}
+    examples = {path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.md") for path in (ROOT / "examples").rglob(kind)}
+    assert len(sources) > 300 and len(pages) > 30 and len(examples) > 10
+    assert (sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"}) - names == set()
 
 
 def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""The documentation as a site: it builds in strict mode, every page is in its navigation and its search, and it needs no other server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material")
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(target)]
+    built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return target
+
+
+def test_every_page_can_be_searched_for(site: Path) -> None:
+    found = {entry["location"].partition("#")[0] for entry in json.loads((site / "search" / "search_index.json").read_text())["docs"]}
+    pages = {str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md")} - {"README.html"}
+    assert pages - found == set()
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    start = (site / "index.html").read_text()
+    assert [page for page in listed if page != "README.md" and page.replace(".md", ".html") not in start] == []
+
+
+def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in ("index.html", "guides/preemption.html"):
+        assert re.findall(r'<(?:script|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//[^"]*"', (site / page).read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_out_of_the_pages_lead_to_the_repository(hooks: ModuleType) -> None:
+    text = "[a](../examples/README.md#demo) [b](async.md#errors) [c](#here) [d](https://e.org/x)\n```\n[e](../README.md)\n```\n[f](../tests/fuzz)"
+    assert hooks.outward(text, "failures.md", "https://r") == (
+        "[a](https://r/blob/main/examples/README.md#demo) [b](async.md#errors) [c](#here) [d](https://e.org/x)\n"
+        "```\n[e](../README.md)\n```\n[f](https://r/tree/main/tests/fuzz)"
+    )
+    assert (
+        hooks.outward("[a](../async.md) [b](../../README.md)", "guides/x.md", "https://r")
+        == "[a](../async.md) [b](https://r/blob/main/README.md)"
+    )
+    assert hooks.repository().startswith("https://")
