@@ -10,19 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Any
-
-import numpy as np
 
 from ckpt.converters.select.selection import Views
-from ckpt.dtypes import DType
-from ckpt.errors import NamesError, UsageError
+from ckpt.errors import NamesError
 from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
 from ckpt.plan.match import several
 from ckpt.plan.pieces import pieces
 
-from .elements import Raw, numbers, slices_of
+from .element_differences import ElementDifferences, differing, have_same_bits
+from .element_differences import Tolerance as Tolerance
+from .elements import slices_of
 from .sides import Renaming, Side
 
 WINDOW = 4 << 20
@@ -33,19 +31,6 @@ _AT_ONCE = 16
 """Windows that one thread takes in turn, so that a coded chunk is decoded once."""
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tolerance:
-    """Elements of tensors that fit ``glob`` may differ by ``absolute + relative · max(|a|, |b|)``."""
-
-    glob: str
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.absolute < np.inf and 0 <= self.relative < np.inf):
-            raise UsageError(f"a tolerance of {self.absolute} and {self.relative} is none", hint="numbers from 0 up")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +120,9 @@ def compare(
     mixed = {n for n in names[0] ^ names[1] if n in leaves[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
     for n in mixed:
         del leaves[n in names[0]][n]
-    differences = [_alone(n, "only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)]
+    differences = [
+        TensorDifference(name=n, kind="only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)
+    ]
     shared = sorted(names[0] & names[1])
     comparing = _Comparing(sides, tolerances, threads or min(16, max(2, os.cpu_count() or 2)))
     differences += comparing.run(shared, progress)
@@ -180,30 +167,7 @@ class _NameFilter:
             raise NamesError(f"nothing fits {', '.join(map(repr, sorted(self._idle)))}", where=where, hint="`ckpt inspect` lists the names")
 
 
-def _alone(name: str, kind: str) -> TensorDifference:
-    return TensorDifference(name=name, kind=kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """What the windows of one tensor gave so far."""
-
-    elements: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    first: tuple[int, ...] | None = None
-
-    def joined(self, other: _Differences) -> _Differences:
-        firsts = [f for f in (self.first, other.first) if f is not None]
-        return _Differences(
-            self.elements + other.elements,
-            max(self.max_abs, other.max_abs),
-            max(self.max_rel, other.max_rel),
-            min(firsts, default=None),
-        )
-
-
-def _of_values(name: str, r: _Differences) -> TensorDifference:
+def _of_values(name: str, r: ElementDifferences) -> TensorDifference:
     return TensorDifference(name=name, kind="values", elements=r.elements, max_abs=r.max_abs, max_rel=r.max_rel, first=r.first)
 
 
@@ -255,14 +219,14 @@ class _Comparing:
 
     def _values(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
         left = self.sides[0]
-        total = sum(_numel(left.views[n].shape) * left.kind(n).itemsize for n in names)
-        results: dict[str, _Differences] = {}
+        total = sum(Box.whole(left.views[n].shape).numel * left.kind(n).itemsize for n in names)
+        results: dict[str, ElementDifferences] = {}
         jobs = self._jobs(names)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-diff") as pool:
             try:
                 while batch := list(islice(jobs, 4 * self.threads)):  # few at a time, so that an interrupt ends soon
                     for name, result in pool.map(self._job, batch):
-                        results[name] = results.get(name, _Differences()).joined(result)
+                        results[name] = results.get(name, ElementDifferences()).joined(result)
                         if progress is not None:
                             progress(self.done, total)
             except BaseException:
@@ -278,74 +242,17 @@ class _Comparing:
             while boxes := list(islice(windows, _AT_ONCE)):
                 yield name, boxes
 
-    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, _Differences]:
+    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, ElementDifferences]:
         name, boxes = job
-        differences = _Differences()
+        differences = ElementDifferences()
         tolerance = self._tolerance(name)
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)
         for box in boxes:
             left, right = (side.elements.of_view(side.views[name], box) for side in self.sides)
-            if kinds[0] != kinds[1] or not _same_bits(left, right):
+            if kinds[0] != kinds[1] or not have_same_bits(left, right):
                 for block in pieces(box, box, _BLOCK):
                     at = slices_of(block.box, box)
                     differences = differences.joined(differing(left[at], right[at], kinds, tolerance, block.box))
             with self._lock:
                 self.done += left.nbytes
         return name, differences
-
-
-def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> _Differences:
-    """What differs between the elements of ``box`` on both sides."""
-    if kinds[0] == kinds[1] and kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
-        return _bits(left, right, box)
-    a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
-    with np.errstate(all="ignore"):
-        same = _same(a, b)
-        where = np.nonzero(np.atleast_1d(~same))
-        if not len(where[0]):
-            return _Differences()
-        a, b = np.atleast_1d(a)[where], np.atleast_1d(b)[where]
-        apart = _apart(a, b)
-        larger = np.maximum(_size(a), _size(b))
-        relative = np.where(np.isfinite(apart), apart / larger, np.inf)
-        outside = ~(np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(larger), larger, 0.0)))
-    if not outside.any():
-        return _Differences()
-    index = int(np.argmax(outside))
-    first = tuple(o + int(w[index]) for o, w in zip(box.offset, where, strict=False)) if box.shape else ()
-    return _Differences(int(outside.sum()), float(apart.max()), float(relative.max()), first)
-
-
-def _same(a: Any, b: Any) -> Any:
-    """Where numbers are equal, NaNs too; of complex ones both parts."""
-    if "c" in (a.dtype.kind, b.dtype.kind):
-        return _same(a.real, b.real) & _same(a.imag, b.imag)
-    return (a == b) | ((a != a) & (b != b))
-
-
-def _apart(a: Any, b: Any) -> Any:
-    """|a − b| as floats, exact for integers of one kind up to 2⁵³ apart; infinite where one of both is not finite."""
-    if a.dtype.kind in "iu" and a.dtype == b.dtype:
-        high, low = np.maximum(a, b), np.minimum(a, b)
-        return (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
-    apart = np.abs(a.astype(np.complex128) - b) if "c" in (a.dtype.kind, b.dtype.kind) else np.abs(a.astype(np.float64) - b)
-    return np.where(np.isnan(apart), np.inf, apart)
-
-
-def _size(a: Any) -> Any:
-    """|a| as floats: that of the most negative integer has no integer."""
-    return np.abs(a.astype(np.float64) if a.dtype.kind in "iu" else a)
-
-
-def _same_bits(left: Raw, right: Raw) -> bool:
-    return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
-
-
-def _bits(left: Raw, right: Raw, box: Box) -> _Differences:
-    where = np.nonzero(np.atleast_1d(left != right))
-    first = tuple(o + int(w[0]) for o, w in zip(box.offset, where, strict=False))
-    return _Differences(len(where[0]), float("inf"), float("inf"), first)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return Box.whole(shape).numel

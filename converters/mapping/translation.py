@@ -77,7 +77,7 @@ class Translation:
             except UsageError as err:
                 faults.append(str(err))
                 continue
-            faults += [f"{name!r} would be there twice" for name in results if name in made]
+            faults += [_twice(name, made[name], result) for name, result in results.items() if name in made]
             made.update(results)
         if faults:
             raise UsageError("\n".join([f"{len(faults)} tensors cannot be translated:", *faults[:20]]))
@@ -164,6 +164,11 @@ class Translation:
     @cached_property
     def _right_patterns(self) -> Patterns:
         return Patterns((term.right, i, 0) for i, term in enumerate(self.terms))
+
+
+def _twice(name: str, one: LogicalTensor, other: LogicalTensor) -> str:
+    sources = (", ".join(dict.fromkeys(piece.source for piece in view.pieces)) for view in (one, other))
+    return f"{name!r} would be there twice: " + ", and ".join(f"{source} → {name}" for source in sources)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt.catalog import Grid
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.errors import UsageError
-from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents
 from ckpt.tree import child_path
 from ckpt.view import StoredPerRank, StoredTensor, View
 
@@ -32,16 +32,10 @@ class _Builder:
         self.leaf = leaf
         self.reached: set[str] = set()
         none = Grid(cuts=(), files=np.zeros(1, dtype=np.int32))
-        shown = ExternalCatalog(
-            backend=chosen.catalog.backend,
-            format=chosen.catalog.format,
-            tensors=[w.entry(none) for w in chosen.tensors.values()],
-            files=(),
-            locate=lambda wanted: [],
-            state=chosen.state,
-            ranks=chosen.ranks,
-        )
-        self.view = View(shown)
+        entries = [w.entry(none) for w in chosen.tensors.values()]
+        contents = ExternalContents(tensors=entries, files=(), state=chosen.state, ranks=chosen.ranks)
+        source = chosen.catalog
+        self.view = View(ExternalCatalog(contents, backend=source.backend, format=source.format, locate=lambda wanted: []))
 
     def built(self) -> Any:
         state = self.value(self.view.state(), "")

@@ -107,26 +107,31 @@ def import_checkpoint(
     contents = references.contents()
     replaced = previous_files(backend, previous) if previous is not None else ()
     _check_apart(backend, catalog.backend, previous, replaced, contents)
-    if digest and references.parted:
-        _check_whole(source)
     if digest:
+        if references.parted:
+            _check_whole(source)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     if not stamps.are_as_they_were(contents.sources):
         _check_same(source, selection, references)
     id = new_id(previous)
     _commit(backend, contents, id=id, world_size=catalog.world_size, previous=previous, replaced=replaced)
+    seconds = time.monotonic() - began
+    return _report(references, contents, url=url, id=id, format=catalog.format, digested=digest, seconds=seconds)
+
+
+def _report(references: References, contents: Contents, *, url: str, id: str, format: str, digested: bool, seconds: float) -> ImportReport:
     return ImportReport(
         url=url,
         id=id,
-        format=catalog.format,
+        format=format,
         tensors=len(contents.tensors),
         tensor_bytes=sum(t.nbytes for t in contents.tensors if t.alias is None),
         chunks=sum(map(len, contents.extents.values())),
         sources=len(contents.sources),
-        digested=digest,
+        digested=digested,
         values=not references.state.left_out,
         left_out=references.left_out,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
     )
 
 

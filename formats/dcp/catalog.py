@@ -14,7 +14,7 @@ from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, whole
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
@@ -81,16 +81,14 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
         extents = iter(inner.locate(mine))
         return [next(extents) if entry.name in inner.entries else next(theirs) for entry, _ in wanted]
 
-    return ExternalCatalog(
-        backend=backend,
-        format=format,
+    contents = ExternalContents(
         tensors=[*tensors.entries.values(), *inner.entries.values()],
         files=files,
-        locate=locate,
         world_size=max((f.rank + 1 for f in files if f.rank is not None), default=1),
         state=nested(nodes, metadata.paths, backend.url),
         opaque=opaque,
     )
+    return ExternalCatalog(contents, backend=backend, format=format, locate=locate)
 
 
 def _rank(path: str) -> int | None:

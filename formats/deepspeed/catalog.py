@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.fsdp.catalog import RankValues
 from ckpt.formats.pickles.stored import StoredView
@@ -99,19 +99,22 @@ class _Opened:
         self.weights.tied()
         state, ranks = self._state()
         kind = "" if self.zero is None else f" ZeRO-{self.zero}"
-        return ExternalCatalog(
-            backend=self.backend,
-            format=f"{FORMAT_NAME}{kind}{' universal' if self.directory.universal else ''}",
+        contents = ExternalContents(
             tensors=self.table.entries.values(),
             files=self.held,
-            locate=self.table.locate,
             world_size=len(self.directory.stages) * self.per_stage,
             state=state,
             ranks=ranks,
             opaque=self.opaque,
+            notes=self.notes,
+        )
+        return ExternalCatalog(
+            contents,
+            backend=self.backend,
+            format=f"{FORMAT_NAME}{kind}{' universal' if self.directory.universal else ''}",
+            locate=self.table.locate,
             replicas=self.table.replicas,
             storages=self.table.storages,
-            notes=self.notes,
         )
 
     # ---- weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,42 +39,52 @@ class Replica(NamedTuple):
     extent: Extent
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExternalContents:
+    """What a checkpoint of another format has, but for the places of bytes. ``state`` is None where tensors are all that it has.
+
+    ``opaque`` says, by path in the state, which objects are kept as mappings because their class is not known here; ``notes`` say what of
+    the files is left out.
+    """
+
+    tensors: Iterable[TensorEntry]
+    files: Sequence[ExternalFile]
+    world_size: int = 1
+    state: Any = None
+    ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
 class ExternalCatalog:
     """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
 
-    ``locate`` gives the extents of chunks, in the order asked for; ``opaque`` says, by path in the state, which objects are kept as
-    mappings because their class is not known here; ``replicas()`` gives the boxes that are stored more than once, besides the copies that
-    are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of. ``notes`` say what of the files is left out.
+    ``locate`` gives the extents of chunks, in the order asked for; ``replicas()`` gives the boxes that are stored more than once, besides
+    the copies that are read; ``storages()`` those runs of bytes with a checksum that chunks are only parts of.
     """
 
     def __init__(
         self,
+        contents: ExternalContents,
         *,
         backend: Backend,
         format: str,
-        tensors: Iterable[TensorEntry],
-        files: Sequence[ExternalFile],
         locate: Callable[[ChunkRequests], list[Extent]],
-        world_size: int = 1,
-        state: Any = None,
-        ranks: Mapping[int, Mapping[str, Any]] | None = None,
-        opaque: Mapping[str, str] | None = None,
         replicas: Callable[[], list[Replica]] = list,
         storages: Callable[[], list[Extent]] = list,
-        notes: Sequence[str] = (),
     ) -> None:
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
-        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(tensors, key=lambda t: t.name)}
-        self.files = tuple(files)
+        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(contents.tensors, key=lambda t: t.name)}
+        self.files = tuple(contents.files)
         self.url = backend.file_url if isinstance(backend, SingleFile) else backend.url
-        self.world_size = world_size
-        self.state = {name: {"$tensor": name} for name in self.tensors} if state is None else state
-        self.ranks: Mapping[int, Mapping[str, Any]] = ranks or {}
-        self.opaque: Mapping[str, str] = opaque or {}
+        self.world_size = contents.world_size
+        self.state = {name: {"$tensor": name} for name in self.tensors} if contents.state is None else contents.state
+        self.ranks = contents.ranks
+        self.opaque = contents.opaque
         self.replicas = replicas
         self.storages = storages
-        self.notes = tuple(notes)
+        self.notes = tuple(contents.notes)
         self._locate = locate
         self._sizes = {f.path: f.size for f in self.files}
 

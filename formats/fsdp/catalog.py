@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile
 from ckpt.formats.external.hf_index import shown
 from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.pickles.nodes import NodeMaker
@@ -93,18 +93,12 @@ def open_ranks(backend: Backend) -> ExternalCatalog:
     joined.finish()
     values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
+    table = joined.table
+    contents = ExternalContents(
+        tensors=table.entries.values(), files=files, world_size=ranks, state=state, ranks=values.ranks, opaque=joined.opaque
+    )
     return ExternalCatalog(
-        backend=backend,
-        format=FORMAT_NAME,
-        tensors=joined.table.entries.values(),
-        files=files,
-        locate=joined.table.locate,
-        world_size=ranks,
-        state=state,
-        ranks=values.ranks,
-        opaque=joined.opaque,
-        replicas=joined.table.replicas,
-        storages=joined.table.storages,
+        contents, backend=backend, format=FORMAT_NAME, locate=table.locate, replicas=table.replicas, storages=table.storages
     )
 
 

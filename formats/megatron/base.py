@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents
 
 from .names import VOCABULARY
 from .pieces import PieceTable
@@ -35,18 +35,10 @@ class MegatronCatalog(ExternalCatalog):
         suspect: str | None = None,
         opaque: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            backend=table.backend,
-            format=format,
-            tensors=table.entries.values(),
-            files=table.files,
-            locate=table.locate,
-            world_size=world_size,
-            state=state,
-            opaque=opaque,
-            replicas=table.replicas,
-            notes=notes,
+        contents = ExternalContents(
+            tensors=table.entries.values(), files=table.files, world_size=world_size, state=state, opaque=opaque or {}, notes=notes
         )
+        super().__init__(contents, backend=table.backend, format=format, locate=table.locate, replicas=table.replicas)
         self.arguments = arguments
         self.suspect = suspect
         self.table = table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, whole
 from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
 from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.protocol import Format
@@ -63,7 +63,8 @@ def open_safetensors(backend: Backend) -> ExternalCatalog:
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
     tensors = _TensorSpans(backend.url, files, headers)
-    return ExternalCatalog(backend=backend, format=FORMAT_NAME, tensors=tensors.entries, files=files, locate=tensors.locate)
+    contents = ExternalContents(tensors=tensors.entries, files=files)
+    return ExternalCatalog(contents, backend=backend, format=FORMAT_NAME, locate=tensors.locate)
 
 
 def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import FormatError
-from ckpt.formats.external.base import ExternalCatalog, ExternalFile
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile
 from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
 from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.pickles.nodes import NodeMaker
@@ -61,16 +61,8 @@ def _open_file(backend: Backend, path: str) -> ExternalCatalog:
     table = TensorTable([archive], files)
     maker = node_maker(table, 0)
     state = maker.root(archive.load())
-    return ExternalCatalog(
-        backend=backend,
-        format=FORMAT_NAME,
-        tensors=table.entries.values(),
-        files=files,
-        locate=table.locate,
-        state=state,
-        opaque=maker.opaque,
-        storages=table.storages,
-    )
+    contents = ExternalContents(tensors=table.entries.values(), files=files, state=state, opaque=maker.opaque)
+    return ExternalCatalog(contents, backend=backend, format=FORMAT_NAME, locate=table.locate, storages=table.storages)
 
 
 def node_maker(table: TensorTable, file: int) -> NodeMaker:
@@ -105,9 +97,8 @@ def _open_shards(backend: Backend, index: str) -> ExternalCatalog:
         node_maker(table, number).root(table.archives[number].load())
         owners |= {name: path for name in table.entries if name not in owners}
     check_index(weights, owners, f"{backend.url.rstrip('/')}/{index}")
-    return ExternalCatalog(
-        backend=backend, format=FORMAT_NAME, tensors=table.entries.values(), files=files, locate=table.locate, storages=table.storages
-    )
+    contents = ExternalContents(tensors=table.entries.values(), files=files)
+    return ExternalCatalog(contents, backend=backend, format=FORMAT_NAME, locate=table.locate, storages=table.storages)
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_torch)

@@ -188,3 +188,9 @@ def test_a_name_that_fits_two_terms() -> None:
     two = '[[term]]\nleft = "a.{n}"\nright = "b.{n}"\n[[term]]\nleft = "a.{m}"\nright = "c.{m}"\n'
     with pytest.raises(UsageError, match="make the terms exclusive"):
         parse_translation(HEAD + two, "t").views({"a.1": (1,)}, "rightwards")
+
+
+def test_two_tensors_that_become_one_are_named_with_what_they_become():
+    terms = '[[term]]\nleft = "a.weight"\nright = "w"\n[[term]]\nleft = "b.weight"\nright = "w"\n'
+    with pytest.raises(UsageError, match=r"'w' would be there twice: a\.weight → w, and b\.weight → w"):
+        parse_translation(HEAD + terms, "t").views({"a.weight": (2,), "b.weight": (2,)}, "rightwards")
