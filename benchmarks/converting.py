@@ -19,9 +19,9 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
-from ckpt.converters.pipeline.options import MEMORY
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.settings import limits
 
 from .findings import Finding, at_least, at_most, medians
 from .footprint import MIB, _resident, reset_peak
@@ -69,7 +69,7 @@ def _finding(place: Place, size: int, found: dict[str, dict[str, float]]) -> Fin
     export, imported = found["export to hf"], found["import of dcp"]
     checks = [
         at_least(f"consolidation in exports, wall: {where}", found["consolidate hf"]["wall"] / export["wall"], 1),
-        at_most(f"memory of an export: {where}", export["peak"] / MIB, MEMORY / MIB + ROOM, "MiB"),
+        at_most(f"memory of an export: {where}", export["peak"] / MIB, limits.CONVERT_MEMORY / MIB + ROOM, "MiB"),
         at_most(f"seconds of an import: {where}", imported["wall"], SOON),
     ]
     if size >= WORTH:

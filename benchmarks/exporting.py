@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ckpt.adapters.memory import as_bytes
-from ckpt.converters.export.export import MEMORY, export
+from ckpt.converters.export.export import export
+from ckpt.settings import limits
 
 from . import tasks
 from .contestants import sync_directory
@@ -85,7 +86,7 @@ def _table(where: str, nbytes: int, found: dict[str, dict[str, float]]) -> Findi
         rows=rows,
         figures={"where": where, "bytes": nbytes, "medians": found},
         checks=[
-            at_most(f"memory of an export on a rank: {where}", ours["peak"] / MIB, MEMORY / MIB + ROOM, "MiB"),
+            at_most(f"memory of an export on a rank: {where}", ours["peak"] / MIB, limits.EXPORT_MEMORY / MIB + ROOM, "MiB"),
             at_least(f"CPU of gathering in exports: {where}", gather["cpu"] / ours["cpu"], FEWER),
         ],
         notes=("written and sent: times the bytes of the model; peak: beside the state, of the rank that took most",),

@@ -20,11 +20,10 @@ from ckpt.converters.targets.hf_config import read_configuration
 from ckpt.errors import UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
+from ckpt.settings import limits
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-SMALLEST = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +110,8 @@ class _Request:
     def __init__(self, source: str, url: str, to: str, options: ConvertOptions) -> None:
         self.began = time.monotonic()
         self.source, self.url, self.to, self.options = source, url, to, options
-        if options.memory < SMALLEST:
-            raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {SMALLEST >> 20}MiB")
+        if options.memory < limits.LEAST_MEMORY:
+            raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {limits.LEAST_MEMORY >> 20}MiB")
         format, self.catalog = target(to), open_catalog(source)
         if options.config is not None and (to != "hf" or format.one_file(url)):
             raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")

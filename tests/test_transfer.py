@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.byte_source import digest_reader
 from ckpt.concurrency.spread import spread
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.maintenance import copy_files
 from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.settings import limits
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets
@@ -50,7 +49,7 @@ def source(tmp_path: Path) -> str:
 
 @pytest.fixture(params=[16 << 20, 40, 7], ids=["whole files", "small runs", "long chunks"])
 def buffer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(copy_files, "BUFFER", request.param)
+    monkeypatch.setattr(limits, "HASH_BUFFER", request.param)
     return int(request.param)
 
 
@@ -233,8 +232,8 @@ def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> 
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_files, "BUFFER", 1 << 20)
-    monkeypatch.setattr(digest_reader, "PIECE", 1 << 20)
+    monkeypatch.setattr(limits, "HASH_BUFFER", 1 << 20)
+    monkeypatch.setattr(limits, "PIECE", 1 << 20)
     write_checkpoint(str(tmp_path / "s"), {"w": np.arange(8 << 20, dtype=np.int32), "v": np.ones((64, 4096))}, ranks=1)
     tracemalloc.start()
     try:

@@ -32,6 +32,7 @@ from ckpt.concurrency.waits import waits_so_far
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.reread import read_checked
+from ckpt.settings import limits
 
 from .chunk import ChunkName, crc_difference, damaged, digest_difference, has_digest
 from .port import ByteSource, SpanRecorder
@@ -41,10 +42,6 @@ Verify = Literal["full", "partial", "off"]
 """``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
 are checked. ``off``: nothing is checked."""
 
-PIECE = 2 << 20
-"""Bytes of a long range that are read, hashed and copied before the next ones."""
-STRETCH = 8 << 20
-"""Bytes that one call reads straight into place."""
 PROBE = 4 << 20
 """Bytes that are read to see whether the storage makes a thread wait."""
 PAGE = 4096
@@ -71,8 +68,8 @@ class DigestReader:
         self.source = source
         self.verify = verify
         self.crc32 = crc32
-        self.piece = max(PIECE, source.io_hints.read_size)
-        self.stretch = max(STRETCH, self.piece, source.io_hints.split_read_size)
+        self.piece = max(limits.PIECE, source.io_hints.read_size)
+        self.stretch = max(limits.DIRECT_READ, self.piece, source.io_hints.split_read_size)
         self.read = 0
         self.verified = 0
         self.waits = 0

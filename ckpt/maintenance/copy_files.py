@@ -1,6 +1,6 @@
 """Data files on their way from one storage to another: read in jobs that may run at once, each byte compared with its digest.
 
-A file of up to ``BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
+A file of up to ``limits.HASH_BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from ckpt.formats.native.datafiles.header import Header, parse_header
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.reread import READS
-
-BUFFER = 16 << 20
-"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together."""
+from ckpt.settings import limits
 
 Job = Callable[[], int]
 """Gives the bytes that it has done."""
@@ -126,7 +124,7 @@ class FileCheck:
 def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[Job]:
     """Jobs that read all of ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``."""
     where = f"{reader.source.url.rstrip('/')}/{file.path}"
-    if file.size <= BUFFER:
+    if file.size <= limits.HASH_BUFFER:
         return [partial(reader.reread, Extent(file.path, 0, file.size, None), partial(_copy_small, reader, file, where, take))]
 
     def read_header() -> tuple[bytes, Header]:
@@ -159,10 +157,10 @@ def _copy_small(reader: DigestReader, file: DataFile, where: str, take: Take) ->
 
 
 def _long_jobs(reader: DigestReader, chunks: Sequence[ChunkName], take: Take) -> Iterator[tuple[Extent, Job]]:
-    """Chunks that follow one another, up to ``BUFFER`` bytes, and longer ones alone: the bytes of each job, and what it does."""
-    for group in group_ranges([chunk.extent for chunk in chunks], max_bytes=BUFFER):
+    """Chunks that follow one another, up to ``HASH_BUFFER`` bytes, and longer ones alone: the bytes of each job, and what it does."""
+    for group in group_ranges([chunk.extent for chunk in chunks], max_bytes=limits.HASH_BUFFER):
         members = [chunks[i] for i in group.members]
-        if group.length <= BUFFER:
+        if group.length <= limits.HASH_BUFFER:
             yield Extent(group.path, group.offset, group.length, None), partial(_copy_group, reader, group, members, take)
         else:
             yield from ((chunk.extent, partial(_copy_long, reader, chunk, take)) for chunk in members)
@@ -180,8 +178,8 @@ def _copy_group(reader: DigestReader, group: RangeGroup, chunks: Sequence[ChunkN
 
 def _copy_long(reader: DigestReader, chunk: ChunkName, take: Take) -> int:
     digest, extent = ChunkDigest(reader, chunk), chunk.extent
-    for at in range(0, extent.length, BUFFER):
-        data = reader.scratch(BUFFER).data[: min(BUFFER, extent.length - at)]
+    for at in range(0, extent.length, limits.HASH_BUFFER):
+        data = reader.scratch(limits.HASH_BUFFER).data[: min(limits.HASH_BUFFER, extent.length - at)]
         reader.fill(extent.path, extent.offset + at, data, digest)
         take(extent.offset + at, data)
     digest.end()

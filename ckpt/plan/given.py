@@ -12,8 +12,8 @@ from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box, IntArray, cells, find_fault
 from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.settings import limits
 
-from . import ownership
 from .ownership import Global, Owned
 from .parts import caps, refine
 
@@ -101,7 +101,7 @@ def _owned(shape: tuple[int, ...], itemsize: int, held: Sequence[tuple[Box, int]
 def _cut(box: Box, itemsize: int) -> tuple[IntArray, IntArray]:
     if not box.numel:
         return np.array([box.offset], dtype=np.int64), np.array([box.shape], dtype=np.int64)
-    most = caps(box.shape, itemsize, ownership.MAX_CHUNK)
+    most = caps(box.shape, itemsize, limits.CHUNK)
     at, sizes = cells([refine((0, n), 1, cap)[0] for n, cap in zip(box.shape, most, strict=True)])
     return at + np.array(box.offset, dtype=np.int64), sizes
 

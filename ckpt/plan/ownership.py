@@ -1,7 +1,7 @@
 """Who writes what. Every rank computes it from the layouts alone; ranks that see the same layouts always agree, without talking.
 
-Replicas of a cell split it by rows, so bytes are balanced by construction; a cell under ``SMALL`` bytes goes whole to one replica,
-the least loaded of those that hold the same tensors. Cells are cut further so that no chunk exceeds ``MAX_CHUNK`` bytes.
+Replicas of a cell split it by rows, so bytes are balanced by construction; a cell under ``limits.UNDIVIDED`` bytes goes whole to one
+replica, the least loaded of those that hold the same tensors. Cells are cut further so that no chunk exceeds ``limits.CHUNK`` bytes.
 
 Flat ranges are stored as the boxes that they are made of, or *merged*: then the grid is regular, its chunks are whole rows, and ranks
 send each other the edges of their ranges (``merge.py``).
@@ -20,14 +20,10 @@ import numpy as np
 from ckpt.dtypes import DType
 from ckpt.layout.geometry import Box, IntArray, cell_box, cells, even_cuts
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
+from ckpt.settings import limits
 
 from .flat import FlatGrid, is_whole, row_grid, whole_grid
 from .parts import caps, refine
-
-MAX_CHUNK = 64 << 20
-"""Largest chunk, in bytes, unless one element is larger."""
-SMALL = 64 << 10
-"""A replicated cell of fewer bytes is written whole by one replica, and a merged block by one of the ranks that hold parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +130,11 @@ def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned
 
 
 def _is_whole(t: Global) -> bool:
-    return is_whole(t.layout, t.shape, t.dtype.itemsize, SMALL)
+    return is_whole(t.layout, t.shape, t.dtype.itemsize, limits.UNDIVIDED)
 
 
 def _row_grid(t: Global) -> FlatGrid | None:
-    return row_grid(t.layout, t.shape, t.dtype.itemsize, MAX_CHUNK, SMALL)
+    return row_grid(t.layout, t.shape, t.dtype.itemsize, limits.CHUNK, limits.UNDIVIDED)
 
 
 def _merged_turns(members: Sequence[Global]) -> Iterator[tuple[Global, FlatGrid, int]]:
@@ -206,7 +202,7 @@ def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int
     """Fraction of a typical cell that each replica writes, before it is turned."""
     widest = _widest(tiling, shape)
     shares = np.zeros(replicas)
-    if math.prod(widest) * itemsize < SMALL:
+    if math.prod(widest) * itemsize < limits.UNDIVIDED:
         shares[0] = 1
         return shares
     rows = widest[_row_dim(widest, replicas)]
@@ -237,9 +233,9 @@ def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: in
         return _owned_boxes(tiling, itemsize, turn)
     widest = _widest(tiling, shape)
     replicas = tiling.holders.shape[1]
-    small = replicas == 1 or not shape or math.prod(widest) * itemsize < SMALL
+    small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
-    most = caps(widest, itemsize, MAX_CHUNK)
+    most = caps(widest, itemsize, limits.CHUNK)
     refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
     index = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), dtype=np.int64)
@@ -277,9 +273,9 @@ def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
 
 def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
     """The chunks of a box: offsets in it, shapes, and the number of the replica's part that each is in."""
-    small = math.prod(shape) * itemsize < SMALL
+    small = math.prod(shape) * itemsize < limits.UNDIVIDED
     row = _row_dim(shape, replicas)
-    most = caps(shape, itemsize, MAX_CHUNK)
+    most = caps(shape, itemsize, limits.CHUNK)
     refined = [refine((0, n), replicas if d == row and not small else 1, most[d]) for d, n in enumerate(shape)]
     at, sizes = cells([new for new, _, _ in refined])
     return at, sizes, refined[row][2][np.indices([len(r[1]) for r in refined])[row].ravel()]

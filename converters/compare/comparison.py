@@ -17,14 +17,13 @@ from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
 from ckpt.plan.match import several
 from ckpt.plan.pieces import pieces
+from ckpt.settings import limits
 
 from .element_differences import ElementDifferences, differing, have_same_bits
 from .element_differences import Tolerance as Tolerance
 from .elements import slices_of
 from .sides import Renaming, Side
 
-WINDOW = 4 << 20
-"""Bytes of a tensor that a thread reads at once, of both sides."""
 _BLOCK = 1 << 18
 """Elements that are compared at once, as numbers of 64 bits."""
 _AT_ONCE = 16
@@ -238,7 +237,7 @@ class _Comparing:
         for name in names:
             box = Box.whole(self.sides[0].views[name].shape)
             size = max(side.kind(name).itemsize for side in self.sides)
-            windows = (p.box for p in pieces(box, box, WINDOW // size))
+            windows = (p.box for p in pieces(box, box, limits.VALUE_BLOCK // size))
             while boxes := list(islice(windows, _AT_ONCE)):
                 yield name, boxes
 

@@ -19,11 +19,11 @@ from ckpt.layout.geometry import Box, find_fault, row_major_strides
 from ckpt.plan.join import Copy, join
 from ckpt.plan.reads import parts_of
 from ckpt.plan.views import LogicalTensor
+from ckpt.settings import limits
 
 Raw = npt.NDArray[Any]
 """Elements as bits: unsigned integers of their size, or 16 bytes."""
 
-_MAX_GAP = 32 << 10
 _RAW: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("V16")}
 _FLOAT8 = {"float8_e4m3fn": (4, 3, 7), "float8_e5m2": (5, 2, 15), "float8_e4m3fnuz": (4, 3, 8), "float8_e5m2fnuz": (5, 2, 16)}
 """Bits of exponent and mantissa, and bias."""
@@ -95,7 +95,7 @@ class Elements:
     def _plain(self, copy: Copy, extent: Extent, box: Box, out: Raw) -> None:
         size = out.dtype.itemsize
         strides = row_major_strides(copy.chunk_box.shape)
-        for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=_MAX_GAP):
+        for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=limits.GAP):
             target = out[slices_of(part.box, box)]
             if target.flags.c_contiguous and target.nbytes == part.length:
                 self.catalog.backend.read_into(part.path, part.offset, target.reshape(-1).view(np.uint8).data)

@@ -25,6 +25,7 @@ from ckpt.engine.verify.structure import Problem
 from ckpt.formats.external.elements import read_box, read_extent
 from ckpt.layout.geometry import Box
 from ckpt.plan.pieces import pieces
+from ckpt.settings import limits
 
 from .elements import Elements, Raw, numbers
 
@@ -36,7 +37,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq")
 REMEDY = "ckpt convert --repair SRC DST --to native mends the states that Megatron-Core 0.15 to 0.19 displaced"
 _LOW = ("bfloat16", "float16", "float32")
-_WINDOW = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +261,7 @@ def _check_steps(steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
 
 def _windows(entry: TensorEntry) -> Iterator[Box]:
     box = Box.whole(entry.logical or entry.shape)
-    return (p.box for p in pieces(box, box, _WINDOW // entry.dtype.itemsize))
+    return (p.box for p in pieces(box, box, limits.VALUE_BLOCK // entry.dtype.itemsize))
 
 
 def _element(wrong: npt.NDArray[np.bool_], box: Box) -> Box:

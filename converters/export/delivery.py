@@ -21,12 +21,10 @@ from ckpt.dtypes import DType
 from ckpt.layout.geometry import strided_blocks
 from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
+from ckpt.settings import limits
 from ckpt.transport.peers import Peers
 
 from .plan import WritePlan, WritePlanner, WriteWindow
-
-BLOCK = 4 << 20
-"""Bytes of a tensor that are put in order, cast and written at a time."""
 
 Write = Callable[[int, int, memoryview], None]
 """Writes bytes of the file of a number from an offset on. May be called from several threads."""
@@ -180,7 +178,7 @@ class Delivery:
         item = self.files[f].items[i]
         wanted = self.tensors[item.name]
         alone = LogicalTensor(shape=wanted.shape, pieces=(piece,))
-        for box in slabs(piece.box, item.itemsize, (), BLOCK):
+        for box in slabs(piece.box, item.itemsize, (), limits.VALUE_BLOCK):
             (part,) = alone.overlapping(box)
             data = self._values(part, wanted.dtype)
             blocks = strided_blocks(wanted.shape, box)

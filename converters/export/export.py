@@ -34,6 +34,7 @@ from ckpt.plan.match import several
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
+from ckpt.settings import limits
 from ckpt.text import units
 from ckpt.transport.peers import peers_of
 
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-MEMORY = 256 << 20
-"""Bytes of tensors that a rank has in windows, unless the caller says."""
-LEAST = 32 << 20
 SHARES = 3
 """Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 
@@ -113,7 +111,7 @@ def export(
     config: str | Mapping[str, Any] | ModelConfig | None = None,
     layout: Layout | None = None,
     overwrite: bool = False,
-    memory: int = MEMORY,
+    memory: int = limits.EXPORT_MEMORY,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -199,8 +197,8 @@ class _Export:
     def begin(self, state: Module | Mapping[str, Any], layout: Layout | None) -> Row:
         """Tell the leader what this rank has."""
         group = self.call.group
-        if self.options.memory < LEAST:
-            raise UsageError(f"{self.options.memory} bytes of memory are too few", hint=f"at least {LEAST} (memory=)")
+        if self.options.memory < limits.LEAST_MEMORY:
+            raise UsageError(f"{self.options.memory} bytes of memory are too few", hint=f"at least {limits.LEAST_MEMORY} (memory=)")
         if layout is not None:
             layout.check_ranks(group.ranks)
         check_url(self.call.url)

@@ -1,9 +1,9 @@
 """Who writes which bytes of files that all ranks of a job write together. Every rank computes the same, without talking. Pure.
 
-Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``LONG`` bytes at a time or
-all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one rank, its
-*aggregator*, puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes through
-windows.
+Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``limits.WORTH_A_CALL``
+bytes at a time or all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one
+rank, its *aggregator*, puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes
+through windows.
 
 Invariants: windows and direct pieces tile the items of all files. What a rank keeps and sends in one round is at most ``budget`` bytes,
 unless one window alone is more.
@@ -25,11 +25,10 @@ from ckpt.converters.select.selection import OutputTensor
 from ckpt.layout.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.join import join
 from ckpt.plan.views import LogicalTensor, ViewPiece, filled, within
+from ckpt.settings import limits
 
 from .state_catalog import StateCatalog
 
-LONG = 64 << 10
-"""Bytes of a run that are worth a write of their own."""
 WINDOW = 8 << 20
 """Bytes of a window where the storage does not ask for a size."""
 
@@ -157,7 +156,7 @@ class WritePlanner:
             if filled(view) != math.prod(view.shape):
                 self._long[key] = False
             elif cuts is not None:
-                self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= LONG
+                self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= limits.WORTH_A_CALL
             else:
                 all_of_it = FileSegment(i, item.box, item.offset, item.length)
                 self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, all_of_it))
@@ -184,7 +183,7 @@ def _shortest(shape: Sequence[int], cuts: Sequence[Sequence[int]], itemsize: int
 
 def _is_long(view: LogicalTensor, piece: ViewPiece, itemsize: int) -> bool:
     blocks = strided_blocks(view.shape, piece.box)
-    return blocks.runs == 1 or blocks.length * itemsize >= LONG
+    return blocks.runs == 1 or blocks.length * itemsize >= limits.WORTH_A_CALL
 
 
 class _Pacer:

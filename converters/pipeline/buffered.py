@@ -18,6 +18,7 @@ from ckpt.catalog import Catalog
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
 from ckpt.engine.load.reader import Reader
+from ckpt.formats.native.coding.codec import CHUNK_LIMIT
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.reads import group_sorted
 
@@ -25,7 +26,7 @@ from .passthrough import PAGE
 from .view_reader import ViewBox, read_views
 from .windows import FileItem, FileSegment, FileWindow, windows
 
-CODED = 2 * (64 << 20)
+CODED = 2 * CHUNK_LIMIT
 """Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""
 LEAST = 8 << 20
 """Bytes of the smallest window."""

@@ -23,6 +23,7 @@ from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.settings import limits
 
 from .passthrough import jobs_of, pour, runs_of
 from .target import OutputFile, OutputPlan
@@ -31,8 +32,6 @@ from .windows import FileItem, FileSegment
 if TYPE_CHECKING:
     from .buffered import WindowFiller
 
-BLOCK = 1 << 20
-"""Bytes that are hashed and then written while they are still in the cache."""
 Progress = Callable[[int, int], None]
 
 
@@ -219,7 +218,7 @@ class _Open:
     def put(self, run: Sequence[FileSegment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
         first = run[0].start
-        step = max(BLOCK, self.writer.block_size)
+        step = max(limits.CACHE_BLOCK, self.writer.block_size)
         at, end = 0, step - first % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         segments = iter(run)
         segment: FileSegment | None = next(segments)

@@ -8,11 +8,9 @@ from typing import TypedDict
 
 from ckpt.converters.select.selection import SelectOptions, Views
 from ckpt.plan.match import several
+from ckpt.settings import limits
 
 from .parallel import MegatronParallel
-
-MEMORY = 1 << 30
-"""Bytes for tensors in memory, unless the caller says."""
 
 
 class ConvertKeywords(TypedDict, total=False):
@@ -49,7 +47,7 @@ class ConvertOptions:
     skip: Sequence[str] = ()
     shard_size: int | None = None
     parallel: MegatronParallel | None = None
-    memory: int = MEMORY
+    memory: int = limits.CONVERT_MEMORY
     threads: int | None = None
     overwrite: bool = False
     verify: bool = False

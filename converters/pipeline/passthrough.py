@@ -19,17 +19,12 @@ from ckpt.layout.geometry import box_to_flat
 from ckpt.plan.join import Copy, join
 from ckpt.plan.reads import RangeGroup, group_ranges, group_sizes
 from ckpt.plan.views import ViewPiece, in_order, within
+from ckpt.settings import limits
 
 from .windows import FileItem
 
-SMALL = 64 << 10
-"""Bytes of a run that is read together with others, if they are near each other."""
-PIECE = 2 << 20
-"""Bytes that are read, hashed and written before the next ones."""
 JOB = 32 << 20
 """Bytes that one thread does before the next job is handed out."""
-GAP = 32 << 10
-"""Bytes between two small runs that are read rather than skipped."""
 MANY = 2048
 """Runs that it does at most, unless one item has more."""
 PAGE = 4096
@@ -156,12 +151,14 @@ def pour(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
         CorruptError: they are not what their digests say. ``put`` may have had them before.
         StorageError: the storage failed.
     """
-    memory = memoryview(mmap.mmap(-1, PIECE + PAGE))
+    memory = memoryview(mmap.mmap(-1, limits.PIECE + PAGE))
     times = Counter(run.item for run in runs)
     small, large = list[ByteRun](), list[ByteRun]()
     for run in runs:
-        (small if run.length <= min(SMALL, PIECE) and times[run.item] == 1 else large).append(run)
-    for group in group_ranges([Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=PIECE, max_gap=GAP):
+        (small if run.length <= min(limits.WORTH_A_CALL, limits.PIECE) and times[run.item] == 1 else large).append(run)
+    for group in group_ranges(
+        [Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=limits.PIECE, max_gap=limits.GAP
+    ):
         _pour_together(fetch, [small[i] for i in group.members], group, put, memory)
     for run in large:
         _pour_one(fetch, run, put, memory)
@@ -182,7 +179,7 @@ def _pour_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryv
     check = ChunkDigest(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
-        end = min(stop, (at + PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
+        end = min(stop, (at + limits.PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
         piece = memory[at % PAGE : at % PAGE + end - at]
         fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
         check.update(piece)

@@ -12,9 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt.layout.geometry import Box
-
-UNIT = 64 << 20
-"""Bytes of the longest part that one job reads; chunks of ours are not longer."""
+from ckpt.settings import limits
 
 
 class FileItem(NamedTuple):
@@ -55,7 +53,7 @@ def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int
     pending: list[FileSegment] = []
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
-        for box in slabs(item.box, item.itemsize, places, min(most, UNIT)):
+        for box in slabs(item.box, item.itemsize, places, min(most, limits.CHUNK)):
             segment = FileSegment(number, box, at, box.numel * item.itemsize)
             at += segment.length
             if pending and at - pending[0].start > most:

@@ -27,14 +27,13 @@ from ckpt.converters.pipeline.windows import FileItem, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
+from ckpt.settings import limits
 
 from .torch_archive import ArchivePlan, StorageStub
 
 METADATA = ".metadata"
 BOX = 256 << 20
 """Bytes of the largest stored box: loads read a box whole."""
-FILE = 4 << 30
-"""Bytes of a data file, about, unless the caller says."""
 
 Places = dict[MetadataIndex, _StorageInfo]
 Described = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -94,7 +93,7 @@ def index_of(fqn: str, box: Box | None) -> MetadataIndex:
 def data_files(stored: Sequence[Stored], size: int | None, *, folder: str = "") -> tuple[tuple[OutputFile, ...], Places]:
     """Files of about ``size`` bytes below ``folder``, one item after another, and where each item is."""
     places: Places = {}
-    groups = group_sizes([s.nbytes for s in stored], size or FILE)
+    groups = group_sizes([s.nbytes for s in stored], size or limits.DATA_FILE)
     files = [_file(folder, f"__{n}_0.distcp", [stored[i] for i in group], places) for n, group in enumerate(groups)]
     return tuple(files), places
 

@@ -22,6 +22,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
+from ckpt.settings import limits
 
 from .derived_config import derived_config
 
@@ -36,8 +37,6 @@ OF_FORMATS = (METADATA_JSON, TRACKER, COMMIT_PATH)
 """Files by which a checkpoint of another format is known: beside safetensors files they would say that these are one."""
 ALIGNED = 4096
 """The data begins at a multiple of this many bytes."""
-SMALL = 64 << 20
-"""Bytes of the largest file that is copied beside the shards."""
 
 
 def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
@@ -113,7 +112,7 @@ def small_files(backend: Backend) -> dict[str, bytes]:
     names = backend.list_dir()
     if CONFIG not in names:
         return {}
-    return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= SMALL}
+    return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= limits.SIDE_FILE}
 
 
 def _belongs(name: str) -> bool:

@@ -22,10 +22,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import row_major_strides
 from ckpt.plan.reads import group_sizes
 from ckpt.reread import read_alike
-
-CHUNK = 64 << 20
-FILE = 4 << 30
-"""Bytes of a data file, about, unless the caller says."""
+from ckpt.settings import limits
 
 
 def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
@@ -39,7 +36,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     plans: list[DataFilePlan] = []
     places: dict[str, list[int]] = {}
     files: list[OutputFile] = []
-    for group in group_sizes([s.nbytes for s in specs], layout.shard_size or FILE):
+    for group in group_sizes([s.nbytes for s in specs], layout.shard_size or limits.DATA_FILE):
         members = [specs[i] for i in group]
         for made in plan_data_files(members, id=layout.id, rank=0, limit=HEADER_LIMIT):
             made = replace(made, path=data_path(layout.id, 0, len(plans)))
@@ -65,7 +62,7 @@ def _cuts(wanted: OutputTensor, seams: Sequence[int] = ()) -> tuple[tuple[int, .
     """Cuts along the first axes: as many as it takes for rows to fit into a chunk; of the first axis, at ``seams`` where there are some."""
     cuts = []
     for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
-        count = max(1, CHUNK // max(1, step * wanted.dtype.itemsize))
+        count = max(1, limits.CHUNK // max(1, step * wanted.dtype.itemsize))
         cuts.append(cuts_at(0, n, count, () if axis else seams))
     return tuple(cuts)
 

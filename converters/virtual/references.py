@@ -21,9 +21,8 @@ from ckpt.io_backends.registry import absolute_url
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.join import Copy, join
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
+from ckpt.settings import limits
 
-MAX_CHUNK = 64 << 20
-"""Bytes of a chunk of the virtual checkpoint: longer ranges are cut along the first axis, so that they can be read in parallel."""
 _LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file among which zeros are looked for: its header has some."""
 
@@ -135,7 +134,7 @@ class References:
         """Boxes of the logical tensor and where their bytes are."""
         (piece, stored, copy), size = take, take.stored.dtype.itemsize
         taken = within(piece, copy.box)
-        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= MAX_CHUNK
+        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= limits.CHUNK
         if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
             message = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
             raise UsageError(message, where=self.catalog.url, hint="convert instead")
@@ -186,12 +185,12 @@ def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[
 
 
 def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
-    """A box in parts that take at most ``MAX_CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
+    """A box in parts that take at most ``limits.CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
     axes = [i for i, n in enumerate(box.shape) if n > 1]
-    if not axes or reach(box.shape, strides, itemsize) <= MAX_CHUNK:
+    if not axes or reach(box.shape, strides, itemsize) <= limits.CHUNK:
         return [box]
     axis = max(axes, key=strides.__getitem__)
-    count = max(1, MAX_CHUNK // max(strides[axis], 1))
+    count = max(1, limits.CHUNK // max(strides[axis], 1))
     boxes = []
     for at in range(0, box.shape[axis], count):
         offset, shape = list(box.offset), list(box.shape)

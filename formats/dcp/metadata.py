@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
-from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.stored import counts, shape_of
 from ckpt.formats.pickles.values import PickleValues
+from ckpt.settings import limits
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -70,8 +71,8 @@ def read_metadata(backend: Backend) -> Metadata:
         FormatError: items are transformed (compressed, for example), or have a dtype that is not known.
     """
     where = f"{backend.url.rstrip('/')}/{METADATA}"
-    if backend.size(METADATA) > MAX_PICKLE:
-        raise FormatError(f"metadata of more than {MAX_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
+    if backend.size(METADATA) > limits.FOREIGN_PICKLE:
+        raise FormatError(f"metadata of more than {limits.FOREIGN_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
     return _MetadataReader(where).read(backend.read(METADATA))
 
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
+from ckpt.settings import limits
 
 from .virtual_backends import SingleFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-MAX_INDEX = 256 << 20
-"""Bytes of an index: that of some two million tensors."""
 _SHOWN = 5
 _THREADS = 16
 
@@ -42,8 +41,8 @@ def read_index(backend: Backend, path: str) -> dict[str, str]:
         CorruptError: no such index, or one that leads out of the directory.
     """
     where = f"{backend.url.rstrip('/')}/{path}"
-    if backend.size(path) > MAX_INDEX:
-        raise CorruptError(f"an index of more than {MAX_INDEX:,} bytes", where=where, hint="check what wrote it")
+    if backend.size(path) > limits.FOREIGN_TABLE:
+        raise CorruptError(f"an index of more than {limits.FOREIGN_TABLE:,} bytes", where=where, hint="check what wrote it")
     try:
         weight_map = json.loads(backend.read(path))["weight_map"]
         pairs = {str(k): v for k, v in weight_map.items()}

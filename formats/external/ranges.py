@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt.concurrency.waits import COUNTS_WAITS, waits_so_far
 from ckpt.concurrency.workers import run_tasks
 from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.settings import limits
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-MAX_GAP = 16 << 10
-"""Bytes between two ranges that are read rather than skipped: one more call of the storage takes as long."""
-MAX_READ = 4 << 20
 _THREADS = 16
 
 
@@ -35,7 +33,7 @@ def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
         CorruptError: a range reaches beyond the end of its file.
         StorageError: the storage failed.
     """
-    groups = group_ranges(ranges, max_bytes=MAX_READ, max_gap=MAX_GAP)
+    groups = group_ranges(ranges, max_bytes=limits.GROUPED_READ, max_gap=limits.GAP)
     contents: list[bytes] = [b""] * len(ranges)
 
     def read(group: RangeGroup) -> None:

@@ -21,6 +21,7 @@ from ckpt.layout.geometry import Box, IntArray
 from ckpt.reread import read_checked
 
 from .checks import find_excess
+from .coding.codec import CHUNK_LIMIT
 from .coding.codecs import CODECS, unknown_codec
 from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 _REPLACED_TRIES = 3
 _STALE = 1.1
 """Seconds after which FUSE looks a name up again."""
-_MAX_CODED = 64 << 20
-"""Bytes of a coded chunk of more than one element, before coding."""
 
 
 class NativeCatalog:
@@ -208,7 +207,7 @@ class NativeCatalog:
 def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: str) -> None:
     """Raise CorruptError if a coded chunk has a size that none can have: memory is asked for by it."""
     size = box.numel * dtype.itemsize
-    if not 0 < coded.length <= size or (size > _MAX_CODED and box.numel > 1):
+    if not 0 < coded.length <= size or (size > CHUNK_LIMIT and box.numel > 1):
         raise CorruptError(
             f"chunk {name}{box} of {size} bytes is said to be coded in {coded.length} bytes",
             where=where,

@@ -32,11 +32,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ckpt.errors import CkptError, CorruptError, FormatError
+from ckpt.settings import limits
 
 from .stand_ins import GlobalName, Keys, Made, Persistent
 
-MAX_PICKLE = 1 << 30
-"""Bytes of a pickle that is read: building its objects takes up to some hundred times as much memory."""
 MAX_NAME = 512
 """Characters of a module's or a class's name."""
 MAX_DIGITS = 4300
@@ -59,8 +58,8 @@ def load_pickle(data: bytes, where: str) -> Any:
         CorruptError: these bytes are no pickle, or one that no pickler writes.
         FormatError: a pickle that needs more than itself: extension codes, buffers kept apart, a newer protocol; or one that is too long.
     """
-    if len(data) > MAX_PICKLE:
-        raise FormatError(f"a pickle of {len(data):,} bytes is longer than the {MAX_PICKLE:,} that are read", where=where)
+    if len(data) > limits.FOREIGN_PICKLE:
+        raise FormatError(f"a pickle of {len(data):,} bytes is longer than the {limits.FOREIGN_PICKLE:,} that are read", where=where)
     unpickler = InertUnpickler(data, where)
     try:
         return unpickler.load()

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.ranges import Range, read_ranges
-from ckpt.formats.pickles.loader import MAX_PICKLE, load_pickle
+from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stored import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
+from ckpt.settings import limits
 
 from .directory import ZipRecord, data_offset, header_length, names_below, read_directory
 from .window import FileRange
@@ -70,7 +71,7 @@ class Archive:
 
     def load(self) -> Any:
         """The object that was saved, with stand-ins (``ckpt.formats.pickles``). It is not kept: a large one takes much memory."""
-        return load_pickle(self._read("data.pkl", MAX_PICKLE), self.where)
+        return load_pickle(self._read("data.pkl", limits.FOREIGN_PICKLE), self.where)
 
     def _read(self, name: str, limit: int) -> bytes:
         """All bytes of a record of at most ``limit`` bytes."""

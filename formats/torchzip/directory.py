@@ -11,11 +11,9 @@ from typing import NamedTuple, NoReturn
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
+from ckpt.settings import limits
 
 from .window import FileRange
-
-MAX_DIRECTORY = 256 << 20
-"""Bytes of a directory: that of some three million records."""
 
 _STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
 _END = struct.Struct("<4s4H2LH")
@@ -57,7 +55,7 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     if at < 0 or at + _END.size > len(tail):
         _damaged(window, "no end of its directory: it was cut off, or is no zip archive")
     count, size, offset, end = _extent(window, tail[at:], tail_at + at)
-    if size > MAX_DIRECTORY or offset + size > end or count * _ENTRY.size > size:
+    if size > limits.FOREIGN_TABLE or offset + size > end or count * _ENTRY.size > size:
         _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
     data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
     return _records(window, data, count, offset)

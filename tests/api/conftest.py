@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ckpt.plan import ownership
+from ckpt.settings import limits
 from tests.api.checked import empty_directory
 
 
@@ -29,7 +30,7 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
 
     def limit(size: int) -> None:
         ownership._owned.cache_clear()
-        monkeypatch.setattr(ownership, "MAX_CHUNK", size)
+        monkeypatch.setattr(limits, "CHUNK", size)
 
     yield limit
     ownership._owned.cache_clear()

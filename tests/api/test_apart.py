@@ -35,6 +35,7 @@ from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.plan import ownership
 from ckpt.plan.match import Selection
+from ckpt.settings import limits
 
 RANKS = 5
 OPTIONS = SaveOptions(layout=None, timeout=30, check_replicas=True, threads=1)
@@ -158,7 +159,7 @@ def test_a_state_comes_back(tmp_path: Path, codec: str | None) -> None:
 
 
 def test_an_own_tensor_of_several_chunks_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "MAX_CHUNK", 96)
+    monkeypatch.setattr(limits, "CHUNK", 96)
     monkeypatch.setattr(datafile, "CODED_CHUNKS", 3)
     ownership._owned.cache_clear()
     save(str(tmp_path / "c"), ranks=1, codec="zstd")

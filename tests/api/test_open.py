@@ -19,6 +19,7 @@ from ckpt.errors import CkptError, CorruptError, NamesError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.plan import ownership
+from ckpt.settings import limits
 from tests.api.checked import data_files, described, empty_directory, pattern, raw, same
 
 # ------------------------------------------------------------------------------------------------------------ slicing
@@ -29,13 +30,13 @@ SHAPES = [(), (0,), (1,), (9,), (7, 5), (4, 0, 3), (3, 4, 5), (2, 1, 3, 2)]
 @pytest.fixture(scope="module")
 def cut_small() -> Iterator[tuple[ckpt.View, list[torch.Tensor]]]:
     """Tensors that are cut into chunks of a few elements."""
-    limit = ownership.MAX_CHUNK
+    limit = limits.CHUNK
     ownership._owned.cache_clear()
-    ownership.MAX_CHUNK = 24
+    limits.CHUNK = 24
     tensors = [pattern(torch.int32, *shape, seed=i) for i, shape in enumerate(SHAPES)]
     with empty_directory() as root:
         ckpt.save(root, {"t": tensors})
-        ownership.MAX_CHUNK = limit
+        limits.CHUNK = limit
         ownership._owned.cache_clear()
         yield ckpt.open(root), tensors
 

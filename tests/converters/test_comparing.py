@@ -29,6 +29,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.layout.geometry import Box
 from ckpt.plan.views import stack, whole
+from ckpt.settings import limits
 from tests.formats.reading import FIXTURES
 
 
@@ -228,7 +229,7 @@ def test_windows_find_what_torch_finds(
     one = saved(path / "one", {"w": left, "t": right.T.contiguous() if len(shape) == 2 else right})
     two = saved(path / "two", {"w": right, "t": right.T.contiguous() if len(shape) == 2 else right}, codec=codec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "WINDOW", window)
+        patch.setattr(limits, "VALUE_BLOCK", window)
         report = compare(one, two)
     apart = (left - right).abs()
     if not apart.any():

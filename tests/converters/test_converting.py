@@ -25,6 +25,7 @@ from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.plan import views
+from ckpt.settings import limits
 
 FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
@@ -133,7 +134,7 @@ def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verifi
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
     from ckpt.converters.pipeline import file_stream, passthrough
 
-    monkeypatch.setattr(passthrough, "PIECE", 8192)
+    monkeypatch.setattr(limits, "PIECE", 8192)
     monkeypatch.setattr(passthrough, "JOB", 20_000)
     left: list[int] = []
     monkeypatch.setattr(file_stream.FileStream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
@@ -245,12 +246,12 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters.pipeline import buffered, file_stream, windows
+    from ckpt.converters.pipeline import buffered, file_stream
 
-    monkeypatch.setattr(windows, "UNIT", 1000)
+    monkeypatch.setattr(limits, "CHUNK", 1000)
     monkeypatch.setattr(buffered, "LEAST", 5000)
     monkeypatch.setattr(file_stream, "runs_of", lambda chosen, items: {})
-    monkeypatch.setattr("ckpt.converters.convert.SMALLEST", 1)
+    monkeypatch.setattr("ckpt.settings.limits.LEAST_MEMORY", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
     convert(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
     same(dcp_load(str(tmp_path / "t"), {n: torch.zeros_like(t) for n, t in tensors().items()}), tensors())

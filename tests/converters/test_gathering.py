@@ -96,7 +96,7 @@ def filled(planner: WritePlanner, found: WritePlan, files: tuple[OutputFile, ...
 @given(catalogs(), st.sampled_from(["ranges", "parts", "files"]), st.booleans(), st.sampled_from([64, 256, 4096]), st.integers(1, 800))
 def test_every_byte_once(catalog: StateCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_plan, "LONG", 12)
+        patch.setattr("ckpt.settings.limits.WORTH_A_CALL", 12)
         patch.setattr(export_plan, "WINDOW", 64)
         chosen = choose_weights(catalog, SelectOptions(views=respelled if translate else None))
         files = plan(chosen, OutputOptions(id="", url="x", shard_size=shard, name=None, previous=None)).files

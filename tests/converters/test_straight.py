@@ -26,6 +26,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
 from ckpt.plan import views
+from ckpt.settings import limits
 
 A = np.arange(4 * 4 * 3, dtype=np.float32).reshape(4, 4, 3)
 B = -np.arange(2 * 4 * 3, dtype=np.float32).reshape(2, 4, 3)
@@ -47,7 +48,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, state = tmp_path_factory.mktemp("runs"), {"a": torch.from_numpy(A), "b": torch.from_numpy(B)}
     ckpt.save(str(root / "whole"), state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.converters.targets.native.CHUNK", 24)
+        patch.setattr("ckpt.settings.limits.CHUNK", 24)
         convert(str(root / "whole"), str(root / "cut"), to="native")
     torch.save(state, root / "plain.pt")
     return root
@@ -100,8 +101,8 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         items.append(FileItem(name, data.draw(st.sampled_from([box, Box.whole(shape)])), at, 4))
         at += items[-1].length
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passthrough, "SMALL", data.draw(st.sampled_from([0, 30, 1000])))
-        patch.setattr(passthrough, "GAP", data.draw(st.sampled_from([0, 40])))
+        patch.setattr(limits, "WORTH_A_CALL", data.draw(st.sampled_from([0, 30, 1000])))
+        patch.setattr(limits, "GAP", data.draw(st.sampled_from([0, 40])))
         patch.setattr(passthrough, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))

@@ -101,7 +101,7 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
 
 
 def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ckpt.converters.targets.native.CHUNK", 24)
+    monkeypatch.setattr("ckpt.settings.limits.CHUNK", 24)
     from ckpt import convert
 
     ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})

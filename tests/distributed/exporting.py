@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt import ExportReport, convert, export
-from ckpt.converters.export import export as export_module
 from ckpt.converters.export import plan
 from ckpt.io_backends.fsspec.writer import GatheringWriter
 from ckpt.io_backends.posix import shared_file as posix_shared
 from ckpt.io_backends.posix.shared_file import PosixSharedObject
+from ckpt.settings import limits
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
@@ -32,7 +32,7 @@ MEMORY = 9_000
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    plan.LONG, plan.WINDOW, export_module.LEAST = 64, 512, 0
+    limits.WORTH_A_CALL, plan.WINDOW, limits.LEAST_MEMORY = 64, 512, 0
     if way == "parts":
         posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
 

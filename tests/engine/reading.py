@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
-from ckpt.byte_source import digest_reader
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
-from ckpt.engine.load import exact, reader, sweep
+from ckpt.engine.load import exact, sweep
 from ckpt.engine.load.reader import Job, Reader, Verify
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
+from ckpt.settings import limits as sizes
 from tests.formats.native_sample import Sample
 
-TINY = {"PIECE": 48, "MAX_READ": 96, "MAX_PART": 192, "MAX_GAP": 8, "SMALL": 32, "BATCH": 64, "MAX_SCRATCH": 100, "SLICE": 2, "AHEAD": 0}
+TINY = {"PIECE": 48, "GROUPED_READ": 96, "CHUNK": 192, "GAP": 8, "WORTH_A_CALL": 32, "CACHE_BLOCK": 64, "SCRATCH": 100}
+TINY |= {"SLICE": 2, "AHEAD": 0}
 SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 """Limits in bytes, so that small tensors take the ways of large ones."""
 
@@ -30,7 +31,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((reader, digest_reader, exact, sweep), SIZES[kind].items()):
+        for module, (name, value) in product((sizes, exact, sweep), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield

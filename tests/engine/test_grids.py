@@ -19,15 +19,16 @@ from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.settings import limits
 from tests.plan.layout_strategies import meshes, tensor_lists
 
 
 @pytest.fixture
-def limits() -> Iterator[None]:
+def small_limits() -> Iterator[None]:
     """Small chunks, and few of them in a file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "MAX_CHUNK", 32)
-        patch.setattr(datafile, "CODED_FILE", 80)
+        patch.setattr(limits, "CHUNK", 32)
+        patch.setattr(limits, "CODED_FILE", 80)
         patch.setattr(datafile, "CODED_CHUNKS", 5)
         ownership._owned.cache_clear()
         yield
@@ -45,7 +46,7 @@ def dealt(owned: dict[str, Owned], tensors: dict[str, Global], ranks: Sequence[i
     return files, found
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
 def test_coded_chunks_are_where_their_ranks_put_them(tensors: list[Global]) -> None:
     owned, by_name = assign(tensors), {t.name: t for t in tensors}

@@ -428,7 +428,7 @@ def test_absurd_sizes_take_no_memory(tmp_path):
 
 def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     url = saved(tmp_path, {"a": "x" * 100_000})
-    monkeypatch.setattr("ckpt.formats.torchzip.archive.MAX_PICKLE", 50_000)
+    monkeypatch.setattr("ckpt.settings.limits.FOREIGN_PICKLE", 50_000)
     with counted() as counts, pytest.raises(FormatError, match=r"record 'data\.pkl' has 100,\d\d\d bytes"):
         open_catalog(url)
     assert counts.bytes < 60_000  # it is looked at twice: what cannot be read may have been damaged on its way

@@ -30,6 +30,7 @@ from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.reads import group_ranges, parts_of
+from ckpt.settings import limits
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 
 ID = "0123456789abcdef"
@@ -39,8 +40,8 @@ ID = "0123456789abcdef"
 def _limits() -> Iterator[None]:
     """Chunks of at most 96 bytes, and cells of at least 48 are divided: so small tensors show what large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "MAX_CHUNK", 96)
-        patch.setattr(ownership, "SMALL", 48)
+        patch.setattr(limits, "CHUNK", 96)
+        patch.setattr(limits, "UNDIVIDED", 48)
         ownership._owned.cache_clear()
         yield
     ownership._owned.cache_clear()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
-from ckpt.plan import ownership
 from ckpt.plan.given import Given, assigned
+from ckpt.settings import limits
 
 
 def one(box: Box, owner: int, *, name: str = "w", shape: tuple[int, ...], kind: str = "float32") -> Given:
@@ -40,12 +40,12 @@ def test_every_element_is_stored_once_by_its_owner(case: tuple[tuple[int, ...], 
     shape, boxes = case
     if 0 in shape:  # one box starts at the origin of an empty tensor: DCP's planner drops the others
         boxes = boxes[:1] if not any(boxes[0][0].offset) else [(Box.whole(shape), 0)]
-    before, ownership.MAX_CHUNK = ownership.MAX_CHUNK, most
+    before, limits.CHUNK = limits.CHUNK, most
     try:
         found = assigned(one(box, owner, shape=shape) for box, owner in boxes)
         alone = {r: assigned(one(box, owner, shape=shape) for box, owner in boxes if owner == r) for _, r in boxes}
     finally:
-        ownership.MAX_CHUNK = before
+        limits.CHUNK = before
     found.check()
     owned = found.owned["w"]
     wanted, stored, times = (np.full(shape, -1) for _ in range(3))

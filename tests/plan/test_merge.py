@@ -25,6 +25,7 @@ from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
 from ckpt.plan.merge import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.settings import limits
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists
 from tests.plan.test_ownership import bytes_written, gpt2
 
@@ -32,11 +33,11 @@ F32, U8 = DTYPES["float32"], DTYPES["uint8"]
 
 
 @pytest.fixture
-def limits() -> Iterator[None]:
+def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and blocks of at least 32 are not gathered: so small tensors show what large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "MAX_CHUNK", 64)
-        patch.setattr(ownership, "SMALL", 32)
+        patch.setattr(limits, "CHUNK", 64)
+        patch.setattr(limits, "UNDIVIDED", 32)
         ownership._owned.cache_clear()
         yield
     ownership._owned.cache_clear()
@@ -109,20 +110,20 @@ def check(tensors: Sequence[Global]) -> None:
         assert (times == 1).all()
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(st.lists(flat_tensors(), min_size=1, max_size=1))
 def test_every_chunk_is_whole_once_the_fragments_have_moved(tensors: list[Global]) -> None:
     event(f"merged: {assign(tensors, merge=True)['w'].merged}")
     check(tensors)
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)))
 def test_any_tensors_of_a_job(tensors: list[Global]) -> None:
     check(tensors)
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(flat_tensors())
 def test_merged_chunks(t: Global) -> None:
     """Each is one range of the flattening and of whole rows, is not too large, and its owner holds the cell that it is said to."""
@@ -146,7 +147,7 @@ def test_merged_chunks(t: Global) -> None:
     assert len(alike) == 1
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(flat_tensors())
 def test_little_moves(t: Global) -> None:
     """Less than a row at each boundary between two ranges, at most an eighth in all, and nothing of one dimension."""
@@ -170,7 +171,7 @@ def test_little_moves(t: Global) -> None:
         assert not moved
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)), st.randoms())
 def test_every_rank_comes_to_the_same_result_alone_and_in_any_order(tensors: list[Global], random: object) -> None:
     together = assign(tensors, merge=True)
@@ -184,7 +185,7 @@ def test_every_rank_comes_to_the_same_result_alone_and_in_any_order(tensors: lis
         assert fragments(known, alone, rank) == fragments([t for t in tensors if t in known], together, rank)
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
 def test_without_merge_nothing_moves(tensors: list[Global]) -> None:
     owned = assign(tensors)
@@ -350,7 +351,7 @@ def test_the_tiling_is_what_the_ranks_hold(t: Global) -> None:
     assert sorted(rows) == sorted((p.box.offset, p.box.shape, r) for r in t.layout.ranks() for p in t.layout.pieces(t.shape, r))
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(st.data())
 def test_layouts_with_stages_and_interleaved_parts(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(24, 3), (5, 12), (40,), (), (0, 4), (1, 24, 2)]))

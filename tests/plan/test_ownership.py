@@ -17,17 +17,18 @@ from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.settings import limits
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 
 
 @pytest.fixture
-def limits() -> Iterator[None]:
+def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and cells of at least 32 are divided: so small tensors show what large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "MAX_CHUNK", 64)
-        patch.setattr(ownership, "SMALL", 32)
+        patch.setattr(limits, "CHUNK", 64)
+        patch.setattr(limits, "UNDIVIDED", 32)
         ownership._owned.cache_clear()
         yield
     ownership._owned.cache_clear()
@@ -53,7 +54,7 @@ def bytes_written(tensors: Sequence[Global], owned: dict[str, Owned]) -> Counter
 # ---------------------------------------------------------------------------------------------------------- any layouts
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
 def test_chunks_tile_and_are_written_by_a_holder(tensors: list[Global]) -> None:
     owned = assign(tensors)
@@ -76,7 +77,7 @@ def test_chunks_tile_and_are_written_by_a_holder(tensors: list[Global]) -> None:
         assert mine.replicas == mine.holders.shape[1]
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
 def test_written_by_and_held_by_count_chunks(tensors: list[Global]) -> None:
     for t, mine in ((t, assign(tensors)[t.name]) for t in tensors):
@@ -85,7 +86,7 @@ def test_written_by_and_held_by_count_chunks(tensors: list[Global]) -> None:
             assert mine.held_by(rank) == [i for i, held in enumerate(mine.holders.tolist()) if rank in held]
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists), st.randoms())
 def test_the_order_of_tensors_does_not_matter(tensors: list[Global], random: object) -> None:
     shuffled = list(tensors)
@@ -94,7 +95,7 @@ def test_the_order_of_tensors_does_not_matter(tensors: list[Global], random: obj
     assert all(same(first[t.name], second[t.name]) for t in tensors)
 
 
-@pytest.mark.usefixtures("limits")
+@pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)))
 def test_every_rank_comes_to_the_same_result_alone(tensors: list[Global]) -> None:
     """A rank knows the tensors that it holds a part of, and no others."""
@@ -159,7 +160,7 @@ def test_a_replica_writes_neighbouring_rows(split: tuple[Split, ...]) -> None:
 
 
 def test_an_element_larger_than_a_chunk_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "MAX_CHUNK", 8)
+    monkeypatch.setattr(limits, "CHUNK", 8)
     ownership._owned.cache_clear()
     owned = assign([Global("w", DTYPES["complex128"], (2, 3), TensorLayout(Mesh.of({"dp": 1})))])["w"]
     ownership._owned.cache_clear()

@@ -20,11 +20,8 @@ from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.settings import limits
 
-SMALL = 64 << 10
-"""Bytes of a chunk that is read together with its neighbours."""
-BATCH = 1 << 20
-"""Bytes that are read together: few enough to be still in the cache when they are hashed and copied."""
 SLICE = 256
 """Chunks that are looked up between two signs of life."""
 
@@ -112,7 +109,7 @@ def _number(grid: Grid, box: Box) -> int | None:
 def tasks_of(exact: Exact, fetch: DigestReader) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
     hints = fetch.source.io_hints
-    longest, most = max(SMALL, hints.coalesce_gap), max(BATCH, hints.read_size)
+    longest, most = max(limits.WORTH_A_CALL, hints.coalesce_gap), max(limits.CACHE_BLOCK, hints.read_size)
     small: list[int] = []
     large: list[int] = []
     for i, extent in enumerate(exact.extents):

@@ -21,28 +21,20 @@ from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency.waits import COUNTS_WAITS
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
+from ckpt.formats.native.coding.codec import CHUNK_LIMIT
 from ckpt.layout.geometry import Box, find_fault
 from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
 from ckpt.plan.pieces import pieces
 from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
+from ckpt.settings import limits
 
 from .copying import Stored, copy_box
 from .exact import Exact, Job, find_exact, tasks_of
 from .parcels import Carrier
-from .sweep import MAX_CODED, FilePlan, Sweep, by_file, cohorts_of
+from .sweep import FilePlan, Sweep, by_file, cohorts_of
 
-__all__ = ["MAX_GAP", "Job", "ReadPlan", "Reader", "Verify"]
-
-MAX_READ = 4 << 20
-"""Small neighbouring ranges are read together up to this many bytes: so few that they are still in the cache when they are hashed and
-copied."""
-MAX_GAP = 32 << 10
-"""Bytes between two ranges that are read rather than skipped: one more call of the storage takes as long."""
-MAX_PART = 64 << 20
-"""Longer ranges of one chunk are read by several threads, if no digest asks for one after another."""
-MAX_SCRATCH = 448 << 20
-"""Bytes that all threads together have for coded chunks, while each has room for one."""
+__all__ = ["Job", "ReadPlan", "Reader", "Verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,7 @@ class ReadPlan:
         """The most scratch memory that one coded chunk takes, in bytes."""
         most = max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
         unseen = self.sweep is not None and not self.files and self.sweep.catalog.coded
-        return max(most, 2 * MAX_CODED) if unseen else most
+        return max(most, 2 * CHUNK_LIMIT) if unseen else most
 
 
 @dataclass(eq=False)
@@ -107,7 +99,7 @@ class Reader:
         self.fetch = DigestReader(self.source, self.verify, beat=self.beat, spans=self.spans)
         hints = self.source.io_hints
         self.threads = max(self.threads, hints.concurrency)
-        self.max_gap, self.max_read = max(MAX_GAP, hints.coalesce_gap), max(MAX_READ, hints.read_size)
+        self.max_gap, self.max_read = max(limits.GAP, hints.coalesce_gap), max(limits.GROUPED_READ, hints.read_size)
         self.probes = not hints.concurrency
 
     @property
@@ -148,7 +140,7 @@ class Reader:
         cores too. Storage that makes a thread wait can serve many at once.
         """
         if coded:
-            return min(self.threads, max(1, MAX_SCRATCH // coded))
+            return min(self.threads, max(1, limits.SCRATCH // coded))
         cores = os.cpu_count() or 1
         if not self.probes or self.threads <= cores // 2 or not COUNTS_WAITS:
             return self.threads
@@ -245,8 +237,8 @@ class Reader:
         if self.fetch.needs_whole(step.extent):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
         blocks = [copy]
-        if step.nbytes > MAX_PART:
-            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, MAX_PART // itemsize)]
+        if step.nbytes > limits.CHUNK:
+            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, limits.CHUNK // itemsize)]
         return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=self.max_gap)]
 
     # ---- one read

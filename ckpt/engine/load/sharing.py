@@ -14,18 +14,16 @@ from typing import NamedTuple
 
 import xxhash
 
-from ckpt.byte_source.digest_reader import PIECE
 from ckpt.catalog import TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import common_box
 from ckpt.plan.parcels import Shared, reader_of, shared_chunks, wants
 from ckpt.plan.pieces import CacheBlock, pieces
+from ckpt.settings import limits
 
 from .exact import Job
 
-SMALL = 256 << 10
-"""Bytes of a chunk that shares a parcel with others."""
 ALIGN = 16
 """Chunks begin at multiples of it in a parcel: of every item size."""
 
@@ -131,14 +129,14 @@ class Sharing:
     def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int) -> Sharing:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
-        found = cls(rank, max(PIECE, piece // ALIGN * ALIGN))
+        found = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN))
         for job in jobs:
             target, entry = job
             info = target.info
             ranks = _members(info.layout)
             if entry.rank is not None or rank not in ranks or len(ranks) == 1:
                 continue
-            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < SMALL):
+            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < limits.SMALL_SHARED_READ):
                 continue
             if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
                 continue  # one of several tensors that are stacked: others cannot tell who has which
@@ -235,11 +233,11 @@ class _Alike:
         sizes = [c.box.numel * itemsize for c in taken]
         small: dict[tuple[int, ...], list[tuple[Shared, int]]] = {}
         for c, size in zip(taken, sizes, strict=True):
-            if size <= SMALL:
+            if size <= limits.SMALL_SHARED_READ:
                 small.setdefault(c.ranks, []).append((c, size))
         return cls(
             chunks=frozenset(c.chunk for c in taken),
-            large=[c for c, size in zip(taken, sizes, strict=True) if size > SMALL],
+            large=[c for c, size in zip(taken, sizes, strict=True) if size > limits.SMALL_SHARED_READ],
             small=small,
             wanted=wanted,
             needed=itemsize * sum(c.weights[c.ranks.index(rank)] for c in taken),
@@ -263,7 +261,7 @@ def worth_replicas(chunk: Shared, itemsize: int) -> bool:
 def worth_parts(chunk: Shared, itemsize: int) -> bool:
     """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
     count, numel = len(chunk.ranks), chunk.box.numel
-    return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= SMALL
+    return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
 
 
 def refused(said: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:

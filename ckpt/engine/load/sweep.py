@@ -30,8 +30,6 @@ from ckpt.plan.reads import group_sorted
 from .copying import Stored, copy_box
 from .exact import Job
 
-MAX_CODED = 64 << 20
-"""Bytes of a coded chunk, before coding."""
 AHEAD = 256
 """Files that are looked up before anything is read, so that a damaged header leaves the state as it was. With more of them, each is looked
 up when it is its turn."""

@@ -28,6 +28,7 @@ import xxhash
 from ckpt.adapters.place import Placer
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import ConsistencyError
+from ckpt.settings import limits
 from ckpt.tracing.profiling import in_trace
 from ckpt.tracing.spans import Spans
 
@@ -40,8 +41,6 @@ from .staging import StagedBatches
 from .tensor_source import ChunkSource
 from .writer import MANY
 
-SMALL = 256 << 10
-"""Bytes: a tensor of unknown use that is smaller is set aside."""
 PATIENCE = 0.1
 """Seconds that operations of the thread that saves have to end, or to come further, before bytes have to tell: a loaded machine may let a
 thread wait for some time."""
@@ -143,7 +142,7 @@ class Capture:
         found = set()
         for name, local in placer.tensors.items():
             memories = [part.memory for part in local.parts]
-            small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < SMALL)
+            small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < limits.SMALL_COPY)
             if small or any(m.is_inference() for m in memories):
                 found.add(name)
         return found

@@ -12,9 +12,10 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.formats.native.coding.codecs import encode
 from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Writer
+from ckpt.settings import limits
 
 from .plan import Batch
-from .writer import BLOCK, RankWriter, WriteInput
+from .writer import RankWriter, WriteInput
 
 
 class EncodedWriter(RankWriter):
@@ -73,7 +74,7 @@ class EncodedWriter(RankWriter):
             self.stage.release(batch)
 
     def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
-        step = max(BLOCK, writer.block_size)
+        step = max(limits.CACHE_BLOCK, writer.block_size)
         with self.spans.span("write", len(data)):
             for at in range(0, len(data), step):
                 writer.write(offset + at, [data[at : at + step]])

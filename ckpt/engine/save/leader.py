@@ -30,9 +30,9 @@ from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import Kept, committed_id, new_id, previous_files, read_record, write_index
 from ckpt.io_backends.protocol import Backend
-from ckpt.plan import ownership
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
+from ckpt.settings import limits
 
 from .index_rows import chunks_apart, index_rows
 from .replicas import replica_problems
@@ -129,8 +129,8 @@ class Leader:
             tuple((digest, tuple(ranks)) for digest, ranks in shared.items()),
             tuple(own.items()),
             self.merge,
-            ownership.MAX_CHUNK,
-            ownership.SMALL,
+            limits.CHUNK,
+            limits.UNDIVIDED,
         )
         for i, tables in enumerate(self.known):
             if tables.key == key:

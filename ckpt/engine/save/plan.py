@@ -19,14 +19,12 @@ from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan import ownership
 from ckpt.plan.merge import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.tables import Table
+from ckpt.settings import limits
 
-BATCH = 1 << 20
-"""Small neighbouring chunks are copied, hashed and written together up to this many bytes: so few that they stay in the cache."""
 NO_ID = "0" * 16
 """Stands for the id of the save in plans that are kept."""
 _ALIGN = 16
@@ -100,8 +98,8 @@ class Plans:
         placer = collected.placer
         if len(self.shards.known) > 4 * len(placer.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
-        limits = rank, position, merge, codec, ownership.MAX_CHUNK, ownership.SMALL
-        key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), limits)
+        options = rank, position, merge, codec, limits.CHUNK, limits.UNDIVIDED
+        key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), options)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
@@ -117,13 +115,13 @@ class _Key:
     infos: tuple[Global, ...]
     aliases: dict[str, str]
     own: frozenset[str]
-    limits: tuple[object, ...]
+    options: tuple[object, ...]
 
     def same(self, other: _Key) -> bool:
         return (
             len(self.infos) == len(other.infos)
             and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))
-            and (self.aliases, self.own, self.limits) == (other.aliases, other.own, other.limits)
+            and (self.aliases, self.own, self.options) == (other.aliases, other.own, other.options)
         )
 
 
@@ -228,5 +226,5 @@ def _batches(number: int, plan: DataFilePlan) -> list[Batch]:
     numbers, starts, lengths = (order + plan.first).tolist(), plan.offsets[order].tolist(), plan.lengths[order].tolist()
     return [
         Batch(number, starts[g.start], sum(lengths[g.start : g.stop]), numbers[g.start : g.stop], lengths[g.start : g.stop])
-        for g in group_sizes(lengths, BATCH)
+        for g in group_sizes(lengths, limits.CACHE_BLOCK)
     ]

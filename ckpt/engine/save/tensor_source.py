@@ -16,10 +16,10 @@ from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
 from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import row_major_strides
+from ckpt.settings import limits
 
 from .plan import Batch, RankPlan
 
-_SMALL = 256 << 10
 _move_small = ctypes.PyDLL(None).memmove  # does not let go of the interpreter, which costs more than copying so little
 _move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_small.restype = None
@@ -81,7 +81,7 @@ class ChunkSource:
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
             address = self._address(number)
             if address:
-                (_move_small if length < _SMALL else ctypes.memmove)(base + at, address, length)
+                (_move_small if length < limits.SMALL_COPY else ctypes.memmove)(base + at, address, length)
             elif length:
                 self.fill(number, into[at : at + length])
             at += length

@@ -17,16 +17,15 @@ from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.datafiles.datafile import DataFilePlan
 from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.settings import limits
 from ckpt.tracing.spans import Spans
 
 from .flat_merge import FragmentExchange
 from .meter import SaveMeter
-from .plan import BATCH, Batch, RankPlan
+from .plan import Batch, RankPlan
 from .staging import StagedBatches
 from .tensor_source import ChunkSource
 
-BLOCK = 1 << 20
-"""Least bytes that are hashed and written at once."""
 MANY = 8
 """A batch of so many chunks is mostly Python."""
 COMMITS = 4
@@ -190,7 +189,7 @@ class RankWriter:
         """The bytes of small chunks, copied next to each other."""
         scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
         if scratch is None:
-            scratch = self._local.scratch = torch.empty(BATCH, dtype=torch.uint8)
+            scratch = self._local.scratch = torch.empty(limits.CACHE_BLOCK, dtype=torch.uint8)
         self.source.fill_batch(batch, scratch, 0)
         for number in batch.numbers:
             if number in self._mixed:
@@ -208,7 +207,7 @@ class RankWriter:
 
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         digest = xxhash.xxh3_64()
-        step = max(BLOCK, writer.block_size)
+        step = max(limits.CACHE_BLOCK, writer.block_size)
         at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         while at < len(data):
             block = data[at:end]

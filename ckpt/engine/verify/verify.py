@@ -26,14 +26,12 @@ from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.reads import group_ranges
+from ckpt.settings import limits
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
-__all__ = ["BUFFER", "Problem", "Progress", "VerifyReport", "verify"]
+__all__ = ["Problem", "Progress", "VerifyReport", "verify"]
 
-BUFFER = 16 << 20
-"""Bytes read at once, and held per thread. Longer chunks are hashed piece by piece, shorter neighbours are read together. A coded chunk is
-held whole, stored and decoded: two chunks of at most 64 MiB per thread."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all, always from the thread that called ``verify``."""
@@ -196,9 +194,9 @@ def _jobs(chunks: list[_Chunk]) -> list[list[_Chunk]]:
     """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
     plain = [chunk for chunk in chunks if chunk.extent.codec is None]
     jobs = [[chunk] for chunk in chunks if chunk.extent.codec is not None]
-    for group in group_ranges([chunk.extent for chunk in plain], max_bytes=BUFFER):
+    for group in group_ranges([chunk.extent for chunk in plain], max_bytes=limits.HASH_BUFFER):
         members = [plain[i] for i in group.members]
-        jobs += [members] if group.length <= BUFFER else [[chunk] for chunk in members]
+        jobs += [members] if group.length <= limits.HASH_BUFFER else [[chunk] for chunk in members]
     return sorted(jobs, key=lambda job: job[0].extent[:2])
 
 
@@ -240,7 +238,7 @@ class _Verifier:
         start, end = job[0].extent.offset, _end(job)
         if job[0].extent.codec is not None:
             return self._check_encoded(job[0], job[0].extent.codec)
-        if end - start > BUFFER:
+        if end - start > limits.HASH_BUFFER:
             return self._check_long(job[0])
         buffer = self._reader.scratch(end - start).data
         try:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 
+CHUNK_LIMIT = 64 << 20
+"""Bytes of a chunk of more than one element, before coding: part of the format (docs/format.md §9)."""
 ITEMSIZES = (1, 2, 4, 8, 16)
 """Bytes that an element may have."""
 

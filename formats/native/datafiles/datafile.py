@@ -23,6 +23,7 @@ from ckpt.formats.native.coding.codecs import CODECS
 from ckpt.formats.native.paths import data_path, data_prefix
 from ckpt.layout.geometry import Box, IntArray
 from ckpt.plan.reads import group_sizes
+from ckpt.settings import limits
 
 from .keys import METADATA, box_text, coded_key, is_bare, name_problem
 
@@ -33,8 +34,6 @@ HEADER_BLOCK = 4096
 LENGTH_BYTES = 8
 ID_DIGITS = 16
 CHUNK_DIGITS = 16
-CODED_FILE = 128 << 20
-"""Most bytes, before coding, of the chunks that share a file with coded ones, unless it has a single chunk."""
 CODED_CHUNKS = 16_384
 """Most chunks of such a file: its header stays far below ``HEADER_LIMIT`` with names of any sensible length."""
 
@@ -127,11 +126,11 @@ def plan_data_files(chunks: Sequence[ChunkSpec], *, id: str, rank: int, limit: i
 
 
 def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
-    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``CODED_FILE`` and ``CODED_CHUNKS`` allow.
+    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``limits.CODED_FILE`` and ``CODED_CHUNKS`` allow.
 
     It depends on the sizes before coding alone, so that every rank can tell where another one's chunks are.
     """
-    return [slice(g.start, g.stop) for g in group_sizes(raw_lengths, CODED_FILE, CODED_CHUNKS)]
+    return [slice(g.start, g.stop) for g in group_sizes(raw_lengths, limits.CODED_FILE, CODED_CHUNKS)]
 
 
 class CodedFiles:
@@ -145,7 +144,7 @@ class CodedFiles:
     def put(self, ranks: IntArray, lengths: IntArray) -> npt.NDArray[np.int32]:
         """The next chunk of each of these ranks, no rank twice: the numbers of their files."""
         size, chunks = self._size[ranks], self._chunks[ranks]
-        full = (chunks > 0) & ((size + lengths > CODED_FILE) | (chunks == CODED_CHUNKS))
+        full = (chunks > 0) & ((size + lengths > limits.CODED_FILE) | (chunks == CODED_CHUNKS))
         self._number[ranks] += full
         self._size[ranks] = np.where(full, 0, size) + lengths
         self._chunks[ranks] = np.where(full, 0, chunks) + 1

@@ -30,7 +30,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from .errors import UsageError
+from ckpt.errors import UsageError
 
 DEFAULT_TIMEOUT = 600.0
 
