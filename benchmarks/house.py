@@ -1,7 +1,7 @@
 """Figures of the package's own sources, from their syntax trees alone: ``python -m benchmarks.house``.
 
 The first table has the whole: files, folders, circles, names, functions, parameters, comments. The second has the rooms: files and lines of
-each. ``--debts PATH…`` lists each place behind a figure in some folders or files. ``--json`` serves to compare two commits; ``--root`` names
+each. ``--debts PATH…`` lists each place behind a figure in some folders or files. ``--json`` is for diffs; ``--root`` names
 another checkout. The limits stand in tests/test_house.py; this script only counts.
 """
 
