@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .converters.export.export import export as export
     from .converters.pipeline.parallel import MegatronParallel as MegatronParallel
     from .converters.virtual.translated import translated as translated
-    from .engine.load.load import LoadReport as LoadReport
+    from .engine.load.options import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.background import fence as fence
     from .engine.save.job import SaveReport as SaveReport
@@ -80,7 +80,7 @@ _WHERE = {
     "pipeline": "layout.numbering",
     "experts": "layout.numbering",
     "SaveReport": "engine.save.job",
-    "LoadReport": "engine.load.load",
+    "LoadReport": "engine.load.options",
     "SaveHandle": "engine.save.background",
     "ConvertReport": "converters.convert",
     "ExportReport": "converters.export.export",

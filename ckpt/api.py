@@ -15,7 +15,7 @@ from .view import View
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .engine.load.load import LoadReport
+    from .engine.load.options import LoadReport
     from .engine.save.background import SaveHandle
     from .engine.save.job import SaveOptions, SaveReport
 
@@ -186,7 +186,8 @@ def load(
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
-    from .engine.load.load import LoadOptions, load_state
+    from .engine.load.load import load_state
+    from .engine.load.options import LoadOptions
     from .engine.save.background import wait_for_pending_save
     from .io_backends.registry import is_file_system
     from .plan.match import Selection

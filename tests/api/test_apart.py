@@ -21,7 +21,8 @@ from ckpt.catalog import Catalog
 from ckpt.coordination.channel import ControlChannel
 from ckpt.coordination.group import Group
 from ckpt.coordination.store import part_of
-from ckpt.engine.load.load import LoadOptions, load_state
+from ckpt.engine.load.load import load_state
+from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.save import save as save_module
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state

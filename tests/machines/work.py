@@ -110,8 +110,8 @@ def stop_at(phase: str, folder: Path, rank: int) -> None:
         "written": (save, "write", True),
         "commit": (leader, "write_index", False),
         "committed": (leader, "write_index", True),
-        "match": (load._Load, "match", False),
-        "read": (load._Load, "read", False),
+        "match": (load, "match", False),
+        "read": (load, "read", False),
         "exchange": (exchange.Exchange, "start", True),
     }
     owner, name, after = places[phase]

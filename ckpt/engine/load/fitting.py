@@ -1,28 +1,69 @@
-"""Whether a checkpoint fits the states of all ranks: what the leader of a load makes of what each rank found. All problems of all ranks go
-into one error. No torch."""
+"""Whether a checkpoint fits the states of all ranks: the row that each rank gives the leader, and the leader's verdict. All problems of all
+ranks go into one error."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from ckpt import tree
-from ckpt.catalog import Catalog, job_tensors
+from ckpt.adapters.binding.targets import Binding
+from ckpt.catalog import Catalog, identity, job_tensors
+from ckpt.coordination.rows import Row
 from ckpt.errors import MismatchError, NamesError, ShapeError
+from ckpt.plan import machines
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.tables import ranks_text
+from ckpt.transport.shm_pool import machine
+
+from .job import LoadJob
+from .sharing import Sharing, refused
 
 _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 """Kinds of nodes that stand for tensors: these count by their names."""
 
-Row = dict[str, Any]
+
+def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Sharing) -> Row:
+    """For the leader. What is equal on most ranks goes as a digest: it asks one of them for it."""
+
+    def shared(value: object) -> str:
+        return job.call.share(json.dumps(value).encode())
+
+    everything = binding.used >= names_of(catalog)
+    row: Row = {
+        "id": identity(catalog),
+        "problems": shared({"missing": binding.missing, "misfits": binding.misfits}),
+        "used": shared({"used": None if everything else sorted(binding.used), "values": sorted(binding.values)}),
+    }
+    return row | {"shares": shared(sharing.digests()), "machine": machine()} if sharing.wanted else row
+
+
+def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
+    """Leader: whether it fits everywhere, and who shares. Small: every rank reads it."""
+    if len({row["id"] for row in rows.values()}) > 1:
+        return {"replaced": True}
+    call, options = job.call, job.options
+    call.fetch_all(row[key] for row in rows.values() for key in ("problems", "used", "shares") if key in row)
+
+    def once(digest: str) -> Row:
+        value: Row = json.loads(call.fetch(digest))
+        return value
+
+    verdict: Row = judge(rows, once, catalog, options.selection, strict=options.strict, url=call.url)
+    if any("shares" not in row for row in rows.values()):
+        return verdict | {"refused": None}
+    digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
+    return verdict | {
+        "refused": refused(digests[row["shares"]] for row in rows.values()),
+        "machines": machines.spell([rows[rank]["machine"] for rank in call.group.ranks]),
+    }
 
 
 def judge(
     rows: Mapping[int, Row], fetch: Callable[[str], Row], catalog: Catalog, select: Selection, *, strict: bool, url: str
 ) -> dict[str, list[str]]:
-    """Names that are missing and unexpected. ``rows`` have digests of what each rank ``said`` does not fit, and ``used``; ``fetch`` gives
+    """Names that are missing and unexpected. ``rows`` have digests of what the ``problems`` of each rank, and ``used``; ``fetch`` gives
     what has a digest; ``url`` is what the caller calls the checkpoint.
 
     Raises:
@@ -35,7 +76,7 @@ def judge(
     names = names_of(catalog)
     of_digest: dict[str, list[int]] = {}
     for rank, row in rows.items():
-        of_digest.setdefault(row["said"], []).append(rank)
+        of_digest.setdefault(row["problems"], []).append(rank)
     for digest, ranks in of_digest.items():  # nearly all ranks say the same
         said = fetch(digest)
         for name in said["missing"]:
@@ -121,3 +162,11 @@ def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
 
 def _on(name: str, ranks: list[int], size: int) -> str:
     return name if len(ranks) == size else f"{name} ({ranks_text(sorted(ranks))})"
+
+
+def renamed(binding: Binding, selection: Selection) -> dict[str, str]:
+    """Stored names of loaded tensors that have another name in the state."""
+    if not selection.rename:
+        return {}
+    entries = {n: e for n, (_, e) in binding.targets.items() if e.rank is None}
+    return {e.name: n for n, e in entries.items() if selection.renamed(e.name) != e.name}

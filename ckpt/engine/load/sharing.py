@@ -113,6 +113,8 @@ class Sharing:
     rank: int
     piece: int
     """Bytes that go through a slot of a ring at once."""
+    wanted: bool
+    """Whether this rank shares anything, if others do."""
     circles: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
     """For each circle how many ranks it has, and what this rank loads of its tensors."""
     reads: list[Parcel] = field(default_factory=list)
@@ -126,10 +128,10 @@ class Sharing:
     """Bytes that this rank wants of parcels."""
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int) -> Sharing:
+    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> Sharing:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
-        found = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN))
+        found = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
         for job in jobs:
             target, entry = job
             info = target.info
@@ -145,7 +147,7 @@ class Sharing:
             circle[1].setdefault(kind, []).append(job)
         return found
 
-    def said(self) -> dict[str, tuple[int, str]]:
+    def digests(self) -> dict[str, tuple[int, str]]:
         """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
         return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.circles.items()}
 
