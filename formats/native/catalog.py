@@ -115,10 +115,10 @@ class NativeCatalog:
             CorruptError: the file is missing or has another size, or its header is damaged.
         """
         with self._locks[file]:
-            found = self._headers.get(file)
-            if found is None:
-                found = self._headers[file] = self._read_header(self.files[file])
-            return found
+            header = self._headers.get(file)
+            if header is None:
+                header = self._headers[file] = self._read_header(self.files[file])
+            return header
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Where the bytes of these chunks of ``entry`` are, in the order asked for.
@@ -138,7 +138,7 @@ class NativeCatalog:
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """Where one chunk each of many tensors is, in the order asked for. Errors as for :meth:`extents`."""
-        found = []
+        extents = []
         chunks: Mapping[str, StoredChunk] = {}
         last, path = None, ""
         for entry, number in wanted:
@@ -149,10 +149,10 @@ class NativeCatalog:
             name = entry.name if entry.alias is None else entry.alias
             stored = chunks.get(name) if grid is last and "]" not in name else None
             if stored is not None and stored[0] == entry.dtype.safetensors and stored[1] == entry.shape:
-                found.append(Extent(path, stored[2], stored[3], stored[4]))
+                extents.append(Extent(path, stored[2], stored[3], stored[4]))
             else:
-                found.append(self._extent(entry, grid.box(number), grid.file(number)))
-        return found
+                extents.append(self._extent(entry, grid.box(number), grid.file(number)))
+        return extents
 
     def extents_in(self, file: int, sought: Sought, known: Known) -> Stretches:
         """Where chunks of many tensors are in data file number ``file``: see ``find_alike``. Errors as for :meth:`header`."""
@@ -181,9 +181,9 @@ class NativeCatalog:
             for key in chunks:
                 if key.startswith(prefix) and (unknown := key.removeprefix(prefix)) not in CODECS:
                     raise unknown_codec(unknown, f"chunk {name}{box}", _join(self.url, path))
-        found = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
+        difference = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
         raise CorruptError(
-            f"chunk {name}{box} {found}; the index says {wanted[0]} {list(wanted[1])}",
+            f"chunk {name}{box} {difference}; the index says {wanted[0]} {list(wanted[1])}",
             where=_join(self.url, path),
             hint="index and data files are of different saves: restore them together, or rebuild the index",
         )
@@ -278,8 +278,8 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
         except NotFoundError as err:
             raise CorruptError(f"the index file {file.path} is missing", where=where, hint=hint) from err
         if len(data) != file.size:
-            told = f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}"
-            raise CorruptError(told, where=where, hint=hint)
+            message = f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}"
+            raise CorruptError(message, where=where, hint=hint)
         digest = xxhash.xxh3_128_hexdigest(data)
         if digest != file.digest:
             raise CorruptError(f"the index file {file.path} is damaged: its digest is {digest}, not {file.digest}", where=where, hint=hint)

@@ -127,8 +127,8 @@ def claim(backend: Backend, id: str) -> None:
         return
     if mine:
         backend.delete(mark)
-    told = "another copy of this checkpoint was committed here meanwhile"
-    raise ConflictError(told, where=backend.url, hint="copy again: that compares the files that are there, and copies what is missing")
+    message = "another copy of this checkpoint was committed here meanwhile"
+    raise ConflictError(message, where=backend.url, hint="copy again: that compares the files that are there, and copies what is missing")
 
 
 def resume(backend: Backend, id: str) -> None:

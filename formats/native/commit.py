@@ -224,9 +224,9 @@ def _check_digest(data: bytes, members: dict[str, Any], where: str) -> None:
     digits = str(digest).encode()
     if data.count(digits) != 1:
         _damaged("its digest is not in it exactly once", where)
-    found = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
-    if found != digest:
-        _damaged(f"its digest is {found}, it says {digest}", where)
+    computed = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
+    if computed != digest:
+        _damaged(f"its digest is {computed}, it says {digest}", where)
 
 
 def _not_ours(members: dict[str, Any], where: str) -> NoReturn:
@@ -289,24 +289,24 @@ def _created(members: dict[str, Any], where: str) -> str:
     return text
 
 
-def _metrics(found: object, where: str) -> dict[str, float]:
-    if not isinstance(found, dict):
+def _metrics(metrics: object, where: str) -> dict[str, float]:
+    if not isinstance(metrics, dict):
         _damaged("its metrics are not an object", where)
     try:
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, OverflowError):
         _damaged("one of its metrics is not a number, or none that fits a float", where)
 
 
-def _tags(found: object, where: str) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
+def _tags(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(tag, str) for tag in value):
         _damaged("its tags are not an array of strings", where)
-    return tuple(found)
+    return tuple(value)
 
 
-def _inline(found: object) -> dict[str, str]:
+def _inline(value: object) -> dict[str, str]:
     """What cannot be used is no damage: the files that it repeats are there."""
-    return {name: text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
+    return {name: text for name, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
 
 
 def _index_file(members: dict[str, Any], name: str, where: str) -> IndexFile:

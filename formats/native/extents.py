@@ -84,7 +84,7 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
     if sum(_chunks(t.grid) for t in _stored(tensors)) != len(offsets):
         _contradicts(f"{len(offsets)} extents are not those of the tensors' chunks", f"{where}/{EXTENTS}")
     paths = [source_path(i, s) for i, s in enumerate(sources)]
-    found, at = {}, 0
+    by_name, at = {}, 0
     for entry in _stored(tensors):
         extents = []
         for chunk, shape in enumerate(_shapes(entry)):
@@ -97,8 +97,8 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
         problem = _problem(entry, extents, sources)
         if problem is not None:
             _contradicts(problem, f"{where}/{EXTENTS}")
-        found[entry.name] = extents
-    return found
+        by_name[entry.name] = extents
+    return by_name
 
 
 def source_path(number: int, source: Source) -> str:

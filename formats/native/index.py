@@ -275,10 +275,10 @@ class _GridTable:
         """The grid of row ``row``, of the ``dims``-dimensional tensor ``name``."""
         if not 0 <= row < len(self._files):
             _contradicts(f"tensor {name!r} names row {row} of the grids", self._where)
-        found = self._made.get(row)
-        if found is None:
-            found = self._made[row] = self._make(row, dims, name)
-        return found
+        grid = self._made.get(row)
+        if grid is None:
+            grid = self._made[row] = self._make(row, dims, name)
+        return grid
 
     def _make(self, row: int, dims: int, name: str) -> Grid:
         files, axes, boxes = self._files.span(row), self._dims.span(row), self._boxes.span(row)

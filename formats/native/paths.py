@@ -57,8 +57,8 @@ def data_prefix(id: str) -> str:
 
 def id_of(path: str) -> str | None:
     """The save that a path belongs to, or None if it is not a path of this format: a file of another name is somebody else's."""
-    found = _OF_A_SAVE.fullmatch(path)
-    return (found[1] or found[2]) if found else None
+    match = _OF_A_SAVE.fullmatch(path)
+    return (match[1] or match[2]) if match else None
 
 
 def has_orphans(backend: Backend, prefix: str = "") -> bool:

@@ -67,15 +67,15 @@ def encode_groups(rows: Mapping[int, Row]) -> SpanGroups:
 
 def _sorted_sums(sums: list[Any], phases: int) -> Ints:
     """Rank × phase × (number, count, bytes, busy, first, last)."""
-    found = np.array(sums) if phases else np.zeros((len(sums), 0, 6), dtype=np.int64)
-    if found.dtype != np.int64 or found.shape != (len(sums), phases, 6):
+    rows = np.array(sums) if phases else np.zeros((len(sums), 0, 6), dtype=np.int64)
+    if rows.dtype != np.int64 or rows.shape != (len(sums), phases, 6):
         raise ValueError("a sum is no row of six numbers, or a phase has none")
-    order = np.argsort(found[:, :, 0], axis=1)
-    found = np.take_along_axis(found, order[:, :, None], axis=1)
-    if not (found[:, :, 0] == np.arange(phases)).all():
+    order = np.argsort(rows[:, :, 0], axis=1)
+    rows = np.take_along_axis(rows, order[:, :, None], axis=1)
+    if not (rows[:, :, 0] == np.arange(phases)).all():
         raise ValueError("a phase has no sum, or two")
-    _check(found[:, :, 1], found[:, :, 2], found[:, :, 3], found[:, :, 4], found[:, :, 5])
-    return found
+    _check(rows[:, :, 1], rows[:, :, 2], rows[:, :, 3], rows[:, :, 4], rows[:, :, 5])
+    return rows
 
 
 def _check(count: Ints, nbytes: Ints, busy: Ints, first: Ints, last: Ints) -> None:
@@ -156,17 +156,17 @@ def _ranks(runs: object, world_size: int, most: int) -> list[int]:
 def _matrix(columns: object, phases: int, ranks: int) -> Ints:
     if not isinstance(columns, list) or len(columns) != phases:
         raise ValueError("a figure has not a column for each phase")
-    found = [_numbers(column, ranks, -BYTES, BYTES) for column in columns]
-    return np.stack(found) if found else np.zeros((0, ranks), dtype=np.int64)
+    arrays = [_numbers(column, ranks, -BYTES, BYTES) for column in columns]
+    return np.stack(arrays) if arrays else np.zeros((0, ranks), dtype=np.int64)
 
 
 def _numbers(column: object, count: int, low: int, high: int) -> Ints:
     if type(column) is int and low <= column <= high:
         return np.full(count, column, dtype=np.int64)
-    found = np.array(column) if isinstance(column, list) and len(column) == count and {*map(type, column)} <= {int} else None
-    if found is None or found.dtype != np.int64 or found.ndim != 1 or not (low <= found.min() and found.max() <= high):
+    array = np.array(column) if isinstance(column, list) and len(column) == count and {*map(type, column)} <= {int} else None
+    if array is None or array.dtype != np.int64 or array.ndim != 1 or not (low <= array.min() and array.max() <= high):
         raise ValueError(f"a column is no {count:,} numbers")
-    return found
+    return array
 
 
 # ------------------------------------------------------------------------------------------------- what else is known of ranks
@@ -190,20 +190,20 @@ def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
         ValueError, TypeError, KeyError: a rank says what cannot be.
     """
     abouts = [_about(row) for row in rows.values()]
-    found: dict[str, Any] = {}
+    about: dict[str, Any] = {}
     names = list(dict.fromkeys(one.host or "" for one in abouts))
     if names != [""]:
         numbers = {name: i for i, name in enumerate(names)}
-        found["hosts"] = {"names": names, "of": [numbers[one.host or ""] for one in abouts]}
+        about["hosts"] = {"names": names, "of": [numbers[one.host or ""] for one in abouts]}
     dimensions = list(dict.fromkeys(name for one in abouts for name in one.coordinates))[:_DIMENSIONS]
     if dimensions:
-        found["mesh"] = {name: [one.coordinates.get(name, -1) for one in abouts] for name in dimensions}
+        about["mesh"] = {name: [one.coordinates.get(name, -1) for one in abouts] for name in dimensions}
     for name in ("blocked", "waited"):
         values = [-1 if (value := getattr(one, name)) is None else value for one in abouts]
         if {*values} != {-1}:
-            found[name] = _column(np.array(values, dtype=np.int64))
+            about[name] = _column(np.array(values, dtype=np.int64))
     trouble = {str(rank): list(one.storage) for rank, one in zip(rows, abouts, strict=True) if one.storage is not None}
-    return found | ({"storage": trouble} if trouble else {})
+    return about | ({"storage": trouble} if trouble else {})
 
 
 def _about(row: Row) -> About:

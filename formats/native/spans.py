@@ -120,8 +120,8 @@ def _columns(rows: Mapping[int, Row]) -> SpanGroups:
 
 
 def _summed(row: Row, rank: int) -> Row:
-    found = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
-    return {**found, "sums": found["folded"]}
+    summed = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
+    return {**summed, "sums": summed["folded"]}
 
 
 def _encode(members: Mapping[str, Any]) -> bytes:

@@ -49,8 +49,8 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
     for f in schema:
         most = TEXT if pa.types.is_string(f.type) else DIMENSIONS if f.name in ("shape", "logical", "strides") else None
         if most is not None and (longest := _longest(columns[f.name])) > most:
-            told = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
-            raise CorruptError(told, where=where, hint="rebuild the index")
+            message = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
+            raise CorruptError(message, where=where, hint="rebuild the index")
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):
             raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="rebuild the index")
     return columns

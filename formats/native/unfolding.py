@@ -84,11 +84,11 @@ def _batch(metadata: bytes, body: pa.Buffer) -> _Batch:
     if batch.place(3) is None:  # not compressed: parts of the file
         return _Batch(rows, int(buffers[:, 1].sum()))
     nbytes = 0
-    whole = memoryview(body) if body is not None else memoryview(b"")
+    data = memoryview(body) if body is not None else memoryview(b"")
     for offset, size in buffers.tolist():
-        if size < 0 or offset < 0 or offset + size > len(whole):
+        if size < 0 or offset < 0 or offset + size > len(data):
             raise ValueError("a buffer reaches beyond its message")
-        unfolded = struct.unpack_from("<q", whole, offset)[0] if size else 0
+        unfolded = struct.unpack_from("<q", data, offset)[0] if size else 0
         if unfolded < -1:
             raise ValueError("a buffer has a negative length")
         nbytes += size if unfolded == -1 else unfolded

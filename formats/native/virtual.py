@@ -78,10 +78,10 @@ class VirtualCatalog:
         Raises:
             CorruptError: a source is missing, or not the file that was imported.
         """
-        found = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
-        for path, digested in {(extent.path, extent.digest is not None) for extent in found}:
+        extents = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
+        for path, digested in {(extent.path, extent.digest is not None) for extent in extents}:
             self._sources.check(path, digested=digested)
-        return found
+        return extents
 
 
 class Sources(ReadOnly):
@@ -142,8 +142,8 @@ class Sources(ReadOnly):
             raise CorruptError(f"{source.path} has {size} bytes; when it was imported it had {source.size}", where=source.root, hint=_AGAIN)
         stamp = None if digested else backend.version_token(source.path)
         if not digested and source.stamp is not None and stamp != source.stamp:
-            told = f"{source.path} changed after it was imported: now it has {stamp}, then {source.stamp}"
-            raise CorruptError(told, where=source.root, hint=_AGAIN)
+            message = f"{source.path} changed after it was imported: now it has {stamp}, then {source.stamp}"
+            raise CorruptError(message, where=source.root, hint=_AGAIN)
         self._checked.add((path, digested))
 
     # ---- the storage port (io_backends/protocol.py)

@@ -67,10 +67,10 @@ _own = _ThreadTools()
 
 def tools() -> Tools:
     """Those of this thread."""
-    found = _own.tools
-    if found is None:
-        found = _own.tools = Tools()
-    return found
+    own = _own.tools
+    if own is None:
+        own = _own.tools = Tools()
+    return own
 
 
 def encode_zstd(data: Bytes, _: int, out: Bytes) -> int | None:
@@ -104,10 +104,10 @@ def _measure(blob: memoryview) -> tuple[int, int]:
 
     try:
         at = zstandard.frame_header_size(blob)
-        found = zstandard.get_frame_parameters(blob)
+        frame = zstandard.get_frame_parameters(blob)
     except zstandard.ZstdError as err:
         raise damaged(f"there is no zstd frame where one has to start ({err})") from err
-    if not 1 <= found.content_size <= FRAME_BYTES:  # also if the frame does not say: that reads as a huge one
+    if not 1 <= frame.content_size <= FRAME_BYTES:  # also if the frame does not say: that reads as a huge one
         raise damaged(f"a zstd frame does not say that it has 1 to {FRAME_BYTES} bytes")
     for _ in range(_FRAME_BLOCKS):
         header = int.from_bytes(blob[at : at + 3], "little")
@@ -115,7 +115,7 @@ def _measure(blob: memoryview) -> tuple[int, int]:
         if at > len(blob):
             raise damaged("a zstd frame is truncated")
         if header & 1:
-            return at + (4 if found.has_checksum else 0), found.content_size
+            return at + (4 if frame.has_checksum else 0), frame.content_size
     raise damaged(f"a zstd frame has more than {_FRAME_BLOCKS} blocks")
 
 

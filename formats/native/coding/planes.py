@@ -117,8 +117,8 @@ def _decode_block(blob: memoryview, start: int, out: Bytes, itemsize: int) -> in
     at = start + header.size
     if at > len(blob):
         raise damaged("it is truncated")
-    found = header.unpack_from(blob, start)
-    kinds, ends = found[:itemsize], np.cumsum(found[itemsize:], dtype=np.int64) + at
+    fields = header.unpack_from(blob, start)
+    kinds, ends = fields[:itemsize], np.cumsum(fields[itemsize:], dtype=np.int64) + at
     if ends[-1] > len(blob):
         raise damaged("it is truncated")
     planes = [blob[a:b] for a, b in zip([at, *ends[:-1].tolist()], ends.tolist(), strict=True)]

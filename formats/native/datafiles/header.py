@@ -76,9 +76,9 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     """
     if len(data) != file.header:
         _damaged(f"its header has {len(data)} bytes, the index says {file.header}", where)
-    found = xxhash.xxh3_128_hexdigest(data)
-    if found != file.digest:
-        _damaged(f"the digest of its header is {found}, the index says {file.digest}", where)
+    computed = xxhash.xxh3_128_hexdigest(data)
+    if computed != file.digest:
+        _damaged(f"the digest of its header is {computed}, the index says {file.digest}", where)
     _check_length(data, where)
     metadata, rest = _split(data)
     size = file.size - file.header

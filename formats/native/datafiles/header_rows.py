@@ -84,19 +84,19 @@ def find_alike(header: Header, sought: Sought, known: Known) -> Stretches:
 
 def _find(layout: HeaderLayout, sought: Sought, texts: Sequence[bytes], known: Known) -> Alike:
     boxes: list[IntArray | None] = []
-    found: list[IntArray] = []
+    rows_of_boxes: list[IntArray] = []
     for (entries, box), text in zip(sought, texts, strict=True):
         rows = _rows(layout, entries, box, known)
         if rows is not None:
             assert layout.ends is not None
-            found.append(rows)
+            rows_of_boxes.append(rows)
             boxes.append(layout.ends[rows][:, None] + np.arange(-len(text), 0))  # a box has but one bracket that opens: it is all of it
         else:
             boxes.append(None)
     none = np.zeros(0, dtype=np.int64)
-    all_rows = np.concatenate([none, *found])
+    all_rows = np.concatenate([none, *rows_of_boxes])
     groups = np.concatenate([none, *(np.full(len(b), i, dtype=np.int64) for i, b in enumerate(boxes) if b is not None)])
-    members = np.concatenate([none, *(np.arange(len(rows)) for rows in found)])
+    members = np.concatenate([none, *(np.arange(len(rows)) for rows in rows_of_boxes)])
     columns = layout.columns
     order = np.lexsort((-columns.lengths[all_rows], columns.offsets[all_rows]))
     rows = all_rows[order]
