@@ -158,8 +158,78 @@ class Contents:
     """Of a virtual checkpoint: the chunks of each tensor that is no alias, in their order. Paths do not count: grids name the source."""
 
 
+class Replica(NamedTuple):
+    """Another stored copy of a box of a tensor: whoever compares it reads ``extent``."""
+
+    name: str
+    box: Box
+    extent: Extent
+
+
+class StoredFile(Protocol):
+    """A file with tensors: ``path`` relative to the backend, ``size`` in bytes, the ``rank`` that wrote it where the format says so."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int | None: ...
+
+
+class SaveRecord(Protocol):
+    """What a native checkpoint says about the save that made it (docs/format.md §2)."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def created(self) -> str: ...
+
+    @property
+    def writer(self) -> str: ...
+
+    @property
+    def features(self) -> tuple[str, ...]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    @property
+    def tags(self) -> tuple[str, ...]: ...
+
+
+class CatalogDefaults:
+    """The answers of a format that does not know: catalogs inherit them, and override what their format tells."""
+
+    @property
+    def record(self) -> SaveRecord | None:
+        return None
+
+    @property
+    def files(self) -> Sequence[StoredFile]:
+        return ()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def suspect(self) -> str | None:
+        return None
+
+    @property
+    def about_storage(self) -> Sequence[str]:
+        return ()
+
+    def replicas(self) -> Sequence[Replica]:
+        return ()
+
+
 class Catalog(Protocol):
-    """A checkpoint as any reader gives it."""
+    """A checkpoint as any reader gives it. What not every format has comes from :class:`CatalogDefaults`."""
 
     @property
     def url(self) -> str: ...
@@ -187,6 +257,29 @@ class Catalog(Protocol):
     def ranks(self) -> Mapping[int, Mapping[str, Any]]:
         """Per-rank values by rank and path."""
 
+    @property
+    def record(self) -> SaveRecord | None:
+        """The commit record of a native checkpoint."""
+
+    @property
+    def files(self) -> Sequence[StoredFile]:
+        """The files that hold tensors, in the order in which grids number them; none if they are not this checkpoint's own."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the reader left out of the files."""
+
+    @property
+    def suspect(self) -> str | None:
+        """Why some of the stored values may be wrong, if the software that wrote them is known for it."""
+
+    @property
+    def about_storage(self) -> Sequence[str]:
+        """Paths of the state that say how the checkpoint is stored, and not what it holds: a copy may have others."""
+
+    def replicas(self) -> Sequence[Replica]:
+        """Boxes that are stored more than once: the copies that :meth:`extents` does not give."""
+
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Where the bytes of these chunks are. Reads and verifies file headers as needed.
 
@@ -210,5 +303,4 @@ def job_tensors(catalog: Catalog) -> Mapping[str, TensorEntry]:
 
 def identity(catalog: Catalog) -> str:
     """What tells one save at a URL from another: the id of a checkpoint of ours; empty for other formats, which do not say."""
-    record = getattr(catalog, "record", None)
-    return "" if record is None else str(record.id)
+    return "" if catalog.record is None else catalog.record.id

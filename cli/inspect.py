@@ -101,8 +101,7 @@ def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Outp
 
 def _notes(catalog: Catalog) -> list[str]:
     """What a reader of another format says about the whole: what it left out, what may be wrong."""
-    suspect = getattr(catalog, "suspect", None)
-    return [*getattr(catalog, "notes", ()), *([] if suspect is None else [suspect])]
+    return [*catalog.notes, *([] if catalog.suspect is None else [catalog.suspect])]
 
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:
@@ -184,7 +183,7 @@ def _files(catalog: Catalog, entries: Sequence[TensorEntry]) -> list[dict[str, A
             for extent in catalog.extents(entry, range(len(entry.grid))):
                 chunks[extent.path] += 1
                 sizes[extent.path] += extent.length
-    known = {file.path: file for file in getattr(catalog, "files", ())}
+    known = {file.path: file for file in catalog.files}
     return [
         {
             "path": path,

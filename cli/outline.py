@@ -14,7 +14,6 @@ from ckpt.text import units
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog, TensorEntry
-    from ckpt.formats.native.commit import CommitRecord
 
 _LINES = 40
 """Lines of a tree whose depth nobody gave."""
@@ -28,15 +27,14 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     from ckpt.maintenance.step_listing import step_number
     from ckpt.observe.sizes import kinds_of
 
-    record: CommitRecord | None = getattr(catalog, "record", None)
+    record = catalog.record
     dtypes = Counter(entry.dtype.name for entry in entries if entry.alias is None)
-    files = getattr(catalog, "files", None)
     return {
         "step": step_number(catalog.url.rstrip("/").rpartition("/")[2]),
         "created": record.created if record else None,
         "writer": record.writer if record else None,
         "world_size": catalog.world_size,
-        "stored_bytes": sum(file.size for file in files) if files else None,
+        "stored_bytes": sum(file.size for file in catalog.files) if catalog.files else None,
         "codec": _codec(catalog, entries) if record and CODED in record.features else None,
         "kinds": [{"kind": k.kind, "bytes": k.bytes, "tensors": k.tensors} for k in kinds_of(entries, 0)[0]],
         "dtypes": dict(dtypes.most_common()),
@@ -54,7 +52,7 @@ def _codec(catalog: Catalog, entries: Sequence[TensorEntry]) -> str:
 
 def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The head for people: a label and what it says, a pair for each line."""
-    record: CommitRecord | None = getattr(catalog, "record", None)
+    record = catalog.record
     if fields["step"] is not None:
         yield "step", str(fields["step"])
     if record is not None:
@@ -68,7 +66,7 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
     if dtypes:
         yield "dtypes", ", ".join([*dtypes[:_DTYPES], *([f"{len(dtypes) - _DTYPES} more"] if len(dtypes) > _DTYPES else [])])
     if fields["stored_bytes"] is not None:
-        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(getattr(catalog, 'files', ())), 'data file')}"
+        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files), 'data file')}"
     if fields["codec"] is not None:
         yield "codec", fields["codec"]
     if record is not None and record.metrics:

@@ -74,9 +74,9 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
     moments = [s for s in states if s.key in MOMENTS]
     with _pool(threads) as pool:
         problems = [p for p in pool.map(lambda s: _check_master(elements, s), masters) if p is not None]
-        remedy = REMEDY if problems and getattr(catalog, "suspect", None) is not None else None
+        remedy = REMEDY if problems and catalog.suspect is not None else None
         checked = list(pool.map(lambda s: _check_moment(elements, s), moments))
-        replicas = list(getattr(catalog, "replicas", tuple)())
+        replicas = catalog.replicas()
         problems += [p for p in pool.map(lambda r: _check_replica(catalog, *r), replicas) if p is not None]
     problems += [p for p, _ in checked if p is not None]
     steps = dict(_steps(catalog, elements, states))

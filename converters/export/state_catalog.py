@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import IntArray
@@ -16,7 +16,7 @@ from ckpt.plan.tables import Joined
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StateCatalog:
+class StateCatalog(CatalogDefaults):
     """See ``ckpt.catalog.Catalog``; ``owners`` has for each tensor the rank that gives each chunk, ``url`` is where it goes."""
 
     url: str

@@ -19,6 +19,8 @@ from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
 from ckpt.engine.load.reader import Reader
 from ckpt.formats.native.coding.codec import CHUNK_LIMIT
+from ckpt.formats.native.commit import CODED as ENCODED
+from ckpt.formats.native.commit import VIRTUAL
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.reads import group_sorted
 
@@ -117,5 +119,4 @@ def _memory(size: int) -> torch.Tensor:
 
 
 def _is_coded(catalog: Catalog) -> bool:
-    record = getattr(catalog, "record", None)
-    return record is not None and bool({"codecs", "extents"} & set(record.features))
+    return catalog.record is not None and bool({ENCODED, VIRTUAL} & set(catalog.record.features))

@@ -238,7 +238,7 @@ def _is_suspect(chosen: OutputSet, state: Mapping[str, Any]) -> bool:
     """Whether Megatron-Core may have written the optimizer's state wrongly, be this a copy of what it wrote."""
     content = state.get(CONTENT)
     form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-    return getattr(chosen.catalog, "suspect", None) is not None or (form == RESHARDABLE and MARK not in state)
+    return chosen.catalog.suspect is not None or (form == RESHARDABLE and MARK not in state)
 
 
 def _optimizer_node(optimizer: Optimizer) -> dict[str, Any]:

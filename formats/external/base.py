@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.catalog import CatalogDefaults, Extent, Grid, Replica, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.layout.geometry import Box, IntArray
+from ckpt.layout.geometry import IntArray
 from ckpt.reread import read_checked
 
 from .virtual_backends import SingleFile
@@ -31,14 +31,6 @@ class ExternalFile(NamedTuple):
     rank: int | None = None
 
 
-class Replica(NamedTuple):
-    """Another copy of a box of a tensor: whoever compares it reads ``extent``."""
-
-    name: str
-    box: Box
-    extent: Extent
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExternalContents:
     """What a checkpoint of another format has, but for the places of bytes. ``state`` is None where tensors are all that it has.
@@ -56,7 +48,7 @@ class ExternalContents:
     notes: Sequence[str] = ()
 
 
-class ExternalCatalog:
+class ExternalCatalog(CatalogDefaults):
     """A checkpoint of another format (``ckpt.catalog.Catalog``). Everything but the places of bytes is known when it is made.
 
     ``locate`` gives the extents of chunks, in the order asked for; ``replicas()`` gives the boxes that are stored more than once, besides
@@ -76,17 +68,28 @@ class ExternalCatalog:
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
         self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(contents.tensors, key=lambda t: t.name)}
-        self.files = tuple(contents.files)
+        self._files = tuple(contents.files)
         self.url = backend.file_url if isinstance(backend, SingleFile) else backend.url
         self.world_size = contents.world_size
         self.state = {name: {"$tensor": name} for name in self.tensors} if contents.state is None else contents.state
         self.ranks = contents.ranks
         self.opaque = contents.opaque
-        self.replicas = replicas
+        self._replicas = replicas
         self.storages = storages
-        self.notes = tuple(contents.notes)
+        self._notes = tuple(contents.notes)
         self._locate = locate
-        self._sizes = {f.path: f.size for f in self.files}
+        self._sizes = {f.path: f.size for f in self._files}
+
+    @property
+    def files(self) -> tuple[ExternalFile, ...]:
+        return self._files
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    def replicas(self) -> list[Replica]:
+        return self._replicas()
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Where the bytes of these chunks are; see ``Catalog.extents``.

@@ -21,8 +21,6 @@ class MegatronCatalog(ExternalCatalog):
     ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.
     """
 
-    about_storage = ABOUT_STORAGE
-
     def __init__(
         self,
         *,
@@ -40,8 +38,16 @@ class MegatronCatalog(ExternalCatalog):
         )
         super().__init__(contents, backend=table.backend, format=format, locate=table.locate, replicas=table.replicas)
         self.arguments = arguments
-        self.suspect = suspect
+        self._suspect = suspect
         self.table = table
+
+    @property
+    def suspect(self) -> str | None:
+        return self._suspect
+
+    @property
+    def about_storage(self) -> tuple[str, ...]:
+        return ABOUT_STORAGE
 
 
 def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.catalog import Extent, Grid, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.item_templates import Places
 from ckpt.formats.dcp.metadata import DcpBox, DcpItem
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, whole
 from ckpt.formats.external.elements import read_extent
 from ckpt.formats.external.ranges import Range, read_ranges
 from ckpt.formats.external.strided import reach, strided

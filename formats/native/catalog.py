@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import Contents, DataFile, Extent, Grid, TensorEntry
+from ckpt.catalog import CatalogDefaults, Contents, DataFile, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
@@ -41,7 +41,7 @@ _STALE = 1.1
 """Seconds after which FUSE looks a name up again."""
 
 
-class NativeCatalog:
+class NativeCatalog(CatalogDefaults):
     """A committed native checkpoint; ``record`` is its commit record if that was read just now.
 
     Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.

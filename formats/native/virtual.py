@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.catalog import Contents, Extent, Source, TensorEntry
+from ckpt.catalog import CatalogDefaults, Contents, Extent, Source, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
 from ckpt.formats.external.virtual_backends import ReadOnly
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
@@ -22,7 +22,7 @@ from .extents import source_path
 _AGAIN = "bring the file back as it was, or import the checkpoint again"
 
 
-class VirtualCatalog:
+class VirtualCatalog(CatalogDefaults):
     """A virtual checkpoint. Sources are looked at when something is read from them. Thread-safe."""
 
     def __init__(self, backend: Backend, record: CommitRecord, contents: Contents, allowed: Sequence[str] | None = None) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.catalog import Extent, Grid, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, Replica, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, whole
 from ckpt.formats.pickles.stored import StoredStorage, StoredView
 from ckpt.layout.geometry import Box, row_major_strides
 

@@ -19,7 +19,7 @@ from ckpt.byte_source.digest_reader import DigestReader, Verify
 from ckpt.byte_source.memory import BLOCK, MemorySource
 from ckpt.byte_source.port import ByteSource
 from ckpt.byte_source.storage import StorageSource
-from ckpt.catalog import Extent, Grid, TensorEntry
+from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.errors import CorruptError, NotFoundError
@@ -73,7 +73,7 @@ def test_a_checkpoint_whose_files_lie_in_memory(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class LiveCatalog:
+class LiveCatalog(CatalogDefaults):
     """The tensors of a state as chunks, each in a buffer of its own: what a live state is to a reader."""
 
     tensors: dict[str, TensorEntry]

@@ -109,9 +109,8 @@ class _Node:
             return files[name]
 
         self.catalog = open_catalog(self.call.url, sources=sources, read=read)
-        record = getattr(self.catalog, "record", None)
-        if record is not None:
-            self.bundle = pack(self.call.url, record, files)  # but rows of single ranks, of which each reads its own
+        if isinstance(self.catalog.record, CommitRecord):
+            self.bundle = pack(self.call.url, self.catalog.record, files)  # but rows of single ranks, of which each reads its own
 
     def opened(self, sources: Sequence[str] | None) -> Catalog:
         """With what was handed on, as far as it is right."""
