@@ -89,7 +89,8 @@ def test_the_architecture_names_every_room(above: str) -> None:
     text = (DOCS / "architecture.md").read_text()
     rooms = [path.parent.name for path in (ROOT / above).glob("*/__init__.py")]
     modules = [path.stem for path in (ROOT / above).glob("*.py") if not path.stem.startswith("_")] if above == "ckpt" else []
-    named = {part for path in re.findall(r"`((?:\w+/)*\w+)`", text) for part in path.split("/")}
+    picture = re.findall(r"^ (\S.*?)(?:  {8,}|$)", text.partition("## Rooms")[2].partition("## Save")[0], re.MULTILINE)
+    named = {part for path in [*re.findall(r"`((?:\w+/)*\w+)`", text), *" ".join(picture).split()] for part in path.split("/")}
     assert rooms and [name for name in (*rooms, *modules) if name not in named] == []
 
 
