@@ -22,7 +22,7 @@ from ckpt.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"])
 
 
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
@@ -92,6 +92,15 @@ def test_the_architecture_names_every_room(above: str) -> None:
     picture = re.findall(r"^ (\S.*?)(?:  {8,}|$)", text.partition("## Rooms")[2].partition("## Save")[0], re.MULTILINE)
     named = {part for path in [*re.findall(r"`((?:\w+/)*\w+)`", text), *" ".join(picture).split()] for part in path.split("/")}
     assert rooms and [name for name in (*rooms, *modules) if name not in named] == []
+
+
+def test_the_recipes_lead_to_files() -> None:
+    """Paths of CONTRIBUTING.md exist, and a name that it says is in one of them is."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    paths = re.findall(r"`((?:\w+/|\.github/)[\w./-]*)`", text)
+    assert len(paths) > 40 and [path for path in paths if not (ROOT / path).exists()] == []
+    names = re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)
+    assert len(names) >= 6 and [name for name in names if not re.search(rf"\b{name[0]}\b", (ROOT / name[1]).read_text())] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ first screen
