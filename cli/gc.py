@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from ckpt.maintenance.orphans import Orphan
     from ckpt.maintenance.step_listing import Step
 
-_KINDS = {"save": "uncommitted save", "temporary": "temporary file", "upload": "upload", "conversion": "unfinished conversion"}
+_KINDS = {
+    "save": "uncommitted save",
+    "temporary": "temporary file",
+    "upload": "upload",
+    "conversion": "unfinished conversion",
+    "export": "unfinished export",
+}
+_OF_A_STEP = ("save", "conversion", "export")
 _OUTCOMES = {"kept": style("keep", "green"), "removed": style("remove", "red")}
 
 
@@ -37,7 +44,7 @@ def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dr
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
     checkpoint, the one written last and tagged ones always stay. Without a rule, all stay.
 
-    Orphaned files are what killed saves, copies and conversions left behind. They are removed when nobody has written to them for
+    Orphaned files are what killed saves, copies, conversions and exports left behind. They are removed when nobody has written to them for
     --older-than, because a save in progress looks the same. --older-than 0 removes them at once: make sure that no save is running.
 
     \b
@@ -201,7 +208,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
     for step in steps:
         removed, why = step.url in gone, () if step.number is None else reasons.get(step.number, ())
         if not step.committed and not step.damaged:
-            saves = [o for o in orphans if o.what in ("save", "conversion") and o.directory in ("", directory_name(step))]
+            saves = [o for o in orphans if o.what in _OF_A_STEP and o.place.directory in ("", directory_name(step))]
             removed, why = (
                 bool(saves) and all(o.removable for o in saves),
                 tuple(dict.fromkeys(o.reason for o in saves)) or ("not committed",),

@@ -39,6 +39,7 @@ COMMANDS = {
     "import": "Create a checkpoint that references files of another one.",
     "convert": "Convert a checkpoint to another format.",
     "cp": "Copy a checkpoint to another storage.",
+    "rebuild": "Rebuild a lost or damaged index from the data files.",
     "gc": "Remove old checkpoints and orphaned files of a run.",
     "completion": "Print the completion script of a shell.",
 }

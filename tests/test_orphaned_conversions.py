@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError
+from ckpt.formats.conversion import ExportRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
@@ -164,7 +165,7 @@ def test_a_file_that_somebody_else_wrote_there(source: str, tmp_path: Path) -> N
     (tmp_path / "run/export" / name).write_bytes(bytes(10))  # it was durable, and longer
     assert not looked(tmp_path, 9 * DAY, older_than=0)[0].removable
     put(open_backend(str(tmp_path)), "run/notes/convert.json", b'{"mine": true}')
-    assert [d.directory for d in looked(tmp_path, 9 * DAY)] == ["export"]
+    assert [d.place.directory for d in looked(tmp_path, 9 * DAY)] == ["export"]
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,44 @@ def test_the_command(source: str, tmp_path: Path) -> None:
     assert everything(open_backend(root)) == {}
     with pytest.raises(CkptError):
         open_catalog(f"{root}/step-1")
+
+
+# ------------------------------------------------------------------------------------------------------------- exports
+
+
+def _killed_export(root: Path, *, replaces: bool) -> None:
+    """What an export leaves that was killed while its files got their names."""
+    backend = open_backend(str(root))
+    put(backend, "out/convert.json", ExportRecord(id="e1", replaces=replaces, files=("model-00001-of-00002.safetensors", "b")).to_bytes())
+    put(backend, "out/model-00001-of-00002.safetensors", b"weights")
+    put(backend, "out/notes.txt", b"of somebody else")
+    put(backend, "out/.model-00002-of-00002.safetensors.0123456789abcdef.shared", b"weights, aside")
+
+
+def test_an_export_that_was_killed(tmp_path: Path) -> None:
+    _killed_export(tmp_path / "run", replaces=False)
+    assert not any(o.removable for o in looked(tmp_path, 60))
+    left = {o.what: o for o in looked(tmp_path, 2 * DAY)}
+    assert left.keys() == {"export", "temporary"} and all(o.removable for o in left.values())
+    assert (left["export"].path, left["export"].bytes > 7, left["export"].id) == ("out", True, "e1")
+    remove_orphans(open_backend(str(tmp_path / "run")), left.values())
+    assert [p.name for p in (tmp_path / "run/out").iterdir()] == ["notes.txt"]
+
+
+def test_an_export_that_replaces_another_stays(tmp_path: Path) -> None:
+    """Files of its names may still be those of the export that it was to replace."""
+    _killed_export(tmp_path / "run", replaces=True)
+    left = {o.what: o for o in looked(tmp_path, 2 * DAY, older_than=0)}
+    assert not left["export"].removable and "export again" in left["export"].reason
+    remove_orphans(open_backend(str(tmp_path / "run")), left.values())
+    assert {p.name for p in (tmp_path / "run/out").iterdir()} == {"convert.json", "model-00001-of-00002.safetensors", "notes.txt"}
+
+
+def test_an_export_that_began_anew_meanwhile_stays(tmp_path: Path) -> None:
+    _killed_export(tmp_path / "run", replaces=False)
+    left = looked(tmp_path, 2 * DAY)
+    again = ExportRecord(id="e2", files=("model-00001-of-00002.safetensors",)).to_bytes()
+    (tmp_path / "run/out/convert.json").write_bytes(again)
+    remove_orphans(open_backend(str(tmp_path / "run")), [o for o in left if o.what == "export"])
+    assert (tmp_path / "run/out/model-00001-of-00002.safetensors").exists()
+    assert (tmp_path / "run/out/convert.json").read_bytes() == again

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.formats.journal import files_of
 from ckpt.formats.native import spans as kept
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import read_spans, write_spans
-from ckpt.formats.native.writer import previous_files
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.tracing.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
@@ -289,7 +289,7 @@ def test_the_file(backend: MemoryBackend) -> None:
     assert members["digest"] == xxhash.xxh3_128_hexdigest(data.replace(members["digest"].encode(), b"0" * 32))
     assert (members["id"], members["version"], set(members["ranks"])) == (record.id, 2, {"0", "1", "2"})
     assert id_of(path) == record.id
-    assert path in previous_files(backend)
+    assert path in files_of(backend, record.to_bytes())
     assert NativeCatalog(backend).record == record
 
 
@@ -298,7 +298,7 @@ def test_ranks_that_kept_nothing_are_left_out(backend: MemoryBackend) -> None:
     write_spans(backend, record.id, {0: {}, 1: {}, 2: {}})
     with pytest.raises(NotFoundError, match="no spans"):
         read_spans(backend, record)
-    assert not any(path.endswith("spans.json") for path in previous_files(backend))
+    assert not any(path.endswith("spans.json") for path in files_of(backend, record.to_bytes()))
     write_spans(backend, record.id, {0: {}, 1: ROW, 2: {}})
     assert list(read_spans(backend, record)) == [1]
 

@@ -6,7 +6,6 @@ have been read and found to be what the digests say, and the record only when al
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -15,21 +14,20 @@ from dataclasses import dataclass
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.byte_source.storage import StorageSource, source_of
 from ckpt.concurrency.spread import spread
-from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, SPANS, index_path
 from ckpt.formats.native.replaced import replacement_noticed
-from ckpt.formats.native.writer import commit_copy, previous_files, read_record
+from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.reread import read_checked
 
 from .copy_files import FileCheck, FileCopy, Job
 from .step_listing import step_number
-
-log = logging.getLogger("ckpt")
 
 THREADS = 8
 """How many read and write at once, unless the caller says. Each holds at most ``transfer_files.BUFFER`` bytes."""
@@ -132,8 +130,7 @@ class Transfer:
         self.committed_before = self._check_target(replace)
         self.index = self._index()
         self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
-        self.made: list[str] = []
-        """Files that this call committed."""
+        self.journal = CheckpointJournal(self.target, id=self.record.id, previous=self.replaced, resumable=True)
         self.made_room = False
         """Files were deleted, to be copied again; no other copy can commit before this one does."""
 
@@ -248,10 +245,7 @@ class Transfer:
     def _copy_index(self, missing: set[str], meter: _Meter) -> None:
         for path, data in self.index.items():
             if path in missing:
-                with self.target.create(path, len(data)) as writer:
-                    writer.write(0, [data])
-                    writer.commit()
-                self.made.append(path)
+                self.journal.write(path, data)
                 meter.add(len(data))
 
     def _copy_data(self, missing: set[str], threads: int, meter: _Meter) -> None:
@@ -260,7 +254,7 @@ class Transfer:
         def jobs() -> Iterator[Job]:
             for file in self.catalog.files:
                 if file.path in missing:
-                    copies.append(FileCopy(self.reader, self.target, file, self.made))
+                    copies.append(FileCopy(self.reader, self.journal, file))
                     yield from copies[-1].jobs()
 
         try:
@@ -280,23 +274,8 @@ class Transfer:
         if self.made_room:
             resume(self.target, self.record.id)
         try:
-            commit_copy(self.target, self.record_bytes, self.sizes, self.replaced)
+            self.journal.commit(self.record_bytes, self.sizes)
         except ConflictError:
-            self._withdraw()
+            self.journal.withdraw()
             raise
-        if self.replaced is not None:
-            self._remove_replaced(self.replaced)
-
-    def _remove_replaced(self, record: bytes) -> None:
-        try:
-            for path in previous_files(self.target, record):
-                self.target.delete(path)
-        except CkptError as err:  # what was copied is committed
-            log.warning("files of the checkpoint that was replaced stay behind in %s as orphans: %s", self.target.url, err)
-
-    def _withdraw(self) -> None:
-        """Another checkpoint was committed meanwhile: take away what it does not use."""
-        present = read_record(self.target)
-        if present is not None and CommitRecord.from_bytes(present, self.target.url).id != self.record.id:
-            for path in self.made:
-                self.target.delete(path)
+        self.journal.remove_replaced()

@@ -13,8 +13,9 @@ from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.catalog import DataFile, Extent
 from ckpt.errors import CorruptError, NotFoundError, StorageError
+from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.datafiles.header import Header, parse_header
-from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.io_backends.protocol import Writer
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.reread import READS
 from ckpt.settings import limits
@@ -28,13 +29,12 @@ fit."""
 
 
 class FileCopy:
-    """One data file that is copied. It is committed at the target by the last of its jobs, and then added to ``made``."""
+    """One data file that is copied. It is committed at the target by the last of its jobs."""
 
-    def __init__(self, reader: DigestReader, target: Backend, file: DataFile, made: list[str]) -> None:
+    def __init__(self, reader: DigestReader, journal: WriteJournal, file: DataFile) -> None:
         self._reader = reader
-        self._target = target
+        self._journal = journal
         self._file = file
-        self._made = made
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._left = 0
@@ -62,7 +62,7 @@ class FileCopy:
     def _take(self, offset: int, data: memoryview) -> None:
         with self._lock:
             if self._writer is None:
-                self._writer = self._target.create(self._file.path, self._file.size)
+                self._writer = self._journal.backend.create(self._file.path, self._file.size)
             again = offset in self._taken
             self._taken.add(offset)
         try:
@@ -86,8 +86,8 @@ class FileCopy:
             hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
         assert self._writer is not None
-        self._writer.commit()
-        self._made.append(self._file.path)
+        with self._journal.making(self._file.path):
+            self._writer.commit()
 
     def abort(self) -> None:
         """Leave nothing of the file at the target, unless it is committed. No job may run any more."""

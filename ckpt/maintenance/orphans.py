@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 from ckpt.concurrency.spread import spread
 from ckpt.errors import CorruptError, FormatError, NotFoundError
@@ -19,55 +18,33 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
-from .orphaned_conversions import Conversions, Left, is_still
+from .orphan import Orphan, Place
+from .orphaned_intents import Intents, is_still
+
+__all__ = ["Orphan", "find_orphans", "remove_orphans"]
 
 SETTLED = 600.0
 """Seconds after which a commit is not taken back any more. One that lost its files to somebody is, as soon as the save has looked."""
 
 # What makes a file an orphan, and when it may go
 #
-#   no commit record reaches it        an orphan: a save in progress, or one that was killed. Their files look the same, so time decides.
-#     a file was touched lately          stays: the save may be in progress
-#     none was, for ``older_than``       goes
-#     a later save is committed there    goes once that commit is SETTLED: a save can only commit over the record it began with.
-#                                        Not before, since a commit may be taken back, and then this is the checkpoint again
-#   a record of a conversion, unfinished: its files go by the same rule; the record names them, and goes last, so that a removal that is
-#     stopped leaves a conversion that begins again, never a directory that opens with half of its files
+#   no commit record reaches it         An orphan: of a save in progress, or of one that was killed. Both look the same, so time decides.
+#     a file was touched lately           stays: the save may be in progress
+#     none was for ``older_than``         goes
+#     a later save is committed there     goes once that commit is SETTLED: a save can commit only over the record that it began with.
+#                                         Not before: a commit may be taken back, and then this is the checkpoint again
+#   convert.json is there               A conversion or an export, unfinished. The files that it names go by the same rule, then the
+#                                       record: a removal that is stopped never leaves a directory that opens with half of its files.
+#   an upload is pending, or a file     The same rule, for it alone.
+#   has a temporary name
 #
 # "Touched" is what the storage says of the files, and so is the present time: no clock of this machine counts. Where a storage keeps no
-# times, the begin of the save counts, which its id tells by the clock of the machine that saved. Time can be wrong, so removing a save is
-# safe even if it is in progress after all: see ``clearing``.
+# times, the begin of the save counts, which its id tells by the clock of the machine that saved. Time can be wrong, so removing a save
+# is safe even if it is in progress after all: see ``clearing``.
 
-_TEMPORARY = re.compile(r"(?:.*/)?\.(?:publish|prepare)-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"(?:.*/)?\.(?:(?:publish|prepare)-[0-9a-f]{16}\.tmp|[^/]+\.[0-9a-f]{16}\.shared)")
+"""Names that a file has before it gets its own: of small files, of a trial, and of files that several processes write."""
 _THREADS = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Orphan:
-    """Something left behind: the files of a ``save`` or a ``conversion`` below ``directory`` (relative to the root), a ``temporary`` file,
-    or an ``upload``."""
-
-    what: Literal["save", "temporary", "upload", "conversion"]
-    directory: str
-    id: str | None = None
-    """Of the save or conversion that the files belong to."""
-    entries: tuple[ObjectMeta, ...] = ()
-    upload: PendingUpload | None = None
-    left: Left | None = None
-    """Of a conversion."""
-    removable: bool
-    reason: str
-
-    @property
-    def path(self) -> str:
-        """The directory of a save, the file or the object; empty for the root itself."""
-        if self.left is not None and self.left.place.name is not None:
-            return self.left.place.path(self.left.place.name)
-        return self.upload.path if self.upload else self.entries[0].path if self.what == "temporary" else self.directory
-
-    @property
-    def bytes(self) -> int:
-        return sum(e.size for e in self.entries)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,8 +66,8 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
         StorageError: the storage cannot be listed.
     """
     directories: dict[str, _Directory] = {}
-    found: list[Orphan] = []
-    conversions = Conversions()
+    orphans: list[Orphan] = []
+    intents = Intents()
     age = partial(_judge, backend, older_than=older_than, now=now)
     settled = partial(_judge, backend, older_than=min(older_than, SETTLED), now=now)
     for entry in backend.list_prefix():
@@ -98,44 +75,32 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
         save = id_of(inner)
         if _TEMPORARY.fullmatch(entry.path):
             removable, reason = age([entry], None)
-            found.append(Orphan(what="temporary", directory=directory, entries=(entry,), removable=removable, reason=reason))
+            orphans.append(Orphan(what="temporary", place=Place(directory), stages=((entry,),), removable=removable, reason=reason))
         elif inner == COMMIT_PATH:
             directories.setdefault(directory, _Directory()).record = entry
         elif save is not None:
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
-            conversions.look(entry)
+            intents.look(entry)
     uploads = [_upload(upload, older_than, now) for upload in backend.pending_uploads()]
     busy = {d.path for d in uploads if not d.removable}
 
     def taken(directory: str, id: str) -> list[ObjectMeta]:
         return directories[directory].saves.pop(id, []) if directory in directories else []
 
-    found += [_conversion(left) for left in conversions.left(backend, taken, partial(_committed, backend), age, busy)]
-    for name, held in directories.items():
-        found += _saves(backend, name, held, age, settled)
-    return _on_this_side(backend, found + uploads)
+    orphans += intents.orphans(backend, taken, partial(_committed, backend), age, busy)
+    for name, directory_left in directories.items():
+        orphans += _saves(backend, name, directory_left, age, settled)
+    return _on_this_side(backend, orphans + uploads)
 
 
-def _on_this_side(backend: Backend, found: list[Orphan]) -> list[Orphan]:
+def _on_this_side(backend: Backend, orphans: list[Orphan]) -> list[Orphan]:
     """What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run."""
     target = backend.link()
-    if target is None or all(d.directory or d.what in ("temporary", "upload") for d in found):
-        return found
+    if target is None or all(o.place.directory or o.what in ("temporary", "upload") for o in orphans):
+        return orphans
     reason = f"the root is a symbolic link to {target}, beyond which nothing is removed: name {target} itself"
-    return [replace(d, removable=False, reason=reason) if not d.directory else d for d in found]
-
-
-def _conversion(left: Left) -> Orphan:
-    return Orphan(
-        what="conversion",
-        directory=left.place.directory,
-        id=left.id,
-        entries=left.entries,
-        left=left,
-        removable=left.removable,
-        reason=left.reason,
-    )
+    return [replace(o, removable=False, reason=reason) if not o.place.directory else o for o in orphans]
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -145,22 +110,23 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _saves(
-    backend: Backend, directory: str, held: _Directory, age: partial[tuple[bool, str]], settled: partial[tuple[bool, str]]
+    backend: Backend, directory: str, left: _Directory, age: partial[tuple[bool, str]], settled: partial[tuple[bool, str]]
 ) -> Iterator[Orphan]:
-    if held.record is not None and len(held.saves) < 2:
+    place = Place(directory)
+    if left.record is not None and len(left.saves) < 2:
         return  # one checkpoint and nothing else: no need to read its record
     try:
-        committed = _committed(backend, directory) if held.record is not None else None
+        committed = _committed(backend, directory) if left.record is not None else None
     except (CorruptError, FormatError) as err:
-        for id, entries in held.saves.items():
+        for id, entries in left.saves.items():
             reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
-            yield Orphan(what="save", directory=directory, id=id, entries=tuple(entries), removable=False, reason=reason)
+            yield Orphan(what="save", place=place, id=id, stages=(tuple(entries),), removable=False, reason=reason)
         return
-    for id, entries in held.saves.items():
+    for id, entries in left.saves.items():
         if id == committed:
             continue
-        if held.record is not None and committed is not None and id < committed:
-            removable, reason = settled([held.record], committed)
+        if left.record is not None and committed is not None and id < committed:
+            removable, reason = settled([left.record], committed)
             reason = (
                 "it began before the save that is committed there, and cannot commit any more"
                 if removable
@@ -168,7 +134,7 @@ def _saves(
             )
         else:
             removable, reason = age(entries, id)
-        yield Orphan(what="save", directory=directory, id=id, entries=tuple(entries), removable=removable, reason=reason)
+        yield Orphan(what="save", place=place, id=id, stages=(tuple(entries),), removable=removable, reason=reason)
 
 
 def _committed(backend: Backend, directory: str) -> str | None:
@@ -202,9 +168,8 @@ def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, o
 def _upload(upload: PendingUpload, older_than: float, now: float) -> Orphan:
     removable = older_than == 0 or now - upload.started >= older_than
     reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if removable else " and may go on")
-    return Orphan(
-        what="upload", directory=_split(upload.path)[0], id=id_of(_split(upload.path)[1]), upload=upload, removable=removable, reason=reason
-    )
+    directory, inner = _split(upload.path)
+    return Orphan(what="upload", place=Place(directory), id=id_of(inner), upload=upload, removable=removable, reason=reason)
 
 
 def _ago(seconds: float) -> str:
@@ -220,34 +185,33 @@ def remove_orphans(backend: Backend, orphans: Iterable[Orphan]) -> None:
     Raises:
         StorageError: the storage failed. What is left is still an orphan.
     """
-    going = [d for d in orphans if d.removable]
-    for upload in (d.upload for d in going if d.upload is not None):
+    going = [o for o in orphans if o.removable]
+    for upload in (o.upload for o in going if o.upload is not None):
         backend.abort_upload(upload)
-    _delete(backend, (e for d in going if d.what == "temporary" for e in d.entries))
-    for d in (d for d in going if d.what == "save"):
-        assert d.id is not None
-        within = f"{d.directory}/" if d.directory else ""
-        clear(backend, d.id, within, [e.path for e in d.entries], partial(_committed, backend, d.directory), _THREADS)
-    for left in (d.left for d in going if d.left is not None):
-        _remove_conversion(backend, left)
+    _delete(backend, (e for o in going if o.what == "temporary" for e in o.entries))
+    for orphan in going:
+        if orphan.what == "save" and orphan.id is not None:
+            paths = [e.path for e in orphan.entries]
+            clear(backend, orphan.id, orphan.place.path(""), paths, partial(_committed, backend, orphan.place.directory), _THREADS)
+        elif orphan.what in ("conversion", "export"):
+            _remove_stages(backend, orphan)
 
 
-def _remove_conversion(backend: Backend, left: Left) -> None:
-    committed = partial(_committed, backend)
-    for number, stage in enumerate(left.stages):
+def _remove_stages(backend: Backend, orphan: Orphan) -> None:
+    committed, place = partial(_committed, backend), orphan.place
+    for number, stage in enumerate(orphan.stages):
         # It may go on, or have ended, since the stage before; of one that has ended the record went in the first stage.
-        if not is_still(backend, left, committed) and not (left.ended and number):
+        if not is_still(backend, orphan, committed) and not (orphan.ended and number):
             return
-        if left.id is not None and any(id_of(_split(e.path)[1]) == left.id for e in stage):
-            within = left.place.path("")
-            clear(backend, left.id, within, [e.path for e in stage], partial(committed, left.place.directory), _THREADS)
+        if orphan.id is not None and any(id_of(_split(e.path)[1]) == orphan.id for e in stage):
+            clear(backend, orphan.id, place.path(""), [e.path for e in stage], partial(committed, place.directory), _THREADS)
         else:
-            entries = stage if left.ended or number + 1 == len(left.stages) else _while_there(backend, left.place.record, stage)
+            entries = stage if orphan.ended or number + 1 == len(orphan.stages) else _while_there(backend, place.record, stage)
             _delete(backend, entries)
 
 
 def _while_there(backend: Backend, record: str, entries: Iterable[ObjectMeta]) -> Iterator[ObjectMeta]:
-    """These, as long as the record of the conversion is there: it goes when the conversion has ended after all."""
+    """These, as long as the record is there: it goes when the conversion or export has ended after all."""
     for entry in entries:
         try:
             backend.size(record)

@@ -290,7 +290,7 @@ class _Export:
             for f, receipt in row["receipts"].items():
                 receipts.setdefault(int(f), []).append(receipt)
         assert self.begun is not None
-        self.begun.publish(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
+        self.begun.commit(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
         return {}
 
     def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:

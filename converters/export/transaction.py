@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.converters.pipeline.target import OutputFile, publish_once
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import ExportRecord, record_path
+from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import find_format
@@ -98,19 +99,6 @@ class Destination:
             )
         return begun.files, begun.replaces
 
-    def mark(self, files: Sequence[str]) -> bytes:
-        """Say that these files are about to show, and belong together only when the mark is gone; the mark, which no other export has."""
-        data = ExportRecord(id=secrets.token_hex(8), replaces=self.replace, files=tuple(files)).to_bytes()
-        self.backend.put_if(self.record, data, expected=None)
-        return data
-
-    def is_marked(self, mark: bytes) -> bool:
-        """Whether this mark is there: it is not if another export took what it found for a dead one's, and removed it."""
-        try:
-            return self.backend.read(self.record) == mark
-        except NotFoundError:
-            return False
-
     def put(self, path: str, data: bytes) -> None:
         """Make a small file hold ``data``.
 
@@ -136,9 +124,9 @@ class ExportTransaction:
     files: Sequence[OutputFile]
     beside: Sequence[str]
     shared: list[SharedObject] | None = None
-    _mark: bytes | None = None
-    _made: list[str] = field(default_factory=list)
-    """Names that were given, or may have been: what somebody else has made meanwhile is not among them."""
+
+    def __post_init__(self) -> None:
+        self.journal = IntentJournal(self.destination.backend, self.destination.record)
 
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
@@ -153,7 +141,7 @@ class ExportTransaction:
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            transaction._mark, transaction._made = destination.mark(transaction._paths), transaction._paths  # the mark keeps others away
+            transaction.journal.adopt(transaction._begin())
             return transaction
         transaction.shared = [first]
         try:
@@ -166,9 +154,11 @@ class ExportTransaction:
             raise
         return transaction
 
-    @property
-    def _paths(self) -> list[str]:
-        return [*(f.path for f in self.files), *self.beside]
+    def _begin(self) -> tuple[str, ...]:
+        """Say that files are about to show that belong together only when the record is gone; their paths."""
+        files = (*(f.path for f in self.files), *self.beside)
+        self.journal.begin(ExportRecord(id=secrets.token_hex(8), replaces=self.destination.replace, files=files).to_bytes())
+        return files
 
     @property
     def tokens(self) -> list[str] | None:
@@ -179,7 +169,7 @@ class ExportTransaction:
         """The size of a part, for each file; None where files cannot be shared."""
         return None if self.shared is None else [s.part_size for s in self.shared]
 
-    def publish(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
+    def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
 
         Raises:
@@ -192,16 +182,16 @@ class ExportTransaction:
             self._show(self.shared, receipts)
         self._check_alone()
         for path, data in small.items():
-            with self._making(path):
+            with self.journal.making(path):
                 self.destination.put(path, data)
-        with self._making(INDEX):
+        with self.journal.making(INDEX) if INDEX in self.beside else nullcontext():
             finish(self.destination.backend)
         self._check_alone()
-        if self._mark is not None:
-            self.destination.backend.delete(self.destination.record)
+        if self.journal.is_begun:
+            self.journal.commit()
 
     def _check_alone(self) -> None:
-        if self._mark is not None and not self.destination.is_marked(self._mark):
+        if self.journal.is_begun and not self.journal.is_alone():
             message = "another export to here has removed what this one wrote"
             raise ConflictError(message, where=self.destination.url, hint="let that one end, or export to another URL")
 
@@ -211,24 +201,12 @@ class ExportTransaction:
             for one in shared:
                 one.flush()  # fails if another export has removed it: then nothing of what is there may go
             destination.check_free()
-            self._mark = destination.mark(self._paths)
+            self._begin()
             if destination.replace:
                 self._remove_others()
         for number, one in enumerate(shared):
-            with self._making(self.files[number].path):
+            with self.journal.making(self.files[number].path):
                 one.complete(receipts.get(number, []), replace=destination.replace)
-
-    @contextmanager
-    def _making(self, path: str) -> Iterator[None]:
-        """Keep in mind that a name may be ours from now on, unless somebody else turns out to have it."""
-        known = path in self._made or path not in self._paths
-        self._made += [] if known else [path]
-        try:
-            yield
-        except ConflictError:
-            if not known:
-                self._made.remove(path)
-            raise
 
     def _remove_others(self) -> None:
         """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
@@ -251,15 +229,8 @@ class ExportTransaction:
         for one in self.shared or ():
             with suppress(CkptError):  # what is left is found by the next export to the same place
                 one.abort()
-        backend = self.destination.backend
-        if self._mark is None or self.destination.replace:
-            return
-        with suppress(CkptError):
-            if not self.destination.is_marked(self._mark):
-                return  # these are another one's files
-            for path in self._made:
-                backend.delete(path)
-            backend.delete(self.destination.record)
+        if not self.destination.replace:
+            self.journal.discard()
 
 
 class RankFiles:
@@ -275,13 +246,15 @@ class RankFiles:
         self.mine = mine
         self._shared: dict[int, SharedObject] = {}
         self._alone: dict[int, Writer] = {}
+        self._journal = WriteJournal(destination.backend)
 
     def open(self, number: int) -> None:
         """Make ready to write a file; not from several threads."""
         file = self.files[number]
         if self.tokens is None:
             if number not in self._alone:
-                self._alone[number] = self.destination.backend.create(file.path, file.size)
+                with self._journal.making(file.path):
+                    self._alone[number] = self.destination.backend.create(file.path, file.size)
         elif number not in self._shared:
             join = self.destination.backend.create_shared
             joined = self.mine[number] if self.mine is not None else join(file.path, file.size, self.tokens[number])
@@ -294,16 +267,17 @@ class RankFiles:
 
     def flush(self) -> dict[int, Any]:
         """Make all durable; what the leader needs to publish each file."""
-        for writer in self._alone.values():
-            writer.commit()
+        for number, writer in self._alone.items():
+            with self._journal.making(self.files[number].path):
+                writer.commit()
         return {number: one.flush() for number, one in self._shared.items()}
 
     def discard(self) -> None:
         """Remove what this process alone has written."""
-        for number, writer in self._alone.items():
-            with suppress(CkptError):  # the mark stays, and the next export to the same place removes it
+        for writer in self._alone.values():
+            with suppress(CkptError):  # the record stays, and the next export to the same place removes the file
                 writer.abort()
-                self.destination.backend.delete(self.files[number].path)
+        self._journal.discard()
 
     def close(self) -> None:
         """Write no more to files that others have begun."""

@@ -7,7 +7,6 @@ says that the file is durable: one that was only begun has none. Both go when al
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import xxhash
 
@@ -17,6 +16,7 @@ from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.journal import IntentJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
@@ -64,22 +64,18 @@ def _identity(catalog: Catalog) -> object:
     return catalog.format, [(f.path, f.size, backend.version_token(f.path)) for f in files]
 
 
-@dataclass(frozen=True)
-class ConversionJournal:
-    """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files."""
+class ConversionJournal(IntentJournal):
+    """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files.
 
-    backend: Backend
-    name: str | None
-    id: str
-    digest: str
+    Several processes may take part, and a later attempt may resume it. So besides the record there is a mark for each file that is durable,
+    and one for the process that finishes.
+    """
 
-    @property
-    def path(self) -> str:
-        return record_path(self.name)
-
-    @property
-    def _marks(self) -> str:
-        return marks_prefix(self.name, self.id)
+    def __init__(self, backend: Backend, name: str | None, id: str, digest: str) -> None:
+        super().__init__(backend, record_path(name))
+        self.id = id
+        self.digest = digest
+        self._marks = marks_prefix(name, id)
 
     def mark(self, number: int) -> str:
         """That of a file that is durable."""
@@ -111,7 +107,7 @@ class ConversionJournal:
 
     def remove(self) -> None:
         """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then."""
-        self.backend.delete(self.path)
+        self.commit()
         for path in sorted(self.marks()):
             self.backend.delete(path)
 
@@ -159,7 +155,7 @@ def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> Conver
     """
     record = ConversionJournal(backend, name, begun.id, begun.digest)
     try:
-        backend.put_if(record.path, begun.to_bytes(), expected=None)
+        record.begin(begun.to_bytes())
     except ConflictError:
         other = find(backend, name, begun.digest)
         if other is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,10 +13,11 @@ from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPla
 from ckpt.converters.pipeline.windows import FileItem, cuts_at
 from ckpt.converters.select.loadable import choose_loadable
 from ckpt.converters.select.selection import OutputSet, OutputTensor, seams_of
-from ckpt.errors import CkptError, ConflictError
+from ckpt.errors import ConflictError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
-from ckpt.formats.native.writer import committed_id, previous_files, write_index
+from ckpt.formats.native.writer import committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import row_major_strides
 from ckpt.plan.reads import group_sizes
@@ -91,15 +91,13 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
     contents = Contents(tensors=tensors, files=tuple(rows), state=chosen.state, ranks=chosen.ranks)
     if committed_id(backend) == layout.id:
         return  # by a process that died before it had told
-    gone = previous_files(backend, layout.previous) if layout.previous is not None else ()
+    journal = CheckpointJournal(backend, id=layout.id, previous=layout.previous, resumable=True)
     try:
-        write_index(backend, contents, id=layout.id, world_size=chosen.catalog.world_size, previous=layout.previous, shared=True)
+        write_index(journal, contents, world_size=chosen.catalog.world_size)
     except ConflictError:
         if committed_id(backend) != layout.id:  # else another process has just finished it
             raise
-    for path in gone:
-        with suppress(CkptError):  # the checkpoint is committed; what stays is an orphan
-            backend.delete(path)
+    journal.remove_replaced()
 
 
 TARGET = Target(name="native", choose=choose_loadable, plan=plan, replaces=True)

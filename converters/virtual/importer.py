@@ -24,12 +24,13 @@ from ckpt.converters.select.pruned_state import pruned
 from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_state, selected, value_paths
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.external.virtual_backends import open_single
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.native.writer import new_id, previous_files, read_record, write_index
+from ckpt.formats.native.writer import new_id, read_record, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
@@ -105,18 +106,19 @@ def import_checkpoint(
     selection = SelectOptions(views=views, only=several(only), skip=several(skip))
     references = _point(catalog, selection)
     contents = references.contents()
-    replaced = previous_files(backend, previous) if previous is not None else ()
-    _check_apart(backend, catalog.backend, previous, replaced, contents)
+    journal = CheckpointJournal(backend, id=new_id(previous), previous=previous)
+    _check_apart(journal, catalog.backend, contents)
     if digest:
         if references.parted:
             _check_whole(source)
         contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
     if not stamps.are_as_they_were(contents.sources):
         _check_same(source, selection, references)
-    id = new_id(previous)
-    _commit(backend, contents, id=id, world_size=catalog.world_size, previous=previous, replaced=replaced)
+    backend.prepare()
+    write_index(journal, contents, world_size=catalog.world_size, features=(VIRTUAL,))
+    journal.remove_replaced()
     seconds = time.monotonic() - began
-    return _report(references, contents, url=url, id=id, format=catalog.format, digested=digest, seconds=seconds)
+    return _report(references, contents, url=url, id=journal.id, format=catalog.format, digested=digest, seconds=seconds)
 
 
 def _report(references: References, contents: Contents, *, url: str, id: str, format: str, digested: bool, seconds: float) -> ImportReport:
@@ -142,22 +144,12 @@ def _check_same(source: str, selection: SelectOptions, references: References) -
         raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
 
 
-def _commit(backend: Backend, contents: Contents, *, id: str, world_size: int, previous: bytes | None, replaced: Sequence[str]) -> None:
-    """Make the checkpoint exist, and remove the files of the one that it replaces."""
-    backend.prepare()
-    write_index(backend, contents, id=id, world_size=world_size, previous=previous, features=(VIRTUAL,))
-    for path in replaced:
-        try:
-            backend.delete(path)
-        except CkptError as err:  # the checkpoint is committed
-            log.warning("a file of the checkpoint that was replaced stays behind as an orphan: %s", err)
-
-
-def _check_apart(target: Backend, source: Backend, previous: bytes | None, replaced: Sequence[str], contents: Contents) -> None:
-    """Raise UsageError if the checkpoint would point into itself, or at files that go when it replaces ``previous``; whatever the two URLs
-    look like: a link, or another name of the same bucket, leads to the same files."""
+def _check_apart(journal: CheckpointJournal, source: Backend, contents: Contents) -> None:
+    """Raise UsageError if the checkpoint would point into itself, or at files of the one that it replaces, which will be removed; whatever
+    the two URLs look like: a link, or another name of the same bucket, leads to the same files."""
+    target, previous = journal.backend, journal.previous
     same = real_url(target.url) == real_url(source.url) or (previous is not None and read_record(source) == previous)
-    gone = {real_url(join_url(target.url, path)) for path in replaced}
+    gone = {real_url(join_url(target.url, path)) for path in journal.replaced_files()}
     if same or (gone and any(real_url(join_url(s.root, s.path)) in gone for s in contents.sources)):
         raise UsageError("a checkpoint cannot point into itself", where=target.url, hint="import to another URL")
 
@@ -173,7 +165,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:
-        write_index(backend, contents, id=id, world_size=catalog.world_size, previous=None, features=(VIRTUAL,))
+        write_index(CheckpointJournal(backend, id=id, previous=None), contents, world_size=catalog.world_size, features=(VIRTUAL,))
     return backend.url
 
 

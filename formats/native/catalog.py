@@ -185,7 +185,7 @@ class NativeCatalog(CatalogDefaults):
         raise CorruptError(
             f"chunk {name}{box} {difference}; the index says {wanted[0]} {list(wanted[1])}",
             where=_join(self.url, path),
-            hint="index and data files are of different saves: restore them together, or rebuild the index",
+            hint="index and data files are of different saves: restore them together, or rebuild the index: `ckpt rebuild`",
         )
 
     def _read_header(self, file: DataFile) -> Header:
@@ -270,7 +270,7 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     """
     file = record.index[name]
     where = _join(backend.url, file.path)
-    hint = "restore this file from a copy, or rebuild the index from the data files"
+    hint = "restore this file from a copy, or rebuild the index from the data files: `ckpt rebuild`"
 
     def read() -> bytes:
         try:
@@ -331,7 +331,9 @@ def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is not None:
-        raise CorruptError(f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it")
+        raise CorruptError(
+            f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it: `ckpt rebuild`"
+        )
     return contents
 
 

@@ -42,7 +42,7 @@ _ZEROS = b"0" * 32
 _RANDOM = 36**7
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _TIME = re.compile(r"(?P<to_seconds>\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?(?P<zone>Z|[+-]\d\d:\d\d)?")
-_DAMAGED = "restore the file from a copy; the tensors can be rebuilt from the data files"
+_DAMAGED = "restore the file from a copy, or rebuild it from the data files: `ckpt rebuild`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -230,7 +230,7 @@ def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
 
 
 def _contradicts(what: str, where: str) -> NoReturn:
-    raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)} or rebuild the index")
+    raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)}, or `ckpt rebuild`")
 
 
 def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:

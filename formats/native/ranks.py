@@ -95,7 +95,7 @@ def decode_ranks(data: bytes, where: str) -> RankRows:
     ranks, lengths, digests = (columns[n].to_numpy(zero_copy_only=False) for n in _TABLE.names)
     stops = np.cumsum(lengths, dtype=np.int64)  # below 0 where it overflows
     if (np.diff(ranks) <= 0).any() or (len(ranks) and (ranks[0] < 0 or lengths.min() < 0 or stops.min() < 0)):
-        raise CorruptError("the ranks do not increase, or a row has no length that can be", where=where, hint="rebuild the index")
+        raise CorruptError("the ranks do not increase, or a row has no length that can be", where=where, hint="`ckpt rebuild`")
     return RankRows(ranks=ranks.astype(np.int64), stops=stops, digests=digests.astype(np.uint64))
 
 

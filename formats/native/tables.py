@@ -45,14 +45,14 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
     except MemoryError as err:  # pa.ArrowMemoryError is one
         raise too_little_memory(len(data), where) from err
     except (pa.ArrowException, OSError, KeyError, ValueError) as err:
-        raise CorruptError(f"the index file cannot be read as this format's table: {err}", where=where, hint="rebuild the index") from err
+        raise CorruptError(f"the index file cannot be read as this format's table: {err}", where=where, hint="`ckpt rebuild`") from err
     for f in schema:
         most = TEXT if pa.types.is_string(f.type) else DIMENSIONS if f.name in ("shape", "logical", "strides") else None
         if most is not None and (longest := _longest(columns[f.name])) > most:
             message = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
             raise CorruptError(message, where=where, hint="rebuild the index")
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):
-            raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="rebuild the index")
+            raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="`ckpt rebuild`")
     return columns
 
 

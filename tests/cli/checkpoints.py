@@ -14,6 +14,7 @@ import xxhash
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, plan_data_file
 from ckpt.formats.native.writer import new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
@@ -52,7 +53,7 @@ def write_checkpoint(
     known += [_alias(name, entries[target]) for name, target in (aliases or {}).items()]
     contents = Contents(tensors=tuple(known), files=tuple(rows), state=state, ranks=rank_values or {})
     if commit:
-        write_index(backend, contents, id=id, world_size=ranks, previous=read_record(backend))
+        write_index(CheckpointJournal(backend, id=id, previous=read_record(backend)), contents, world_size=ranks)
 
 
 def _entry(name: str, array: npt.NDArray[Any], ranks: int) -> TensorEntry:

@@ -16,6 +16,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.structure import check_tiling
 from ckpt.engine.verify.verify import Problem, verify
 from ckpt.errors import NotCommittedError, NotFoundError, StorageError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.writer import new_id, write_index
 from ckpt.io_backends.protocol import Backend
@@ -128,7 +129,9 @@ def test_files_of_another_save(tmp_path: Path) -> None:
         write_checkpoint(str(tmp_path / name), {"w": np.ones((rows, 2), dtype=np.float32)}, ranks=3)
     (tmp_path / "a" / "checkpoint.json").unlink()
     tensors = tuple(NativeCatalog(open_backend(str(tmp_path / "b"))).tensors.values())
-    write_index(open_backend(str(tmp_path / "a")), files_of(tmp_path / "a", tensors), id=new_id(), world_size=3, previous=None)
+    write_index(
+        CheckpointJournal(open_backend(str(tmp_path / "a")), id=new_id(), previous=None), files_of(tmp_path / "a", tensors), world_size=3
+    )
     problems = verify(str(tmp_path / "a")).problems
     assert {(p.kind, p.tensor) for p in problems if p.kind != "unknown-chunk"} == {("header", "w")}
     assert {str(p.box) for p in problems if p.kind == "header"} == {"[0:3,0:2]", "[3:6,0:2]", "[6:9,0:2]"}

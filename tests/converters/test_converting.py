@@ -423,7 +423,7 @@ from ckpt.converters.pipeline.journal import ConversionJournal
 
 left = int(sys.argv[4])
 def remove(record):
-    for path in [record.path, *sorted(record.marks())][:left]:
+    for path in [record.record, *sorted(record.marks())][:left]:
         record.backend.delete(path)
     os.kill(os.getpid(), signal.SIGKILL)
 ConversionJournal.remove = remove
@@ -446,10 +446,10 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
 
 FINISHING = """
 import os, signal, sys
-import ckpt.formats.native.writer as writer
+from ckpt.formats.journal import CheckpointJournal
 from ckpt import convert
 
-writer._publish = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
+CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], to="native")
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ckpt.converters.export.plan import WritePlanner
 from ckpt.converters.export.transaction import Destination, ExportTransaction
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
+from ckpt.formats.journal import IntentJournal
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.posix import shared_file as posix_shared
 from ckpt.io_backends.posix.shared_file import PosixSharedObject
@@ -117,20 +118,26 @@ def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch
     assert "config.json" in open_backend(url).list_dir()
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00005.safetensors", "config.json", "model.safetensors.index.json"])
-def test_what_somebody_else_writes_meanwhile_stays(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = Destination.mark
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        *(("", n) for n in ("model-00002-of-00005.safetensors", "config.json", "model.safetensors.index.json")),
+        ("memory:/", "config.json"),
+        ("memory:/", "model.safetensors.index.json"),
+    ],
+)
+def test_what_somebody_else_writes_meanwhile_stays(tmp_path: Path, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, begin = f"{scheme}{tmp_path}/out", IntentJournal.begin
 
-    def marked(self: Destination, files: Sequence[str]) -> bytes:
-        data = mark(self, files)
-        (tmp_path / "out" / name).write_bytes(b"of another")
-        return data
+    def begun(self: IntentJournal, data: bytes) -> None:
+        begin(self, data)
+        open_backend(url).put_if(name, b"of another", expected=None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Destination, "mark", marked)
+        patch.setattr(IntentJournal, "begin", begun)
         with pytest.raises(ConflictError):
-            export(str(tmp_path / "out"), model(), shard_size=1000, config={})
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {name: b"of another"}
+            export(url, model(), shard_size=1000, config={})
+    assert {e.path: open_backend(url).read(e.path) for e in open_backend(url).list_prefix()} == {name: b"of another"}
 
 
 @pytest.mark.parametrize("record", ["[]", "{", '{"format": "ckpt-export", "files": ["../a"]}', '{"format": "ckpt-export", "files": [1]}'])
@@ -160,7 +167,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, where: type, name: str, act: Callabl
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(("where", "name"), [(ExportTransaction, "publish"), (Destination, "is_marked")])
+@pytest.mark.parametrize(("where", "name"), [(ExportTransaction, "commit"), (IntentJournal, "is_alone")])
 def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, other = str(tmp_path / "out"), {"weight": torch.arange(7)}
     if overwrite:
@@ -174,7 +181,7 @@ def test_two_at_once(tmp_path: Path, where: type, name: str, overwrite: bool, mo
 
 
 def test_what_comes_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside(monkeypatch, ExportTransaction, "publish", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
+    inside(monkeypatch, ExportTransaction, "commit", lambda: (tmp_path / "out" / "config.json").write_text("mine"))
     with pytest.raises(ConflictError, match=r"there already: config\.json"):
         export(str(tmp_path / "out"), model(), config={})
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"config.json": "mine"}

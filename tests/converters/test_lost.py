@@ -17,7 +17,7 @@ from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, UsageError
-from ckpt.formats.native import writer
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.plan.views import Box, part, whole
 
@@ -118,15 +118,15 @@ def test_two_that_finish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The second begins to finish when the first has written the index and not yet committed."""
     source, url = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(source, HELD)
-    publish, inside = writer._publish, []
+    commit, inside = CheckpointJournal.commit, []
 
     def twice(*arguments: Any, **named: Any) -> None:
         if not inside:
             inside.append(True)
             assert convert(source, url, "native").finished
-        publish(*arguments, **named)
+        commit(*arguments, **named)
 
-    monkeypatch.setattr(writer, "_publish", twice)
+    monkeypatch.setattr(CheckpointJournal, "commit", twice)
     assert convert(source, url, "native").finished
     assert inside and same(url) and verify(url).ok and not list(Path(url).glob("convert*"))
 

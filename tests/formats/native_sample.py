@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, DType
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.coding.codecs import decode, encode
 from ckpt.formats.native.commit import CODED, CommitRecord
 from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, coded_groups, plan_coded_file, plan_data_files
@@ -167,7 +168,9 @@ def save(
     """A committed checkpoint of ``samples``. With a codec they must be such that a chunk at least is worth coding."""
     samples = list(samples)
     contents = contents_of(samples, *write_data(backend, samples, id=id, codec=codec), state)
-    return write_index(backend, contents, id=id, world_size=2, previous=previous, features=() if codec is None else (CODED,))
+    return write_index(
+        CheckpointJournal(backend, id=id, previous=previous), contents, world_size=2, features=() if codec is None else (CODED,)
+    )
 
 
 def read(backend: Backend, catalog: Catalog, name: str) -> np.ndarray:

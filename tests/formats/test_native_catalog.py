@@ -14,6 +14,7 @@ from hypothesis import given
 from ckpt.catalog import Contents
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotCommittedError, NotFoundError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import write_index
@@ -68,7 +69,9 @@ def test_alias_is_read_under_its_own_name(backend):
     rows, where = write_data(backend, made)
     contents = contents_of(made, rows, where)
     tied = replace(contents.tensors[0], name="lm_head.weight", alias="tok.weight")
-    record = write_index(backend, replace(contents, tensors=(*contents.tensors, tied)), id=ID, world_size=2, previous=None)
+    record = write_index(
+        CheckpointJournal(backend, id=ID, previous=None), replace(contents, tensors=(*contents.tensors, tied)), world_size=2
+    )
     assert record.tensor_bytes == 16
     np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "lm_head.weight"), made[0].data)
 
@@ -219,7 +222,7 @@ def wrong(contents: Contents, **change) -> Contents:
 def test_index_and_data_of_different_saves(backend, change, words):
     made = [sample("w", "float32", (4, 3), [[0, 2, 4], [0, 3]], ranks=(0, 1))]
     contents = wrong(contents_of(made, *write_data(backend, made)), **change)
-    write_index(backend, contents, id=ID, world_size=2, previous=None)
+    write_index(CheckpointJournal(backend, id=ID, previous=None), contents, world_size=2)
     catalog = NativeCatalog(backend)
     with pytest.raises(CorruptError) as caught:
         catalog.extents(catalog.tensors[change.get("name", "w")], [0])
@@ -229,7 +232,7 @@ def test_index_and_data_of_different_saves(backend, change, words):
 def test_chunk_in_another_file_than_the_index_says(backend):
     made = [sample("w", "float32", (4, 3), [[0, 2, 4], [0, 3]], ranks=(0, 1))]
     rows, where = write_data(backend, made)
-    write_index(backend, contents_of(made, rows, {"w": where["w"][::-1]}), id=ID, world_size=2, previous=None)
+    write_index(CheckpointJournal(backend, id=ID, previous=None), contents_of(made, rows, {"w": where["w"][::-1]}), world_size=2)
     catalog = NativeCatalog(backend)
     with pytest.raises(CorruptError, match=r"w\[0:2,0:3\] is not in its data file"):
         catalog.extents(catalog.tensors["w"], [0])

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.rebuild import rebuild
 from ckpt.formats.native.writer import write_index
@@ -52,7 +53,7 @@ def test_round_trip(made):
         assert (entry.dtype, entry.shape, entry.logical, entry.alias) == (s.dtype, s.shape, None, None)
         assert cells_of(entry.grid) == cells_of(s.grid(where[s.name]))
         assert s.cuts is None or entry.grid.cuts == s.cuts
-    write_index(backend, found, id=ID, world_size=1, previous=None)
+    write_index(CheckpointJournal(backend, id=ID, previous=None), found, world_size=1)
     catalog = NativeCatalog(backend)
     for s in made:
         np.testing.assert_array_equal(read(backend, catalog, s.name), s.data)
@@ -95,7 +96,7 @@ def test_coded_chunks(tmp_path, codec):
     for s in made:
         entry = by_name[s.name]
         assert (entry.dtype, entry.shape, cells_of(entry.grid)) == (s.dtype, s.shape, cells_of(s.grid(where[s.name])))
-    write_index(backend, found.contents, id=ID, world_size=2, previous=None, features=found.features)
+    write_index(CheckpointJournal(backend, id=ID, previous=None), found.contents, world_size=2, features=found.features)
     assert {n: t[2] for n, t in oracle(tmp_path).items()} == {s.name: s.data.tobytes() for s in made}
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from ckpt.errors import CkptError, ConflictError, ConsistencyError, CorruptError, StorageError
+from ckpt.formats.journal import CheckpointJournal, files_of
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.writer import committed_id, previous_files, read_record, write_index
+from ckpt.formats.native.writer import committed_id, read_record, write_index
 from ckpt.io_backends.faulty import Fault, FaultyBackend, SimulatedCrash
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
@@ -49,17 +50,17 @@ def test_what_is_written(backend):
 
 
 def test_nothing_committed(backend):
-    assert (read_record(backend), committed_id(backend), previous_files(backend)) == (None, None, ())
+    assert (read_record(backend), committed_id(backend), files_of(backend, read_record(backend))) == (None, None, ())
 
 
 def test_replacing(backend):
     save(backend, OLD)
     previous = read_record(backend)
-    old = set(previous_files(backend))
+    old = set(files_of(backend, read_record(backend)))
     assert old == paths(backend) - {"checkpoint.json"}
-    write_index(backend, new_contents(backend), id=OTHER, world_size=1, previous=previous)
-    assert set(previous_files(backend, previous)) == old
-    assert paths(backend) - {"checkpoint.json"} == old | set(previous_files(backend))
+    write_index(CheckpointJournal(backend, id=OTHER, previous=previous), new_contents(backend), world_size=1)
+    assert set(files_of(backend, previous)) == old
+    assert paths(backend) - {"checkpoint.json"} == old | set(files_of(backend, read_record(backend)))
     for path in old:
         backend.delete(path)
     np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "v"), NEW[0].data)
@@ -68,23 +69,23 @@ def test_replacing(backend):
 def test_files_of_a_checkpoint_whose_index_is_lost(backend):
     save(backend, OLD)
     write_data(backend, NEW, id=OTHER)
-    wanted = set(previous_files(backend))
+    wanted = set(files_of(backend, read_record(backend)))
     backend.delete(f"index-{ID}/files.arrow")
-    assert set(previous_files(backend)) == wanted
+    assert set(files_of(backend, read_record(backend))) == wanted
     assert not any(OTHER in p for p in wanted)
 
 
 def test_files_of_a_damaged_record(backend):
     save(backend, OLD)
     with pytest.raises(CorruptError, match=r"checkpoint\.json"):
-        previous_files(backend, read_record(backend)[:-9])
+        files_of(backend, read_record(backend)[:-9])
 
 
 def test_contents_that_cannot_be(backend):
     contents = new_contents(backend)
     twice = contents_of(NEW * 2, contents.files, {"v": [0]})
     with pytest.raises(ConsistencyError, match="twice"):
-        write_index(backend, twice, id=OTHER, world_size=1, previous=None)
+        write_index(CheckpointJournal(backend, id=OTHER, previous=None), twice, world_size=1)
     assert paths(backend, "index-") == set()
 
 
@@ -94,7 +95,7 @@ def test_somebody_else_committed_first(backend, seen):
     before = paths(backend)
     contents = new_contents(backend)
     with pytest.raises(ConflictError):
-        write_index(backend, contents, id=OTHER, world_size=1, previous=seen)
+        write_index(CheckpointJournal(backend, id=OTHER, previous=seen), contents, world_size=1)
     assert paths(backend) == before | {contents.files[0].path}
     assert committed_id(backend) == ID
 
@@ -104,7 +105,7 @@ def test_index_files_of_others_are_not_removed(backend):
     save(backend, OLD)
     before = {p: backend.read(p) for p in paths(backend)}
     with pytest.raises(ConflictError):
-        write_index(backend, new_contents(backend), id=ID, world_size=1, previous=None)
+        write_index(CheckpointJournal(backend, id=ID, previous=None), new_contents(backend), world_size=1)
     assert {p: backend.read(p) for p in before} == before
 
 
@@ -115,7 +116,7 @@ def operations():
     save(inner, OLD)
     contents = new_contents(inner)
     counted = FaultyBackend(inner)
-    write_index(counted, contents, id=OTHER, world_size=1, previous=read_record(inner))
+    write_index(CheckpointJournal(counted, id=OTHER, previous=read_record(inner)), contents, world_size=1)
     return counted.process.log
 
 
@@ -138,7 +139,7 @@ def test_a_fault_at_every_operation(fault, kind, tmp_path):
     faulty = FaultyBackend(inner, fault)
     raised: BaseException | None = None
     try:
-        write_index(faulty, contents, id=OTHER, world_size=1, previous=read_record(inner))
+        write_index(CheckpointJournal(faulty, id=OTHER, previous=read_record(inner)), contents, world_size=1)
     except (CkptError, SimulatedCrash) as err:
         raised = err
     catalog = NativeCatalog(inner)
@@ -182,7 +183,7 @@ def test_storage_that_cannot_say(backend, publishes):
     save(backend, OLD)
     contents = new_contents(backend)
     with pytest.raises(StorageError, match="no answer"):
-        write_index(Unsure(backend, publishes), contents, id=OTHER, world_size=1, previous=read_record(backend))
+        write_index(CheckpointJournal(Unsure(backend, publishes), id=OTHER, previous=read_record(backend)), contents, world_size=1)
     assert len(paths(backend, f"index-{OTHER}/")) == 4
     assert NativeCatalog(backend).record.id == (OTHER if publishes else ID)
 
@@ -198,7 +199,7 @@ class Retried(FaultyBackend):
 
 def test_meeting_ones_own_record(backend):
     contents = new_contents(backend)
-    record = write_index(Retried(backend), contents, id=OTHER, world_size=1, previous=None)
+    record = write_index(CheckpointJournal(Retried(backend), id=OTHER, previous=None), contents, world_size=1)
     assert read_record(backend) == record.to_bytes()
     assert CommitRecord.from_bytes(record.to_bytes(), "there") == NativeCatalog(backend).record
 
@@ -214,6 +215,6 @@ class Unsynced(FaultyBackend):
 def test_a_record_that_is_not_durable(backend):
     contents = new_contents(backend)
     with pytest.raises(StorageError, match="sync failed"):
-        write_index(Unsynced(backend), contents, id=OTHER, world_size=1, previous=None)
+        write_index(CheckpointJournal(Unsynced(backend), id=OTHER, previous=None), contents, world_size=1)
     assert committed_id(backend) == OTHER
     np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "v"), NEW[0].data)

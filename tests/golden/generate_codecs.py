@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.datafiles.datafile import ChunkSpec
 from ckpt.formats.native.writer import write_index
@@ -75,7 +76,7 @@ def main(version: str) -> None:
                 where[name][part] = len(rows)
             rows.append(write_file(backend, plan, stored[here]))
     contents = Contents(tensors=tuple(entry(name, where[name]) for name in TENSORS), files=tuple(rows), state=STATE)
-    write_index(backend, contents, id=ID, world_size=2, previous=None, features=(CODED,))
+    write_index(CheckpointJournal(backend, id=ID, previous=None), contents, world_size=2, features=(CODED,))
 
 
 def array(name: str) -> np.ndarray:

@@ -24,11 +24,12 @@ from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
+from ckpt.formats.journal import CheckpointJournal, files_of
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import APART, CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
-from ckpt.formats.native.writer import Kept, committed_id, new_id, previous_files, read_record, write_index
+from ckpt.formats.native.writer import Kept, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
@@ -215,11 +216,9 @@ class OpenSave:
         features = (*((CODED,) if any(row.get("coded") for row in rows.values()) else ()), *((APART,) if contents.rows else ()))
         listed: list[str] = []
         record = write_index(
-            backend,
+            CheckpointJournal(backend, id=self.id, previous=self.previous),
             contents,
-            id=self.id,
             world_size=call.group.size,
-            previous=self.previous,
             features=features,
             kept=kept,
             metrics=self.leader.metrics,
@@ -274,7 +273,7 @@ class RecordedSave:
         """
         id, previous, backend = self.opened.id, self.opened.previous, self.opened.leader.backend
         try:
-            replaced = set(previous_files(backend, previous)) if previous is not None else set()
+            replaced = set(files_of(backend, previous))
             stale: dict[str, list[str]] = {}
             for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
                 save = id_of(path)

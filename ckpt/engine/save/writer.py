@@ -14,7 +14,8 @@ import xxhash
 
 from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import Pending, run_tasks
-from ckpt.errors import CkptError, ConflictError
+from ckpt.errors import CkptError
+from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.datafiles.datafile import DataFilePlan
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.settings import limits
@@ -78,7 +79,7 @@ class RankWriter:
         self.meter = given.meter
         self.digests: list[int] = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk, by its number in the plan."""
-        self._made: list[str] = []
+        self.journal = WriteJournal(given.backend)
         self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
         self._local = threading.local()
 
@@ -113,9 +114,7 @@ class RankWriter:
 
     def discard(self) -> None:
         """Remove what was written; what cannot be removed stays as an orphan that nothing refers to."""
-        for path in self._made:
-            with suppress(CkptError):
-                self.backend.delete(path)
+        self.journal.discard()
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         """Write one file, all but making it durable."""
@@ -129,7 +128,8 @@ class RankWriter:
     @contextmanager
     def open(self, plan: DataFilePlan) -> Iterator[Writer]:
         """A new file, which is forgotten if the block fails."""
-        writer = self._create(plan.path, plan.size)
+        with self.journal.making(plan.path):
+            writer = self.backend.create(plan.path, plan.size)
         try:
             yield writer
         except BaseException:
@@ -138,20 +138,8 @@ class RankWriter:
             raise
 
     def _commit(self, writer: Writer, plan: DataFilePlan) -> None:
-        try:
-            with self.spans.span("sync", plan.size):
-                self.alive.during(writer.commit, plan.size / SLOWEST)
-        except ConflictError:
-            self._made.remove(plan.path)  # somebody else's
-            raise
-
-    def _create(self, path: str, size: int) -> Writer:
-        self._made.append(path)  # before it is made: an error may come after the effect
-        try:
-            return self.backend.create(path, size)
-        except ConflictError:
-            self._made.remove(path)  # somebody else's
-            raise
+        with self.journal.making(plan.path), self.spans.span("sync", plan.size):
+            self.alive.during(writer.commit, plan.size / SLOWEST)
 
     # ---- one batch
 

@@ -1,22 +1,20 @@
-"""What killed conversions left below a run, and whether it may go. No torch.
+"""What killed conversions and exports left below a run, by the records of their ``IntentJournal``, and whether it may go. No torch.
 
-A conversion can go on as long as its record is there, so the record says which files are its; it goes after them, and they after the marks
-that say they are whole: wherever a removal is stopped, the directory cannot be opened, or the conversion begins again with what is gone.
+A conversion can be resumed as long as its record is there, so the record says which files are its; it goes after them, and they after the
+marks that say they are durable: wherever a removal is stopped, the directory cannot be opened, or the conversion begins again with what is
+gone. An export is never resumed. One that replaces another is left alone: files under its names may still be the other's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, mark_name, record_path
+from ckpt.formats.conversion import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, ExportRecord, mark_name
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.io_backends.protocol import Backend, ObjectMeta
 
-Age = Callable[[Iterable[ObjectMeta], str | None], tuple[bool, str]]
-"""Whether files, and those of a save of this id, were left alone for long enough, and how to say it."""
+from .orphan import Age, Orphan, Place
 
 Saves = Callable[[str, str], Sequence[ObjectMeta]]
 """Takes the files of a save, by directory and id, out of what else would be orphans."""
@@ -25,38 +23,7 @@ Committed = Callable[[str], str | None]
 _MAX_RECORD = 64 << 20
 
 
-class Place(NamedTuple):
-    """A destination: a directory relative to the root, or empty, and the name of the only file if it is one."""
-
-    directory: str
-    name: str | None
-
-    def path(self, inner: str) -> str:
-        """A path below the directory, from the root."""
-        return f"{self.directory}/{inner}".lstrip("/")
-
-    @property
-    def record(self) -> str:
-        return self.path(record_path(self.name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
-    """What one conversion left: ``stages`` are removed one after another. ``ended``: its checkpoint is there, and stays."""
-
-    place: Place
-    id: str | None
-    stages: tuple[tuple[ObjectMeta, ...], ...]
-    removable: bool
-    reason: str
-    ended: bool = False
-
-    @property
-    def entries(self) -> tuple[ObjectMeta, ...]:
-        return tuple(e for stage in self.stages for e in stage)
-
-
-class Conversions:
+class Intents:
     """Collects records and marks from a listing."""
 
     def __init__(self) -> None:
@@ -71,35 +38,48 @@ class Conversions:
         elif mark is not None:
             self._marks.setdefault((Place(mark["directory"] or "", mark["name"]), mark["id"]), []).append(entry)
 
-    def left(self, backend: Backend, saves: Saves, committed: Committed, age: Age, busy: Set[str]) -> Iterator[Left]:
-        """What there is of each conversion; ``busy`` are paths of files of which an upload may go on."""
+    def orphans(self, backend: Backend, saves: Saves, committed: Committed, age: Age, busy: Set[str]) -> Iterator[Orphan]:
+        """What there is of each; ``busy`` are paths of files of which an upload may go on."""
         marks = dict(self._marks)
         for place, entry in self._records.items():
             try:
                 data = backend.read(entry.path) if entry.size <= _MAX_RECORD else b""
             except NotFoundError:
                 continue  # it has ended meanwhile
+            if b"ckpt-export" in data and (export := ExportRecord.from_bytes(data)) is not None:
+                yield _export(backend, place, export, entry, age, busy)
             if b"ckpt-convert" not in data:
                 continue  # a file of somebody else
             begun = ConversionRecord.from_bytes(data)
             if begun is None:
                 reason = "its record does not say which files are its: another version of ckpt began it"
-                yield Left(place=place, id=None, stages=((entry,),), removable=False, reason=reason)
+                yield Orphan(what="conversion", place=place, stages=((entry,),), removable=False, reason=reason)
                 continue
             own = tuple(marks.pop((place, begun.id), ()))
             try:
                 ended = place.name is None and committed(place.directory) == begun.id
             except (CorruptError, FormatError) as err:
                 reason = f"the commit record cannot be read, so nobody knows what it needs: {err.message}"
-                yield Left(place=place, id=begun.id, stages=((entry,), own), removable=False, reason=reason)
+                yield Orphan(what="conversion", place=place, id=begun.id, stages=((entry,), own), removable=False, reason=reason)
                 continue
             if ended:
-                yield _judged(place, begun.id, ((entry,), own), age, ended=True)
+                yield _ended(place, begun.id, ((entry,), own), age)
             else:
                 yield _unfinished(backend, place, begun, entry, own, saves(place.directory, begun.id), age, busy)
-        for (place, id), orphans in marks.items():
+        for (place, id), left in marks.items():
             if place not in self._records:
-                yield _judged(place, id, (tuple(orphans),), age, ended=True)
+                yield _ended(place, id, (tuple(left),), age)
+
+
+def _export(backend: Backend, place: Place, begun: ExportRecord, record: ObjectMeta, age: Age, busy: Set[str]) -> Orphan:
+    own = {place.path(inner) for inner in begun.files}
+    stages = (tuple(e for e in backend.list_prefix(place.path(place.name or "")) if e.path in own), (record,))
+    removable, reason = age([e for stage in stages for e in stage], None)
+    if begun.replaces:
+        removable, reason = False, "it was to replace another export, whose files may still be there: export again, or remove them yourself"
+    elif busy & own:
+        removable, reason = False, "a file of it is being uploaded"
+    return Orphan(what="export", place=place, id=begun.id, stages=stages, removable=removable, reason=reason)
 
 
 def _unfinished(
@@ -111,18 +91,19 @@ def _unfinished(
     save: Sequence[ObjectMeta],
     age: Age,
     busy: Set[str],
-) -> Left:
+) -> Orphan:
     own = {place.path(inner) for inner in begun.files}
     files = {e.path: e for e in (*save, *(e for e in backend.list_prefix(place.path(place.name or "")) if e.path in own))}
     claims = tuple(e for e in marks if e.path.endswith(f"/{CLAIM}"))  # first: whoever begins again has to be able to claim
     stages = (claims, tuple(e for e in marks if e not in claims), tuple(files.values()), (record,))
     other = _not_its_own(place, begun, {e.path: e.size for e in files.values()}, {e.path.rpartition("/")[2] for e in marks})
     if other is not None:
-        reason = f"{other} is not as the conversion left it, so somebody else may have written it"
-        return Left(place=place, id=begun.id, stages=stages, removable=False, reason=reason)
-    if busy & own:
-        return Left(place=place, id=begun.id, stages=stages, removable=False, reason="a file of it is being uploaded")
-    return _judged(place, begun.id, stages, age)
+        removable, reason = False, f"{other} is not as the conversion left it, so somebody else may have written it"
+    elif busy & own:
+        removable, reason = False, "a file of it is being uploaded"
+    else:
+        removable, reason = age([e for stage in stages for e in stage], begun.id)
+    return Orphan(what="conversion", place=place, id=begun.id, stages=stages, removable=removable, reason=reason)
 
 
 def _not_its_own(place: Place, begun: ConversionRecord, sizes: Mapping[str, int], marks: Set[str]) -> str | None:
@@ -134,19 +115,20 @@ def _not_its_own(place: Place, begun: ConversionRecord, sizes: Mapping[str, int]
     return None
 
 
-def _judged(place: Place, id: str, stages: tuple[tuple[ObjectMeta, ...], ...], age: Age, *, ended: bool = False) -> Left:
+def _ended(place: Place, id: str, stages: tuple[tuple[ObjectMeta, ...], ...], age: Age) -> Orphan:
     removable, reason = age([e for stage in stages for e in stage], id)
-    told = f"it has ended, and only its marks are left; {reason}" if ended else reason
-    return Left(place=place, id=id, stages=stages, removable=removable, reason=told, ended=ended)
+    reason = f"it has ended, and only its marks are left; {reason}"
+    return Orphan(what="conversion", place=place, id=id, stages=stages, removable=removable, reason=reason, ended=True)
 
 
-def is_still(backend: Backend, left: Left, committed: Committed) -> bool:
-    """Whether it is now as it was when it was looked at: no other conversion was begun there, and it has not ended meanwhile."""
-    recorded = any(e.path == left.place.record for e in left.entries)
+def is_still(backend: Backend, orphan: Orphan, committed: Committed) -> bool:
+    """Whether it is now as it was when it was looked at: nothing else was begun there, and it has not ended meanwhile."""
+    recorded = any(e.path == orphan.place.record for e in orphan.entries)
     try:
-        begun = ConversionRecord.from_bytes(backend.read_whole(left.place.record, RECORD_LIMIT))
+        data = backend.read_whole(orphan.place.record, RECORD_LIMIT)
     except NotFoundError:
         return not recorded
-    if not recorded or begun is None or begun.id != left.id:
+    begun = (ExportRecord if orphan.what == "export" else ConversionRecord).from_bytes(data)
+    if not recorded or begun is None or begun.id != orphan.id:
         return False
-    return left.ended or committed(left.place.directory) != left.id
+    return orphan.ended or orphan.what == "export" or committed(orphan.place.directory) != orphan.id

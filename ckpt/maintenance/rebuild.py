@@ -1,0 +1,177 @@
+"""Makes the lost or damaged index of a checkpoint again, from what its data files say of themselves (docs/format.md §9). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ckpt.catalog import Contents
+from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.native.catalog import read_index_file, read_record
+from ckpt.formats.native.commit import APART, COMMIT_PATH, VIRTUAL, CommitRecord
+from ckpt.formats.native.index import decode_index, encode_index
+from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
+from ckpt.formats.native.rebuild import Rebuilt, rebuild
+from ckpt.formats.native.writer import set_tags, write_index
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import open_backend
+
+# What comes from where
+#
+#   each data file's header     name, dtype, box, place and digest of every chunk in it: the tables of tensors, grids and files
+#   index files whose digest    stay as they are. If the three tables are among them, aliases and padding are kept with them; if state.json
+#   the commit record confirms  is, the values are
+#   the commit record           number of ranks, metrics, tags
+#
+# Headers alone are read, and none of the chunks' bytes: `ckpt verify` compares these afterwards. The new index has the id of the data files
+# and replaces the old one file by file, the record last. So a rebuild that is killed is begun again by the same command.
+
+_TABLES = (TENSORS, GRIDS, FILES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RebuildReport:
+    """What was rebuilt, or with ``dry_run`` would be. ``rebuilt`` is False if the index is whole: then nothing is done."""
+
+    url: str
+    id: str
+    rebuilt: bool
+    files: int
+    tensors: int
+    bytes: int
+    """Of all tensors, before coding."""
+    lost: tuple[str, ...]
+    """What could not be had again: ``values``, ``aliases and padding``, ``metrics and tags``."""
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Index:
+    """What is left of an index: its record, if it can be read, and the files that the record confirms, or repeats (``inline``)."""
+
+    record_bytes: bytes | None
+    record: CommitRecord | None
+    files: Mapping[str, bytes]
+    is_whole: bool = False
+
+
+def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False) -> RebuildReport:
+    """Make the index of the checkpoint at ``url`` again. The data files stay as they are.
+
+    Args:
+        id: of the save: the first part of the names in ``data/``. It is needed where no commit record says it; then nobody knows whether
+            that save was ever whole. A tensor's last rows that are in no data file are not missed, unless they were coded.
+        dry_run: only tell what would be done.
+
+    Raises:
+        NotFoundError: there are no data files.
+        UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
+        FormatError: a virtual checkpoint, or one of a later version.
+        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
+        ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
+        StorageError: the storage failed.
+    """
+    backend = open_backend(url)
+    index = _left(backend)
+    chosen = _chosen(backend, index, id)
+    if index.record is not None and VIRTUAL in index.record.features:
+        hint = "import it again: `ckpt import`"
+        raise FormatError("a virtual checkpoint has no data files to rebuild its index from", where=url, hint=hint)
+    rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
+    if not index.is_whole and not dry_run:
+        _write(backend, index, rebuilt, chosen)
+    return RebuildReport(
+        url=url,
+        id=chosen,
+        rebuilt=not index.is_whole,
+        files=len(rebuilt.contents.files),
+        tensors=sum(t.alias is None for t in rebuilt.contents.tensors),
+        bytes=sum(t.nbytes for t in rebuilt.contents.tensors if t.alias is None),
+        lost=lost,
+        dry_run=dry_run,
+    )
+
+
+def _left(backend: Backend) -> _Index:
+    data = read_record(backend)
+    if data is None:
+        return _Index(record_bytes=None, record=None, files={})
+    try:
+        record = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}")
+    except CorruptError:  # of a later version: FormatError
+        return _Index(record_bytes=data, record=None, files={})
+    files: dict[str, bytes | None] = {}
+    is_whole = True
+    for name in record.index:
+        try:
+            files[name] = read_index_file(backend, record, name)
+        except CorruptError:
+            files[name], is_whole = record.repeated(name), False
+    there = {name: content for name, content in files.items() if content is not None}
+    return _Index(record_bytes=data, record=record, files=there, is_whole=is_whole)
+
+
+def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
+    """The id of the save whose index is made again."""
+    if index.record is not None:
+        if id not in (None, index.record.id):
+            raise UsageError(f"save {index.record.id} is committed here, not {id}", where=backend.url, hint="leave --id out")
+        return index.record.id
+    saves = sorted({save for e in backend.list_prefix("data/") if (save := id_of(e.path)) is not None})
+    if not saves:
+        raise NotFoundError(
+            "there are no data files of a checkpoint", where=backend.url, hint="check the URL; `ckpt ls` shows what is there"
+        )
+    if id is None and (len(saves) > 1 or index.record_bytes is None):
+        what = (
+            "the commit record is damaged"
+            if index.record_bytes is not None
+            else "there is no commit record: this save may never have finished"
+        )
+        raise UsageError(f"{what}; there are data files of {', '.join(saves)}", where=backend.url, hint=f"name the save: --id {saves[-1]}")
+    if id is not None and id not in saves:
+        raise NotFoundError(f"there are no data files of save {id}", where=backend.url, hint=f"there are some of {', '.join(saves)}")
+    return saves[-1] if id is None else id
+
+
+def _kept(index: _Index) -> Rebuilt:
+    """What an index says that is whole."""
+    return Rebuilt(contents=decode_index(index.files, "the index"), features=())
+
+
+def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[str, ...]]:
+    """The new index, and what it lacks."""
+    of_nothing = encode_index(Contents(tensors=(), files=()))
+    where = f"{backend.url.rstrip('/')}/index-{id}"
+    known = () if index.record is None else index.record.features
+    lost: tuple[str, ...] = ("metrics and tags",) if index.record is None else ()
+    apart = APART in known  # tensors of ranks are in files of their own
+    if {*_TABLES} <= index.files.keys() and not apart:
+        tables = {name: index.files[name] for name in _TABLES}
+        rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where), features=known)
+    else:
+        rebuilt, lost = rebuild(backend, id), ("aliases and padding", *lost)
+    contents = rebuilt.contents
+    if STATE in index.files:
+        values = decode_index({**of_nothing, STATE: index.files[STATE]}, where)
+        contents = replace(contents, state=values.state, ranks=values.ranks)
+    if STATE not in index.files or apart:
+        lost = ("values", *lost)
+    return replace(rebuilt, contents=contents), lost
+
+
+def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, id: str) -> None:
+    backend.prepare()
+    record = index.record
+    ranks = len({file.rank for file in rebuilt.contents.files})
+    journal = CheckpointJournal(backend, id=id, previous=index.record_bytes, resumable=True)
+    write_index(
+        journal,
+        rebuilt.contents,
+        world_size=ranks if record is None else record.world_size,
+        features=rebuilt.features,
+        metrics=None if record is None else record.metrics,
+    )
+    if record is not None and record.tags:
+        set_tags(backend, record.tags)

@@ -1,0 +1,243 @@
+"""How files become durable together, or not at all: what saves, copies, conversions, imports and exports have in common. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
+
+from .native.catalog import read_index, read_record
+from .native.clearing import check_no_link, check_there, confirm
+from .native.commit import COMMIT_PATH, CommitRecord
+from .native.index import decode_files
+from .native.paths import FILES, SPANS, data_prefix, index_path
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+log = logging.getLogger("ckpt")
+
+# What a commit is, and why its order is safe
+#
+#   prepare   Nothing is in the way: the place is no link, and it holds what may be replaced, which is remembered byte for byte.
+#   files     Each is written under a name that only this journal uses, and made durable. No reader looks for it yet.
+#   commit    ONE atomic operation makes all files exist at once. It comes when all of them are durable, so a power loss at any moment
+#             leaves either nothing that a reader sees, or everything.
+#   discard   Before the commit: what this process made is removed. What turned out to be somebody else's is not.
+#
+#                         names of the files       the commit                              a killed process leaves
+#   CheckpointJournal     bear the save's id       put checkpoint.json, if it holds        files of an id that no commit record names
+#   (save, cp, import,                             what prepare found
+#    convert to native)
+#   IntentJournal         are in convert.json,     delete convert.json: as long as it is   convert.json and files that it names
+#   (convert, export)     which is put first       there, no reader opens the directory
+#
+# Two writers at one place: the put is a compare-and-swap, so one of two commits loses; convert.json is created only if it is absent, so one
+# of two intents loses. A clean-up at the same time: see ``native.clearing``. What is left behind: ``ckpt.maintenance.orphans`` reads the
+# right-hand column, and removes it when nobody can need it any more.
+
+
+class WriteJournal:
+    """The files that one process makes at ``backend``: only these may be removed again."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._made: dict[str, None] = {}  # a dict for its order; threads add to it
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Paths that this process gave to files, or may have: an error can come after the effect."""
+        return tuple(self._made)
+
+    @contextmanager
+    def making(self, path: str) -> Iterator[None]:
+        """Around each call that may give a file its name: the file counts as made here, unless ConflictError says it is somebody else's."""
+        self._made[path] = None
+        try:
+            yield
+        except ConflictError:
+            self._made.pop(path, None)
+            raise
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make a small file, durably.
+
+        Raises:
+            ConflictError: there is one of this name. It stays.
+        """
+        with self.making(path), self.backend.create(path, len(data)) as writer:
+            writer.write(0, [data])
+            writer.commit()
+
+    def discard(self) -> None:
+        """Remove what this process made. What cannot be removed stays as an orphan: the error that led here matters more."""
+        for path in self.made:
+            with suppress(CkptError):
+                self.backend.delete(path)
+
+
+class CheckpointJournal(WriteJournal):
+    """One writing of save ``id``, which ends with a commit record.
+
+    ``previous`` is the record that it replaces, as ``read_record`` gave it before; None: none was there. ``resumable``: files that are
+    durable stay when the commit fails, for another attempt or another process that writes the same ones; nothing is discarded.
+    """
+
+    def __init__(self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False) -> None:
+        super().__init__(backend)
+        self.id = id
+        self.previous = previous
+        self.resumable = resumable
+
+    def put(self, path: str, data: bytes) -> None:
+        """Make a small file that other processes of a resumable writing may make too: it appears whole, and is replaced if it differs."""
+        try:
+            self.backend.put_if(path, data, expected=None)
+        except ConflictError:
+            there = self.backend.read(path)
+            if there != data:  # by another version of a library
+                self.backend.put_if(path, data, expected=there)
+
+    def commit(self, record: bytes, sizes: Mapping[str, int]) -> list[str] | None:
+        """Make the checkpoint exist: the last act, when all files are durable. ``sizes`` are theirs, by path.
+
+        The record is published if all files are there, and stays if they still are right after (``native.clearing``). Gives the paths of
+        everything that was there then, if that was looked at.
+
+        If this raises, the checkpoint does not exist, and what was made is discarded. One case is left open: the storage failed while it
+        published the record, and may have it or not. Then the files stay, and a caller MUST NOT remove files of the save before
+        ``committed_id`` has shown that it is not the committed one.
+
+        Raises:
+            ConflictError: the commit record is not ``previous``: somebody else committed here, and nothing of theirs is touched. Or the
+                root is a symbolic link.
+            StorageError: the storage failed, or does not have all files.
+        """
+        try:
+            check_no_link(self.backend)
+            check_there(self.backend, self.id, sizes)
+        except BaseException:
+            self.discard()
+            raise
+        try:
+            self.backend.put_if(COMMIT_PATH, record, expected=self.previous)
+        except BaseException as err:
+            is_there = self._holds(record)
+            if not (is_there and isinstance(err, StorageError) and self._published_again(record)):
+                if is_there is False:
+                    self.discard()
+                raise
+        try:
+            return confirm(self.backend, self.id, sizes, self.previous)
+        except StorageError:
+            if self._holds(record) is False:
+                self.discard()
+            raise
+
+    def _holds(self, record: bytes) -> bool | None:
+        """Whether the commit record is this one; None if the storage cannot say."""
+        try:
+            return read_record(self.backend) == record
+        except CkptError:
+            return None
+
+    def _published_again(self, record: bytes) -> bool:
+        """Make a record durable that is there, but perhaps not for good: an answer was lost, or a sync failed. Whether that worked."""
+        try:
+            self.backend.put_if(COMMIT_PATH, record, expected=record)
+        except StorageError:
+            return False
+        return True
+
+    def replaced_files(self) -> tuple[str, ...]:
+        """Paths of all files of the checkpoint that this one replaces: nothing reaches them after the commit."""
+        return () if self.previous is None else files_of(self.backend, self.previous)
+
+    def remove_replaced(self) -> None:
+        """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
+        try:
+            for path in self.replaced_files():
+                self.backend.delete(path)
+        except CkptError as err:
+            log.warning("files of the checkpoint that was replaced stay behind in %s as orphans: %s", self.backend.url, err)
+
+    def discard(self) -> None:
+        """See ``WriteJournal.discard``. What is resumable stays."""
+        if not self.resumable:
+            super().discard()
+
+    def withdraw(self) -> None:
+        """Remove what this process made of a resumable writing, if another checkpoint was committed here: nobody can need it."""
+        present = read_record(self.backend)
+        if present is not None and CommitRecord.from_bytes(present, self.backend.url).id != self.id:
+            super().discard()
+
+
+class IntentJournal(WriteJournal):
+    """Files of a format without commit record. ``record`` is the path of what says so while they are written; without it, they exist."""
+
+    def __init__(self, backend: Backend, record: str) -> None:
+        super().__init__(backend)
+        self.record = record
+        self._begun: bytes | None = None
+
+    def begin(self, data: bytes) -> None:
+        """Say that files will show here that belong together only when the record is gone again. ``data`` is no other journal's.
+
+        Raises:
+            ConflictError: another one was begun here.
+        """
+        self.backend.put_if(self.record, data, expected=None)
+        self._begun = data
+
+    def adopt(self, paths: Iterable[str]) -> None:
+        """Count these files as made here: other processes of the same job make them, and may die before they can remove them."""
+        self._made |= dict.fromkeys(paths)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether ``begin`` was called, here and with success."""
+        return self._begun is not None
+
+    def is_alone(self) -> bool:
+        """Whether the record is still the one of ``begin``: it is not if another process took it for a dead one's, and removed it."""
+        try:
+            return self._begun is not None and self.backend.read(self.record) == self._begun
+        except NotFoundError:
+            return False
+
+    def commit(self) -> None:
+        """Make the files exist: the last act, when all are durable."""
+        self.backend.delete(self.record)
+
+    def discard(self) -> None:
+        """See ``WriteJournal.discard``. The record goes last. If it is another one's by now, so are the files."""
+        with suppress(CkptError):
+            if self.is_alone():
+                super().discard()
+                self.backend.delete(self.record)
+
+
+def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
+    """Paths of all index and data files that the commit record ``data`` reaches, and of its spans; it is not among them itself. No record:
+    no files. If its index is damaged, the data files that bear its id are listed instead.
+
+    Raises:
+        CorruptError, FormatError: the record itself cannot be read.
+    """
+    if data is None:
+        return ()
+    record = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}")
+    index = [f.path for f in record.index.values()]
+    with suppress(NotFoundError):  # not every save keeps them
+        spans = index_path(record.id, SPANS)
+        backend.size(spans)
+        index.append(spans)
+    try:
+        files = [f.path for f in decode_files(read_index(backend, record, FILES), record.index[FILES].path)]
+    except CorruptError:
+        files = [e.path for e in backend.list_prefix(data_prefix(record.id))]
+    return (*index, *files)

@@ -1,0 +1,129 @@
+"""``ckpt rebuild``: a checkpoint whose index is lost or damaged comes back, whole by every digest, with what can be had again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.errors import CkptError
+from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
+from ckpt.maintenance.rebuild import rebuild_checkpoint
+from tests.cli.checkpoints import write_checkpoint
+
+ARRAYS = {
+    "w": np.arange(24, dtype=np.float32).reshape(8, 3),
+    "b": np.arange(5, dtype=np.int64),
+    "scalar": np.array(2.5),
+}
+STATE = {"null": None}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    write_checkpoint(str(tmp_path / "c"), ARRAYS, state=STATE, aliases={"tied": "w"})
+    return str(tmp_path / "c")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def index_file(url: str, name: str) -> Path:
+    (path,) = Path(url).glob(f"index-*/{name}")
+    return path
+
+
+def check(url: str, *, tied: bool) -> None:
+    """Every byte is what its digest says, and every tensor what was saved."""
+    assert run("verify", url).exit_code == 0
+    view = ckpt.open(url)
+    assert set(view) == {*ARRAYS, *(["tied"] if tied else [])}
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(np.asarray(view[name]), array)
+
+
+@pytest.mark.parametrize(
+    ("lost", "missing", "tied"),
+    [
+        (("tensors.arrow",), ["aliases and padding"], False),
+        (("grids.arrow", "files.arrow"), ["aliases and padding"], False),
+        (("state.json",), ["values"], True),
+        (("tensors.arrow", "grids.arrow", "files.arrow", "state.json"), ["values", "aliases and padding"], False),
+    ],
+)
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_lost_index_comes_back(url: str, lost: tuple[str, ...], missing: list[str], tied: bool, how: str) -> None:
+    assert run("tag", url, "release").exit_code == 0
+    for name in lost:
+        path = index_file(url, name)
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert run("verify", url).exit_code == 20
+    before = {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()}
+    told = json.loads(run("rebuild", "--dry-run", "--json", url).stdout)
+    assert (told["rebuilt"], told["lost"], told["dry_run"]) == (True, missing, True)
+    assert {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()} == before
+    done = run("rebuild", url)
+    assert done.exit_code == 0 and all(word in done.stdout for word in ("rebuilt", "3 tensors", *missing))
+    check(url, tied=tied)
+    assert json.loads(run("tag", "--json", url).stdout)["tags"] == ["release"]
+    assert "intact" in run("rebuild", url).stdout
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"gone"])
+def test_a_lost_commit_record(url: str, record: bytes) -> None:
+    path = Path(url, "checkpoint.json")
+    id = json.loads(path.read_text())["id"]
+    path.unlink() if record == b"gone" else path.write_bytes(record)
+    if record == b"gone":  # nobody knows whether it ever finished
+        refused = run("rebuild", "--json", url)
+        assert refused.exit_code == 2 and id in json.loads(refused.stdout)["error"]["hint"]
+        assert run("rebuild", "--id", "0" * 16, url).exit_code == 10
+    told = json.loads(run("rebuild", "--json", url, *(["--id", id] if record == b"gone" else [])).stdout)
+    assert (told["id"], told["lost"]) == (id, ["values", "aliases and padding", "metrics and tags"])
+    check(url, tied=False)
+
+
+def test_what_is_not_there_is_said(url: str, tmp_path: Path) -> None:
+    index_file(url, "grids.arrow").unlink()
+    next(Path(url, "data").glob("*-00000.safetensors")).unlink()
+    refused = run("rebuild", url)
+    assert refused.exit_code == 20 and "is in no data file" in refused.stderr
+    (tmp_path / "empty").mkdir()
+    assert run("rebuild", str(tmp_path / "empty")).exit_code == 10
+
+
+def test_another_save_is_not_rebuilt_over_the_committed_one(url: str) -> None:
+    index_file(url, "grids.arrow").unlink()
+    refused = run("rebuild", "--id", "0" * 16, url)
+    assert refused.exit_code == 2 and "is committed here" in refused.stderr
+
+
+def test_killed_anywhere_it_is_begun_again(url: str) -> None:
+    kept = {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()}
+    for at in range(3, 200):
+        for path, data in kept.items():
+            path.write_bytes(data)
+        index_file(url, "tensors.arrow").unlink()
+        index_file(url, "grids.arrow").write_bytes(b"damaged")
+        process = FaultyProcess(Fault(at=at, kind="crash"))
+        try:
+            with wrap_backends(process.wrap):
+                rebuild_checkpoint(url)
+        except SimulatedCrash:
+            assert rebuild_checkpoint(url).id
+            check(url, tied=False)
+        except CkptError as err:
+            pytest.fail(f"at {process.log[-1]}: {err}")
+        else:
+            break
+    assert not process.crashed and at > 10
