@@ -94,6 +94,11 @@ def test_the_architecture_names_every_room(above: str) -> None:
     assert rooms and [name for name in (*rooms, *modules) if name not in named] == []
 
 
+def test_the_changelog_has_this_version_with_a_date() -> None:
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "[Unreleased]" and re.fullmatch(rf"\[{re.escape(ckpt.__version__)}\] - \d{{4}}-\d\d-\d\d", heads[1])
+
+
 def test_the_recipes_lead_to_files() -> None:
     """Paths of CONTRIBUTING.md exist, and a name that it says is in one of them is."""
     text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
