@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .layout.placements import Stage as Stage
     from .layout.placements import Uneven as Uneven
     from .maintenance.step_listing import list_steps as list_steps
+    from .training.begin_from import BeginFrom as BeginFrom
     from .training.checkpointer import Checkpointer as Checkpointer
     from .view import View as View
 
@@ -57,6 +58,7 @@ _WHERE = {
     "save_async": "api",
     "fence": "engine.save.background",
     "Checkpointer": "training.checkpointer",
+    "BeginFrom": "training.begin_from",
     "load": "api",
     "open": "api",
     "list_steps": "maintenance.step_listing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import settings
@@ -68,7 +69,7 @@ def save(
         wait_for_pending_save(group)
         _check_layout(layout, group)
         options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec)
-    return save_state(url, state, group, options)
+    return save_state(url, state, group, options, partial(_note_failure, group, url))
 
 
 def save_async(
@@ -121,7 +122,26 @@ def save_async(
         refuse_if_busy(group, url, options.timeout)
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
-    return start_save(url, state, group, options, capture)
+    try:
+        handle = start_save(url, state, group, options, capture)
+    except BaseException as err:
+        _note_failure(group, url, err, "begin", None)
+        raise
+    handle.durable.add_done_callback(lambda durable: _note_ended(group, handle))
+    return handle
+
+
+def _note_ended(group: Group, handle: SaveHandle) -> None:
+    error = handle.durable.error()
+    if error is not None:
+        _note_failure(group, handle.url, error, handle.failed_in, handle.ran)
+
+
+def _note_failure(group: Group, url: str, error: BaseException, phase: str | None, seconds: float | None) -> None:
+    """Note a failed save in the log of its run, if it has one."""
+    from .events.failed_saves import note_failed_save
+
+    note_failed_save(group, url, error, phase, seconds)
 
 
 def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:

@@ -1,4 +1,5 @@
-"""One look over the containers of a state before it is walked: whether it can be walked at all, which modules are in it, which meshes.
+"""One look over the containers of a state before it is walked: whether it can be walked at all, which modules, optimizers
+and meshes are in it.
 
 Of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
 """
@@ -26,9 +27,10 @@ _TELLING = (*_CONTAINERS, nn.Module, Optimizer)
 
 @dataclass(eq=False, slots=True)
 class Survey:
-    """``modules`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
+    """``modules`` and ``optimizers`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     meshes: tuple[Mesh, ...] = ()
 
 
@@ -43,12 +45,12 @@ def survey(state: object) -> Survey:
         raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
     found = Survey()
     meshes: dict[int, DeviceMesh] = {}
-    _look(state, "", frozenset(), found.modules, meshes)
+    _look(state, "", frozenset(), found, meshes)
     found.meshes = in_order(meshes.values())
     return found
 
 
-def _look(value: Any, path: str, around: frozenset[int], modules: list[tuple[str, nn.Module]], meshes: dict[int, DeviceMesh]) -> None:
+def _look(value: Any, path: str, around: frozenset[int], found: Survey, meshes: dict[int, DeviceMesh]) -> None:
     if id(value) in around:
         raise StateError(f"{_at(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
     if len(around) >= MAX_DEPTH:
@@ -65,12 +67,13 @@ def _look(value: Any, path: str, around: frozenset[int], modules: list[tuple[str
             meshes.setdefault(id(child.device_mesh), child.device_mesh)
         elif isinstance(child, nn.Module):
             _note(meshes, [*child.parameters(), *child.buffers()])
-            modules.append((join(path, key), child))
+            found.modules.append((join(path, key), child))
         elif isinstance(child, Optimizer):
+            found.optimizers.append((join(path, key), child))
             for group in child.param_groups:
                 _note(meshes, group["params"])
         else:
-            _look(child, join(path, key), inside, modules, meshes)
+            _look(child, join(path, key), inside, found, meshes)
 
 
 def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:

@@ -5,12 +5,14 @@ Whoever posts an event never waits, whatever the listener does: one that is full
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -20,9 +22,13 @@ LIMIT = 1024
 """Events that wait for a listener at most."""
 
 
+FLUSH = 5.0
+"""Seconds that the end of a Checkpointer, or of the program, waits for listeners."""
+
+
 class ListenerThread(Generic[T]):
-    """One listener's end; ``T`` is what it listens to, events as a rule. Its thread is a
-    daemon: a listener that hangs does not keep a program from ending."""
+    """One listener's end; ``T`` is what it listens to, events as a rule. Its thread is a daemon: a listener that hangs does not keep a
+    program from ending for longer than ``FLUSH``. A program that ends without ``close`` waits as long for what was posted."""
 
     def __init__(self, listener: Callable[[T], object]) -> None:
         self.listener = listener
@@ -33,6 +39,7 @@ class ListenerThread(Generic[T]):
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ckpt-events", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def post(self, event: T) -> None:
         """Hand over an event. Never waits."""
@@ -40,6 +47,10 @@ class ListenerThread(Generic[T]):
             self.dropped += 1
         else:
             self._queue.put(event)
+
+    def end(self) -> None:
+        """Let the thread end once the listener has had every event. Does not wait, and nothing may be posted any more."""
+        self._queue.put(None)
 
     def close(self, until: float) -> None:
         """Wait until the listener has had every event, at most until ``time.monotonic()`` says ``until``; say what it missed."""
@@ -64,3 +75,14 @@ class ListenerThread(Generic[T]):
                     log.warning(
                         "the listener %s has raised for %s; it is called again", self._name, getattr(event, "kind", event), exc_info=True
                     )
+
+
+_open: WeakSet[ListenerThread[Any]] = WeakSet()
+
+
+@atexit.register
+def _flush() -> None:
+    """At the end of the program, when saves in the background are over: threads that are no daemons have been waited for."""
+    until = time.monotonic() + FLUSH
+    for thread in list(_open):
+        thread.close(until)

@@ -22,12 +22,9 @@ from ckpt.tracing.spans import Row, SpanTable, stragglers
 
 from .alerts import AlertRules, Alerts
 from .event import Event, Kind, Listener
-from .event_threads import ListenerThread
+from .event_threads import FLUSH, ListenerThread
 
 log = logging.getLogger("ckpt")
-
-FLUSH = 5.0
-"""Seconds that the end of a Checkpointer waits for listeners."""
 
 
 class Reporter:
@@ -82,8 +79,8 @@ class Reporter:
 
     def not_begun(self, step: int, url: str, error: BaseException) -> None:
         """A save failed in the call that was to begin it."""
-        self._keep(kind="save", step=step, url=url, phase="begin", **_of(error))
-        self._tell("save.failed", step, url, **_of(error))
+        self._keep(kind="save", step=step, url=url, phase="begin", **error_fields(error))
+        self._tell("save.failed", step, url, **error_fields(error))
 
     def removed(self, step: int, url: str, id: str | None) -> None:
         """A checkpoint was removed, since no rule keeps it."""
@@ -95,7 +92,7 @@ class Reporter:
 
     def not_published(self, step: int | None, error: BaseException) -> None:
         """A try to publish failed."""
-        self._tell("publish.failed", step, self._root, **_of(error))
+        self._tell("publish.failed", step, self._root, **error_fields(error))
 
     def restored(
         self,
@@ -107,7 +104,7 @@ class Reporter:
         spans: Mapping[int, Row] | None = None,
     ) -> None:
         """A state was loaded, or could not be. ``spans``: what ranks, counted from 0, were busy with; on the leader."""
-        failed = _of(error) if error is not None else {}
+        failed = error_fields(error) if error is not None else {}
         if not isinstance(error, NotFoundError):  # there may be no run yet
             tables = {rank: SpanTable.from_row(row) for rank, row in (spans or {}).items()}
             self._keep(kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, tables=tables, **failed)
@@ -121,8 +118,8 @@ class Reporter:
         error, blocked = handle.durable.error(), handle.stall.seconds
         try:
             if error is not None:
-                self._tell("save.failed", step, handle.url, blocked=blocked, **_of(error))
-                self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **_of(error))
+                self._tell("save.failed", step, handle.url, blocked=blocked, **error_fields(error))
+                self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **error_fields(error))
                 return
             report, busy = handle.durable.result(), handle.busy
             self._tell(
@@ -189,6 +186,7 @@ class Reporter:
             self._log.close(until)
 
 
-def _of(error: BaseException) -> dict[str, Any]:
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """What events and the run's log say of an error."""
     reason = error.message if isinstance(error, CkptError) else str(error)
     return {"error": type(error).__name__, "reason": reason, "failed_ranks": error.ranks if isinstance(error, RankFailedError) else ()}

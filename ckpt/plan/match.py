@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ckpt.catalog import TensorEntry
@@ -37,6 +37,11 @@ class Selection:
         for old, new in self.rename:
             if old.count("*") != new.count("*") or old.count("*") > 1:
                 raise UsageError(f"rename {old!r} → {new!r}: each side needs one *, or none")
+
+    def followed_by(self, renames: Iterable[tuple[str, str]]) -> Selection:
+        """The same with more renames, which decide where none of its own does."""
+        more = tuple(rule for rule in renames if rule not in self.rename)
+        return replace(self, rename=(*self.rename, *more)) if more else self
 
     def idle(self, stored: Sequence[str], wanted: Iterable[str]) -> list[str]:
         """Patterns that no name fits, with the names nearest to each: ``stored`` are the checkpoint's names and paths, ``wanted`` names of

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ckpt import settings
 from ckpt.api import load
 from ckpt.coordination.group import current_group
-from ckpt.coordination.step_agreement import Due, StepAgreement, own_store
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.job import SaveOptions
@@ -29,13 +28,14 @@ from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.registry import join_url
 from ckpt.layout.layout import Layout
 from ckpt.maintenance.step_listing import Step
-from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Moment, SavePolicy
+from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.tracing.spans import Row
 
-from .cost_meter import CostMeter
-from .preemption import SIGNALS, Preemption
-from .restore_order import load_nearest
+from .begin_from import BeginFrom
+from .preemption import SIGNALS
+from .restore_order import load_nearest, load_origin
+from .save_schedule import SaveSchedule, check_step
 from .tiers import Tiers
 from .uploader import Publisher
 
@@ -103,88 +103,84 @@ class Checkpointer:
         self.capture = capture
         self.timeout = settings.timeout(timeout)
         self._process_group = process_group
-        self._options: dict[str, Any] = {
-            "layout": layout,
-            "timeout": self.timeout,
-            "check_replicas": check_replicas,
-            "threads": settings.threads(threads),
-            "merge": merge,
-            "codec": codec,
-            "spans": settings.spans(),
-            "staging": staging_bytes,
-        }
+        self._options = SaveOptions(
+            layout=layout,
+            timeout=self.timeout,
+            check_replicas=check_replicas,
+            threads=settings.threads(threads),
+            merge=merge,
+            codec=codec,
+            spans=settings.spans(),
+            staging=staging_bytes,
+        )
         self.group = current_group(process_group)
         self.restored_from: str | None = None
         """The copy that :meth:`restore` has loaded."""
         self._tiers = Tiers(root, keep, local, local_keep)
         self._publisher: Publisher | None = None
         if local is not None:
-            self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options["threads"])
+            self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
         if self._publisher is not None:
             self._publisher.published, self._publisher.failed = self._reporter.published, self._reporter.not_published
-        self._costs = CostMeter()
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
         self.handle: SaveHandle | None = None
         """The last save that was begun, until somebody was told how it ended."""
-        self._began = time.monotonic()
-        self._started_step: int | None = None
-        self._last_step: int | None = None
-        self._last_at: float | None = None
-        self._before: tuple[int | None, float | None] = None, None
-        self._answered = False
-        self._rank_part, self._leader_part = save.rank_part, save.leader_part
-        self._preemption = Preemption(signals)
-        self._step_agreement: StepAgreement | None = None
-        if save.watches_preemption:
-            self._preemption.watch()
-        if self._leader_part is not None and self.group.size > 1:
-            self._step_agreement = StepAgreement(self.group, own_store(self.group), self.timeout)
-            self._step_agreement.start()
+        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
 
     # ---- going on
 
-    def restore(self, state: Mapping[str, Any], *, step: int | None = None, **options: Any) -> int | None:
+    def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, begin_from: str | BeginFrom | None = None, **options: Any
+    ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
         With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
         checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. ``options`` are
         those of :func:`ckpt.load`.
 
+        ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
+        another run, by its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count from it.
+
         Raises:
-            NotFoundError: ``step`` is not there.
+            NotFoundError: ``step`` is not there; or ``begin_from`` is not.
             CorruptError: the checkpoint of ``step`` is damaged, or all are.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
-            UsageError: ranks do not see each other's files in the local tier.
+            UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
         """
+        if begin_from is not None and step is not None:
+            raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+        origin = BeginFrom.of(begin_from) if begin_from is not None else None
         self._tiers.check(self.group, self.timeout)
-        given = {"layout": self._options["layout"], "timeout": self.timeout, "threads": self._options["threads"], **options}
+        given = {"layout": self._options.layout, "timeout": self.timeout, "threads": self._options.threads, **options}
         began, nbytes = time.perf_counter(), 0
         spans: dict[int, Row] = {}
 
-        def load_one(url: str) -> None:
+        def load_one(url: str, **more: Any) -> None:
             nonlocal nbytes
-            nbytes = load(url, state, process_group=self._process_group, **given).bytes_needed
+            nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
 
         wanted = recorded.set(spans)
         try:
-            found = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
+            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
+            if restored is None and origin is not None:
+                restored = load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:
             self._reporter.restored(step, None, time.perf_counter() - began, None, err)
             raise
         finally:
             recorded.reset(wanted)
-        if found is not None:
-            self._started_step = self._last_step = found[0]
-            self.restored_from = found[1]
-            self._reporter.restored(*found, time.perf_counter() - began, nbytes, spans=spans)
+        if restored is not None:
+            self._schedule.resumed(restored[0], saved=own is not None)
+            self.restored_from = restored[1]
+            self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
         if self._publisher is not None:
             self._publisher.add()
-        return found[0] if found is not None else None
+        return restored[0] if restored is not None else None
 
     # ---- saving
 
@@ -201,69 +197,28 @@ class Checkpointer:
                 :func:`ckpt.save_async` raises.
             UsageError: ``n`` is no int of at least 0.
         """
-        _check_step(n)
-        self._costs.enter(self._now(), step=True)
-        try:
-            return self._step(n, state, metrics)
-        finally:
-            self._costs.leave(self._now(), step=True)
-
-    def _step(self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], metrics: Mapping[str, float] | None) -> bool:
-        if self._started_step is None:
-            self._started_step = n - 1
-        due = self._due(n)
-        if due is None:
-            if self.handle is not None and self.handle.done():
-                _raise(self._ended())
-            return False
-        log.info("step %d is saved: %s", n, due.reason)
-        failed = self._begin(n, state() if callable(state) else state, metrics)
-        if due.final:
-            ended, unpublished = self._ended(), self._published()
-            _raise(ended)
-            if unpublished is not None:  # what counts is committed
-                log.warning("%s", unpublished)
-            self._answered = True
-        _raise(failed)
-        return True
+        check_step(n)
+        with self._schedule.timed(step=True):
+            due = self._schedule.due(n)
+            if due is None:
+                if self.handle is not None and self.handle.done():
+                    _raise(self._ended())
+                return False
+            log.info("step %d is saved: %s", n, due.reason)
+            failed, _ = self._begin(n, state() if callable(state) else state, metrics)
+            if due.final:
+                ended, unpublished = self._ended(), self._published()
+                _raise(ended)
+                if unpublished is not None:  # what counts is committed
+                    log.warning("%s", unpublished)
+                self._schedule.answered = True
+            _raise(failed)
+            return True
 
     @property
     def preempted(self) -> bool:
         """The job will be stopped, and its last save is durable: leave the loop and end the program."""
-        return self._answered
-
-    def _due(self, n: int) -> Due | None:
-        noticed = self._noticed() and not self._answered
-        moment = Moment(
-            step=n,
-            started_step=self._started_step if self._started_step is not None else n - 1,
-            last_saved_step=self._last_step,
-            seconds=self._now(),
-            last_saved_at=self._last_at,
-            preempted=noticed,
-            measuring=self._costs.measuring,
-            saves=self._costs.saves,
-        )
-        reason = self._rank_part.due(moment) if self._rank_part is not None else None
-        if self._leader_part is None:
-            return Due(reason=reason) if reason is not None else None
-        if self._step_agreement is None:
-            reason = reason or self._leader_part.due(moment)
-            return Due(reason=reason, final=noticed) if reason is not None else None
-        if self.group.rank == self.group.leader and not self._step_agreement.pending:
-            reason_of_leader = self._leader_part.due(moment)
-            if reason_of_leader is not None:
-                self._step_agreement.propose(n, Due(reason=reason_of_leader, final=noticed))
-        # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
-        return self._step_agreement.due(n) or (Due(reason=reason) if reason is not None else None)
-
-    def _noticed(self) -> bool:
-        mine = self._preemption.noticed.is_set()
-        if self._step_agreement is None:
-            return mine
-        if mine:
-            self._step_agreement.ask()
-        return mine or self._step_agreement.asked.is_set()
+        return self._schedule.answered
 
     def save(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
@@ -272,54 +227,40 @@ class Checkpointer:
             CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
                 :func:`ckpt.save_async` raises.
         """
-        with self._called():
-            failed = self._begin(n, state, metrics)
+        with self._schedule.timed():
+            failed, handle = self._begin(n, state, metrics)
         _raise(failed)
-        assert self.handle is not None
-        return self.handle
+        return handle
 
-    @contextmanager
-    def _called(self) -> Iterator[None]:
-        """Around a call of the training loop that is no step: the time that it takes is not that of a step."""
-        self._costs.enter(self._now(), step=False)
-        try:
-            yield
-        finally:
-            self._costs.leave(self._now(), step=False)
-
-    def _now(self) -> float:
-        return time.monotonic() - self._began
-
-    def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> BaseException | None:
+    def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> tuple[BaseException | None, SaveHandle]:
         """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
         saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
         self._tiers.check(self.group, self.timeout)
         failed = self._ended()
-        _check_step(n)
+        check_step(n)
         earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
-        options = SaveOptions(metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, **self._options)
-        self._before = self._last_step, self._last_at
-        self._last_step, self._last_at = n, self._now()
+        options = replace(self._options, metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier)
+        self._schedule.begun(n)
         durable: Future[Any] | None = None
         try:
             wait_for_pending_save(self.group)
-            self.handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
-            durable = self.handle.durable
-            self._costs.begun(self.handle, self._now())
-            self._reporter.begun(n, self.handle)
+            handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
+            self.handle, durable = handle, handle.durable
+            self._schedule.costs.begun(handle, self._schedule.now)
+            self._reporter.begun(n, handle)
         except BaseException as err:
-            self._still_due()
+            self._schedule.failed()
             self._reporter.not_begun(n, self._tiers.place(n), err)
             raise
         finally:
             if self._publisher is not None:  # whatever happened: ranks take their turns together
                 self._publisher.add(durable)
                 self._gave_up = False
-        return failed
+        return failed, handle
 
     def url(self, n: int) -> str:
         """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
-        _check_step(n)
+        check_step(n)
         return join_url(self.root, f"step-{n:08d}")
 
     def wait(self) -> None:
@@ -329,7 +270,7 @@ class Checkpointer:
             CkptError: it failed.
             StorageError: it could not be published within ``publish_timeout``.
         """
-        with self._called():
+        with self._schedule.timed():
             ended, unpublished = self._ended(), self._published()
         _raise(ended or unpublished)
 
@@ -354,14 +295,8 @@ class Checkpointer:
         handle.wait()
         error = handle.durable.exception()
         if error is not None:
-            self._still_due()
+            self._schedule.failed()
         return error
-
-    def _still_due(self) -> None:
-        """The last save failed. Several ranks do not come here at the same step, so each must still count that step as dealt with."""
-        step, self._last_at = self._before
-        if self.group.size == 1:
-            self._last_step = step
 
     # ---- what is there
 
@@ -376,10 +311,10 @@ class Checkpointer:
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``; None if none has it."""
-        found = [(s.metrics[metric], s.number) for s in self.steps() if metric in s.metrics and s.metrics[metric] == s.metrics[metric]]
-        if not found:
+        measured = [(s.metrics[metric], s.number) for s in self.steps() if metric in s.metrics and s.metrics[metric] == s.metrics[metric]]
+        if not measured:
             return None
-        return (min(found) if mode == "min" else max(found))[1]
+        return (min(measured) if mode == "min" else max(measured))[1]
 
     # ---- the end
 
@@ -391,9 +326,7 @@ class Checkpointer:
             self._stop()
 
     def _stop(self) -> None:
-        self._preemption.restore()
-        if self._step_agreement is not None:
-            self._step_agreement.stop()
+        self._schedule.stop()
         self._reporter.close()
 
     def __enter__(self: C) -> C:
@@ -412,11 +345,6 @@ class Checkpointer:
                 log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()
-
-
-def _check_step(n: object) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
 
 
 def _raise(error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt.coordination.group import Group
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
 
+from .begin_from import BeginFrom
 from .tiers import Tiers, raised
 
 log = logging.getLogger("ckpt")
@@ -53,6 +54,19 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
     if failed is not None:
         raise failed
     return None
+
+
+def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> tuple[int, str]:
+    """Load the checkpoint that a run begins from; its step and URL. The leader finds the step, for all ranks. Collective.
+
+    Raises:
+        CkptError: as :meth:`ckpt.Checkpointer.restore`.
+    """
+    call = group.call("restore", origin.url, timeout)
+    step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
+    load(origin.url, **origin.load_options)
+    log.info("the run begins after step %d: %s", step, origin.url)
+    return step, origin.url
 
 
 def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +170,50 @@ def test_reports_and_stats_show_it(tmp_path: Path) -> None:
     (tmp_path / "run" / PATH).write_text("<script>")
     assert CliRunner().invoke(cli, ["report", root, "-o", str(tmp_path / "r.html")]).exit_code == 0
     assert "the log of the run is damaged" in (tmp_path / "r.html").read_text()
+
+
+def test_a_save_that_failed_outside_of_a_checkpointer(tmp_path: Path) -> None:
+    """It is noted if its URL is that of a step, beside others or a log; anywhere else there is no run that it could belong to."""
+    run, bad = tmp_path / "run", {"x": object()}
+    with pytest.raises(CkptError):
+        ckpt.save(f"{run}/step-00000001", bad)
+    with ckpt.Checkpointer(str(run)) as c:
+        c.save(1, state(1)).result()
+    with pytest.raises(CkptError):
+        ckpt.save(f"{run}/step-00000002", bad)
+    with pytest.raises(CkptError):
+        ckpt.save_async(f"{run}/step-00000003", bad)
+    with wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
+        handle = ckpt.save_async(f"{run}/step-00000004/", state(4))
+        assert isinstance(handle.durable.exception(), CkptError)
+    with pytest.raises(CkptError):
+        ckpt.save(f"{run}/best", bad)
+    until = time.monotonic() + 20
+    while len(log_of(run)) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    noted = sorted(log_of(run), key=lambda entry: entry.step or 0)
+    assert [(e.step, e.phase, e.error) for e in noted] == [
+        (2, "begin", "StateError"),
+        (3, "begin", "StateError"),
+        (4, "write", "NoSpaceError"),
+    ]
+    assert not (tmp_path / PATH).exists()
+
+
+AT_EXIT = """
+import sys, torch, ckpt
+from ckpt.io_backends.faulty import Fault, FaultyProcess
+from ckpt.io_backends.registry import wrap_backends
+c = ckpt.Checkpointer(sys.argv[1], on_event=lambda event: print(event.kind, flush=True))
+c.save(1, {"x": torch.zeros(1000)}).result()
+with wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
+    c.save(2, {"x": torch.zeros(1000)}).wait()
+"""
+
+
+def test_a_checkpointer_that_nobody_closes_loses_no_note(tmp_path: Path) -> None:
+    """The program ends while the note of its last save, and what a listener has not had yet, are on their way."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(e.step, e.error) for e in log_of(tmp_path)] == [(2, "NoSpaceError")]
+    assert done.stdout.split()[-2:] == ["save.failed", "alert"]

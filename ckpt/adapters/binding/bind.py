@@ -30,6 +30,7 @@ from ckpt.plan.match import Selection
 from ckpt.tree import Node, join
 
 from .bind_optimizers import OptimizerBinder
+from .optimizer_names import optimizer_renames
 from .targets import Binder, Binding, Setter, has_tensors, inline_only
 
 
@@ -52,7 +53,10 @@ def bind(
     seen = survey(state)
     with torch.no_grad():
         placer = Placer(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
-        walk = _BindWalk(catalog, placer, selection, names_in(seen.modules), cast=cast)
+        names = names_in(seen.modules)
+        renames = optimizer_renames(seen.optimizers, names, catalog, selection)
+        walk = _BindWalk(catalog, placer, selection.followed_by(renames), names, cast=cast)
+        walk.found.renames = renames
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
         placer.remember()

@@ -36,6 +36,8 @@ def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Shar
         "problems": shared({"missing": binding.missing, "misfits": binding.misfits}),
         "used": shared({"used": None if everything else sorted(binding.used), "values": sorted(binding.values)}),
     }
+    if binding.renames:
+        row["renames"] = binding.renames
     return row | {"shares": shared(sharing.digests()), "machine": machine()} if sharing.wanted else row
 
 
@@ -50,7 +52,10 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
         value: Row = json.loads(call.fetch(digest))
         return value
 
-    verdict: Row = judge(rows, once, catalog, options.selection, strict=options.strict, url=call.url)
+    selection = options.selection
+    for row in rows.values():  # of ranks that have the optimizer: not all need to
+        selection = selection.followed_by((old, new) for old, new in row.get("renames", ()))
+    verdict: Row = judge(rows, once, catalog, selection, strict=options.strict, url=call.url)
     if any("shares" not in row for row in rows.values()):
         return verdict | {"refused": None}
     digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
@@ -144,7 +149,7 @@ def _mismatch(
 ) -> MismatchError:
     notes = _other_kinds(catalog, select, missing) if missing else {}
     lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
-    lines += report_names("unexpected in the checkpoint", unexpected)
+    lines += report_names("unexpected in the checkpoint", (_moved(n, select) for n in unexpected))
     lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
     lines += report_names("fit no name", idle)
     kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
@@ -152,6 +157,12 @@ def _mismatch(
         "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
         hint=ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere),
     )
+
+
+def _moved(path: str, select: Selection) -> str:
+    """A stored name, and the one that the renames made of it: stored → mapped."""
+    renamed = renamed_path(select, path) if select.rename else path
+    return path if renamed == path else f"{path} → {renamed}"
 
 
 def _covered(selection: Selection, path: str, taken: set[str]) -> bool:

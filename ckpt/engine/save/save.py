@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 
 from ckpt import tree
 from ckpt.adapters.collect import collect
@@ -53,14 +54,23 @@ from .writer import Alive, RankWriter, WriteInput
 
 log = logging.getLogger("ckpt")
 
+OnFailure = Callable[[BaseException, str, float], None]
+"""Takes an error, the phase that the save failed in, and how many seconds it had taken."""
+
 _INLINE = 4096
 """Bytes of a rank's own tensors and values that are part of its message to the leader."""
 
 
-def save_state(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
-    """Save; collective over ``group``."""
-    with uncollected():  # until what the save needed is gone: else it would all be looked through once at the end
-        return _save_now(SaveJob.begin(group.call("save", url, options.timeout), options), state)
+def save_state(url: str, state: object, group: Group, options: SaveOptions, failed: OnFailure | None = None) -> SaveReport:
+    """Save; collective over ``group``. ``failed`` is called if that fails, before the error is raised."""
+    job = SaveJob.begin(group.call("save", url, options.timeout), options)
+    try:
+        with uncollected():  # until what the save needed is gone: else it would all be looked through once at the end
+            return _save_now(job, state)
+    except BaseException as err:
+        if failed is not None:
+            failed(err, job.call.phase_name, time.perf_counter() - job.began)
+        raise
 
 
 def _save_now(job: SaveJob, state: object) -> SaveReport:

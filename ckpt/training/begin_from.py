@@ -1,0 +1,86 @@
+"""Where a run begins that has no checkpoint of its own yet: a checkpoint of DCP, Megatron, DeepSpeed or of another run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ckpt import tree
+from ckpt.errors import UsageError
+from ckpt.formats.registry import open_catalog
+from ckpt.settings import sources as checked_sources
+
+from .save_schedule import check_step
+
+_COUNTERS = ("step", "global_step", "global_steps", "iteration")
+"""Names by which training loops keep the number of their steps in the state."""
+_NUMBER = re.compile(r"(?:step|iter|iteration|checkpoint)[-_=]?(\d+)/*$", re.IGNORECASE)
+"""A number at the end of a path that is one of steps: ``llama-3`` is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginFrom:
+    """A checkpoint to begin a run from, for :meth:`ckpt.Checkpointer.restore`. Any format that ``ckpt.load`` reads.
+
+    Args:
+        url: the checkpoint.
+        step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
+            ``global_step3``, ``checkpoint-500``), or else a whole number that its state has as ``step``, ``global_step``, ``global_steps``
+            or ``iteration``.
+        only, rename, strict, cast, sources: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as
+            ``restore`` was given it.
+    """
+
+    url: str
+    step: int | None = None
+    only: str | Sequence[str] | None = None
+    rename: Mapping[str, str] | None = None
+    strict: bool | None = None
+    cast: bool | None = None
+    sources: Sequence[str] | str | None = None
+
+    @classmethod
+    def of(cls, given: str | BeginFrom) -> BeginFrom:
+        """A URL alone stands for itself with no options.
+
+        Raises:
+            UsageError: it is neither, or the step is no whole number.
+        """
+        origin = given if isinstance(given, BeginFrom) else cls(given)
+        if not isinstance(origin.url, str):
+            raise UsageError(f"begin_from= takes a path, a URL or a ckpt.BeginFrom, not {given!r}")
+        if origin.step is not None:
+            check_step(origin.step)
+        return origin
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The options of ``ckpt.load`` that were given."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("url", "step")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def find_step(self) -> int:
+        """The step that the checkpoint was saved after.
+
+        Raises:
+            UsageError: neither its path nor its state tells.
+            NotFoundError, FormatError, CorruptError: there is no checkpoint that can be read.
+        """
+        if self.step is not None:
+            return self.step
+        catalog = open_catalog(self.url, sources=checked_sources(self.sources))
+        number = _NUMBER.search(catalog.url)  # not ours: of a directory above several, the catalog's is the latest of them
+        if number is not None:
+            return int(number[1])
+        counted = {key: value for key, value in tree.pairs_of(catalog.state) or () if key in _COUNTERS}
+        steps = {value for value in counted.values() if isinstance(value, int) and not isinstance(value, bool) and value >= 0}
+        if len(steps) != 1:
+            what = f"its state has {counted}" if counted else "neither its path nor its state has a number"
+            raise UsageError(
+                f"which step this checkpoint was saved after is not clear: {what}",
+                where=self.url,
+                hint="give the number: restore(state, begin_from=ckpt.BeginFrom(url, step=…))",
+            )
+        return steps.pop()
