@@ -18,7 +18,7 @@ from ckpt import errors, policies  # noqa: E402
 SECTIONS = (
     ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "list_steps", "fence", "configure_storage")),
     ("What they take and give", ckpt, ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "View")),
-    ("The training loop", ckpt, ("Checkpointer",)),
+    ("The training loop", ckpt, ("Checkpointer", "BeginFrom")),
     ("Layouts of plain tensors", ckpt, ("Layout", "Mesh")),
     ("Placements", ckpt, ("Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape", "Stage", "OnMesh")),
     ("Numbered layers and experts", ckpt, ("Numbered", "pipeline", "experts")),
