@@ -22,10 +22,10 @@ from ckpt.adapters.tensors import Held, LocalTensor
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
-from ckpt.engine.load.exact import Job
 from ckpt.engine.load.reader import Reader
-from ckpt.engine.load.sharing import Sharing, worth_all
+from ckpt.engine.load.shared_reads import SharedReads, worth_all
 from ckpt.engine.load.sweep import Sweep
+from ckpt.engine.load.whole_chunks import Job
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
@@ -239,7 +239,7 @@ def shared(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
         saved = states(layers, before)
         stored, tensors = entries_of(saved, assign(saved, merge=True)), states(layers, after)
         middle = len(after.ranks()) // 2 + 1
-        sharing = Sharing.of(jobs_of(tensors, stored, middle), middle, parts=False, piece=2 << 20)
+        sharing = SharedReads.of(jobs_of(tensors, stored, middle), middle, parts=False, piece=2 << 20)
         gc.collect()
         gc.disable()
         began = cpu_seconds()

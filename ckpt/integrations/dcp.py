@@ -38,7 +38,7 @@ from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
-from ckpt.plan.given import Assigned, Given, assigned
+from ckpt.plan.external_assignment import Assigned, Given, assigned
 from ckpt.plan.tables import Joined
 from ckpt.tracing.spans import Spans
 

@@ -19,7 +19,7 @@ from ckpt.layout.flat_ranges import FlatBlocks
 from ckpt.layout.geometry import IntArray, ceil_cuts, cells
 from ckpt.layout.tensor_layout import TensorLayout, flat_blocks
 
-from .parts import caps, refine
+from .subdivide import caps, refine
 
 MOST_MOVED = 1 / 8
 """Where more than this part of a tensor would change hands (about two rows or fewer for each cell), it keeps explicit boxes."""

@@ -23,7 +23,7 @@ from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.settings import limits
 
 from .flat import FlatGrid, is_whole, row_grid, whole_grid
-from .parts import caps, refine
+from .subdivide import caps, refine
 
 
 @dataclass(frozen=True, slots=True)

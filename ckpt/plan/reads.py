@@ -21,7 +21,7 @@ from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box, row_major_strides
 
-from .join import Copy
+from .overlap import Copy
 
 
 class ByteRange(Protocol):

@@ -15,8 +15,8 @@ from ckpt.converters.select.selection import Views
 from ckpt.errors import NamesError
 from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
+from ckpt.plan.cache_blocks import pieces
 from ckpt.plan.match import several
-from ckpt.plan.pieces import pieces
 from ckpt.settings import limits
 
 from .element_differences import ElementDifferences, differing, have_same_bits

@@ -16,7 +16,7 @@ from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.layout.geometry import Box, find_fault, row_major_strides
-from ckpt.plan.join import Copy, join
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import parts_of
 from ckpt.plan.views import LogicalTensor
 from ckpt.settings import limits
@@ -72,7 +72,7 @@ class Elements:
         """
         self._check_tiling(entry)
         out: Raw = np.empty(box.shape, _RAW[entry.dtype.itemsize])
-        copies = join(entry.grid, box)
+        copies = overlapping_chunks(entry.grid, box)
         for copy, extent in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True):
             if extent.codec is None:
                 self._plain(copy, extent, box, out)

@@ -24,7 +24,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.structure import Problem
 from ckpt.formats.external.elements import read_box, read_extent
 from ckpt.layout.geometry import Box
-from ckpt.plan.pieces import pieces
+from ckpt.plan.cache_blocks import pieces
 from ckpt.settings import limits
 
 from .elements import Elements, Raw, numbers

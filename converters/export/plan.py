@@ -23,7 +23,7 @@ from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.windows import FileSegment
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.layout.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
-from ckpt.plan.join import join
+from ckpt.plan.overlap import overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, filled, within
 from ckpt.settings import limits
 
@@ -114,7 +114,7 @@ class WritePlanner:
         """Rank, piece, and the box of its stored tensor that the rank has."""
         for piece in self.tensors[self.files[f].items[segment.item].name].view.overlapping(segment.box):
             owners = self.catalog.owners[piece.source]
-            for copy in join(self.catalog.tensors[piece.source].grid, piece.part):
+            for copy in overlapping_chunks(self.catalog.tensors[piece.source].grid, piece.part):
                 yield int(owners[copy.chunk]), piece, copy.box
 
     def direct_pieces(self, gathering: WritePlan, rank: int) -> Iterator[tuple[int, int, ViewPiece]]:

@@ -16,7 +16,7 @@ from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
 from ckpt.layout.geometry import box_to_flat
-from ckpt.plan.join import Copy, join
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import RangeGroup, group_ranges, group_sizes
 from ckpt.plan.views import ViewPiece, in_order, within
 from ckpt.settings import limits
@@ -101,7 +101,7 @@ def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] 
     parts: list[_TakenPart] = []
     for piece in wanted.view.overlapping(item.box):
         entry = chosen.catalog.tensors[piece.source]
-        places = [_place(number, item, piece, entry, copy) for copy in join(entry.grid, piece.part)]
+        places = [_place(number, item, piece, entry, copy) for copy in overlapping_chunks(entry.grid, piece.part)]
         if entry.dtype != wanted.dtype or not in_order(piece) or None in places:
             return None
         parts += [place for place in places if place is not None]

@@ -19,7 +19,7 @@ from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.strided import reach, strided, strides_of
 from ckpt.io_backends.registry import absolute_url
 from ckpt.layout.geometry import Box, row_major_strides
-from ckpt.plan.join import Copy, join
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
 from ckpt.settings import limits
 
@@ -89,7 +89,7 @@ class References:
             if stored.dtype != like.dtype:
                 message = f"{name!r} would be made of {like.name!r} ({like.dtype.name}) and {stored.name!r} ({stored.dtype.name})"
                 raise UsageError(message, where=self.catalog.url, hint="convert with one dtype instead")
-            takes += [_Take(piece, stored, copy) for copy in join(stored.grid, piece.part)]
+            takes += [_Take(piece, stored, copy) for copy in overlapping_chunks(stored.grid, piece.part)]
         return takes
 
     def _add(self, name: str, view: LogicalTensor, takes: Sequence[tuple[_Take, Extent]]) -> None:

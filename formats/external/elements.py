@@ -12,7 +12,7 @@ from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
 from ckpt.layout.geometry import Box, box_to_flat
-from ckpt.plan.join import join
+from ckpt.plan.overlap import overlapping_chunks
 
 from .strided import gather, strides_of
 
@@ -43,7 +43,7 @@ def read_box(stored: ExtentSource, entry: TensorEntry, box: Box) -> npt.NDArray[
         FormatError: the chunks are coded, or the elements have more than 8 bytes.
     """
     out = np.zeros(box.shape, _UNSIGNED.get(entry.dtype.itemsize, np.uint8))
-    copies = join(entry.grid, box)
+    copies = overlapping_chunks(entry.grid, box)
     for copy, extent in zip(copies, stored.extents_of([(entry, c.chunk) for c in copies]), strict=True):
         part = copy.box.relative_to(copy.chunk_box.offset)
         flat = box_to_flat(copy.chunk_box.shape, part) if extent.codec is None else None

@@ -36,9 +36,9 @@ def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def apart() -> None:
     """From now on no two ranks are on one machine."""
-    from ckpt.engine.load import load
+    from ckpt.engine.load import fitting
 
-    load.machine = lambda: f"{os.getpid()}"
+    fitting.machine = lambda: f"{os.getpid()}"
 
 
 def in_small_pieces() -> None:
@@ -155,8 +155,8 @@ def test_damage_that_one_rank_reads_fails_all(ranks: Ranks, tmp_path: Path) -> N
 
 
 def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
-    from ckpt.engine.load.parcels import Carrier
-    from ckpt.engine.load.taking import ParcelReceiver
+    from ckpt.engine.load.read_exchange import ReadExchange
+    from ckpt.engine.load.receiver import SharedReadReceiver
 
     in_small_pieces()
     count = [0]
@@ -171,7 +171,7 @@ def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
         return counting
 
     if dist.get_rank() == 1:
-        Carrier._send, ParcelReceiver.slot = counted(Carrier._send), counted(ParcelReceiver.slot)  # type: ignore[method-assign]
+        ReadExchange._send, SharedReadReceiver.slot = counted(ReadExchange._send), counted(SharedReadReceiver.slot)  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         ckpt.load(url, blank(whole()), exchange=True, timeout=timeout)
@@ -195,13 +195,13 @@ def test_a_rank_that_ends_in_the_middle(ranks: Ranks, tmp_path: Path, how: str, 
 
 def load_and_fail(url: str) -> tuple[str, str, float]:
     """Rank 2 fails before it has opened a connection; the others wait for it."""
-    from ckpt.engine.load.parcels import Carrier
+    from ckpt.engine.load.read_exchange import ReadExchange
 
     def fail(*args: Any) -> Any:
         raise ckpt.errors.StorageError("the disk is on fire")
 
     if dist.get_rank() == 2:
-        Carrier.tasks = fail  # type: ignore[method-assign]
+        ReadExchange.tasks = fail  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         ckpt.load(url, blank(whole()), exchange=True, timeout=20)

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore
 
 import ckpt
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_carriers import load_columns, save_rows
 from tests.distributed.test_exchange import in_small_pieces
+from tests.distributed.test_read_exchange import load_columns, save_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -73,10 +73,10 @@ def notices() -> list[str]:
 def load_as_one_machine(url: str, threads: int) -> tuple[list[tuple[int, int]], int, list[str]]:
     """Compared with what was saved, by ranks that all think that they are on one machine. Processes and numbers of files of rings,
     bytes received, and what was logged."""
-    from ckpt.engine.load import load
+    from ckpt.engine.load import fitting
     from ckpt.transport.shm_pool import Ring
 
-    load.machine = lambda: "one and the same"
+    fitting.machine = lambda: "one and the same"
     in_small_pieces()
     rings, make, create = [], Ring.__init__, os.memfd_create
 

@@ -14,7 +14,7 @@ import torch
 from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
-from ckpt.engine.load import exact, sweep
+from ckpt.engine.load import sweep, whole_chunks
 from ckpt.engine.load.reader import Job, Reader, Verify
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((sizes, exact, sweep), SIZES[kind].items()):
+        for module, (name, value) in product((sizes, whole_chunks, sweep), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield

@@ -26,8 +26,8 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
-from ckpt.plan.join import Copy, join
 from ckpt.plan.match import common_box
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.reads import group_ranges, parts_of
 from ckpt.settings import limits
@@ -88,7 +88,7 @@ class Target:
 
     def copies(self, grid: Grid, within: Box) -> list[Copy]:
         boxes = [p.box.intersect(within) for p in self.wanted.layout.pieces(self.wanted.shape, self.rank)]
-        return [c for b in boxes if b is not None for c in join(grid, b)]
+        return [c for b in boxes if b is not None for c in overlapping_chunks(grid, b)]
 
     def put(self, box: Box, values: np.ndarray) -> None:
         (piece,) = [p for p in self.wanted.layout.pieces(self.wanted.shape, self.rank) if p.box.contains(box)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
-from ckpt.plan.given import Given, assigned
+from ckpt.plan.external_assignment import Given, assigned
 from ckpt.settings import limits
 
 

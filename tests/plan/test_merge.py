@@ -23,7 +23,7 @@ from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
-from ckpt.plan.merge import Fragment, fragments
+from ckpt.plan.flat_fragments import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.settings import limits
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.layout.geometry import Box
-from ckpt.plan.pieces import pieces
+from ckpt.plan.cache_blocks import pieces
 from tests.box_strategies import boxes_in, shapes
 
 

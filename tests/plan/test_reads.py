@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box, strided_blocks
-from ckpt.plan.join import Copy, join
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import Part, RangeGroup, group_ranges, group_sizes, group_sorted, parts_of
 from tests.box_strategies import boxes_in, grids, shapes
 
@@ -302,7 +302,7 @@ def test_what_is_read_rebuilds_every_target(shape: tuple[int, ...], data: st.Dat
         extents.append(extent_at(len(files[path]), len(raw), path=path))
         files[path] += raw
 
-    jobs = [(t, copy) for t, target in enumerate(targets) for copy in join(grid, target)]
+    jobs = [(t, copy) for t, target in enumerate(targets) for copy in overlapping_chunks(grid, target)]
     parts = [
         p for i, (_, copy) in enumerate(jobs) for p in parts_of(i, copy, extents[copy.chunk], itemsize, whole_chunks=whole, max_gap=max_gap)
     ]

@@ -19,9 +19,9 @@ from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan import flat, merge, ownership
-from ckpt.plan.join import join
-from ckpt.plan.merge import fragments
+from ckpt.plan import flat, flat_fragments, ownership
+from ckpt.plan.flat_fragments import fragments
+from ckpt.plan.overlap import overlapping_chunks
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.tables import Table, join_tables
 
@@ -65,7 +65,7 @@ def data_file(rank: int) -> DataFile:
 
 def forget() -> None:
     """Make the next plan pay for everything again."""
-    for cache in (ownership._owned, ownership._owned_rows, merge._moves, merge._place):
+    for cache in (ownership._owned, ownership._owned_rows, flat_fragments._moves, flat_fragments._place):
         cache.cache_clear()
     for cache in (layout_module.flat_blocks, flat.whole_grid, flat.row_grid):
         cache.cache_clear()
@@ -173,7 +173,7 @@ def plan_one_rank(tensors: Sequence[Global], rank: int, *, merge: bool = False) 
     for t in tensors:
         grid = Grid(cuts=owned[t.name].cuts, boxes=owned[t.name].boxes, files=owned[t.name].owners)
         for piece in t.layout.pieces(t.shape, rank):
-            needed += sum(copy.box.numel for copy in join(grid, piece.box)) * t.dtype.itemsize
+            needed += sum(copy.box.numel for copy in overlapping_chunks(grid, piece.box)) * t.dtype.itemsize
     assert needed == sum(p.box.numel * t.dtype.itemsize for t in tensors for p in t.layout.pieces(t.shape, rank))
     return len(specs), sum(s.nbytes for s in specs), len(sends) + len(receives)
 

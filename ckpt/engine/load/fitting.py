@@ -18,13 +18,13 @@ from ckpt.plan.tables import ranks_text
 from ckpt.transport.shm_pool import machine
 
 from .job import LoadJob
-from .sharing import Sharing, refused
+from .shared_reads import SharedReads, refused
 
 _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 """Kinds of nodes that stand for tensors: these count by their names."""
 
 
-def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Sharing) -> Row:
+def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: SharedReads) -> Row:
     """For the leader. What is equal on most ranks goes as a digest: it asks one of them for it."""
 
     def shared(value: object) -> str:

@@ -43,9 +43,9 @@ from .fitting import renamed, row_of_match, verdict_of
 from .job import LoadJob, StateWrites, tells_whether_written
 from .opening import open_together
 from .options import LoadOptions, LoadReport
-from .parcels import Carrier
+from .read_exchange import ReadExchange
 from .reader import Job, Reader, changed
-from .sharing import Sharing, worth_all, worth_parts, worth_replicas
+from .shared_reads import SharedReads, worth_all, worth_parts, worth_replicas
 
 log = logging.getLogger("ckpt")
 R = TypeVar("R")
@@ -98,7 +98,7 @@ class Matched:
     job: LoadJob
     catalog: Catalog
     binding: Binding
-    sharing: Sharing
+    sharing: SharedReads
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     refused: Sequence[str] | None
@@ -159,12 +159,12 @@ def _bind(job: LoadJob, state: object, catalog: Catalog) -> Binding:
     return binding
 
 
-def _sharing(job: LoadJob, catalog: Catalog, binding: Binding) -> Sharing:
+def _sharing(job: LoadJob, catalog: Catalog, binding: Binding) -> SharedReads:
     """What this rank may share: nothing where it reads alone, or where reading only its parts costs less."""
     options, group = job.options, job.call.group
     wanted = group.size > 1 and (options.exchange == "all" or (options.exchange == "parts" and options.verify == "full"))
     jobs = map(Job._make, binding.targets.values()) if wanted else ()
-    return Sharing.of(jobs, group.rank, parts=options.exchange == "parts", piece=source_of(catalog).io_hints.read_size, wanted=wanted)
+    return SharedReads.of(jobs, group.rank, parts=options.exchange == "parts", piece=source_of(catalog).io_hints.read_size, wanted=wanted)
 
 
 # ---- divide: who reads which chunk for whom
@@ -177,7 +177,7 @@ class Divided:
 
     matched: Matched
     reader: Reader
-    exchange: Carrier | None
+    exchange: ReadExchange | None
     setters: Sequence[Callable[[], None]]
 
 
@@ -205,7 +205,7 @@ def _accepted(job: LoadJob, binding: Binding) -> list[Callable[[], None]]:
     return binding.apply
 
 
-def _exchange(matched: Matched, refused: Sequence[str], reader: Reader) -> Carrier:
+def _exchange(matched: Matched, refused: Sequence[str], reader: Reader) -> ReadExchange:
     job, sharing = matched.job, matched.sharing
     group, options = job.call.group, job.options
     for entry in sharing.entries():
@@ -213,7 +213,7 @@ def _exchange(matched: Matched, refused: Sequence[str], reader: Reader) -> Carri
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
     worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
     sharing.divide(refused, near if options.exchange == "parts" else None, worth)
-    return Carrier(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
+    return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 
 
 # ---- read: every tensor gets its bytes

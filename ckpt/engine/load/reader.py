@@ -23,16 +23,16 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.codec import CHUNK_LIMIT
 from ckpt.layout.geometry import Box, find_fault
-from ckpt.plan.join import Copy, join
+from ckpt.plan.cache_blocks import pieces
 from ckpt.plan.match import common_box
-from ckpt.plan.pieces import pieces
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
 from ckpt.settings import limits
 
 from .copying import Stored, copy_box
-from .exact import Exact, Job, find_exact, tasks_of
-from .parcels import Carrier
+from .read_exchange import ReadExchange
 from .sweep import FilePlan, Sweep, by_file, cohorts_of
+from .whole_chunks import Job, WholeChunks, find_whole_chunks, tasks_of
 
 __all__ = ["Job", "ReadPlan", "Reader", "Verify"]
 
@@ -62,7 +62,7 @@ class ReadPlan:
     ``padding`` is filled with zeros first; ``filled`` is all memory that is written.
     """
 
-    exact: Exact
+    exact: WholeChunks
     steps: Sequence[_Step]
     parts: Sequence[Part]
     reads: Sequence[RangeGroup]
@@ -110,8 +110,8 @@ class Reader:
     def bytes_unverified(self) -> int:
         return self.fetch.read - self.fetch.verified
 
-    def run(self, plan: ReadPlan, carrier: Carrier | None = None) -> None:
-        """Fill every target; with a ``carrier`` also those of what other ranks read, while this one reads for them.
+    def run(self, plan: ReadPlan, exchange: ReadExchange | None = None) -> None:
+        """Fill every target; with a ``exchange`` also those of what other ranks read, while this one reads for them.
 
         Raises:
             CorruptError: bytes are not what the digests say.
@@ -120,16 +120,16 @@ class Reader:
         """
         for memory in plan.padding:
             (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-        tasks = [] if carrier is None else carrier.tasks(self.catalog)
+        tasks = [] if exchange is None else exchange.tasks(self.catalog)
         tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
         if plan.sweep is not None:
             tasks += [task for file in plan.files for task in plan.sweep.tasks(file)]
             tasks += [] if plan.files else [partial(self.read_file, plan.sweep, file) for file in plan.sweep.files]
-        if carrier is None:
+        if exchange is None:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
-            carrier.carry(tasks, partial(self._threads, tasks, max(plan.coded, carrier.coded)))
+            exchange.carry(tasks, partial(self._threads, tasks, max(plan.coded, exchange.coded)))
         changed(plan.filled)
 
     def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:
@@ -157,7 +157,7 @@ class Reader:
             CorruptError: a file is missing or truncated, or a header does not fit the index.
         """
         jobs, left_out = list(jobs), left_out or {}
-        exact, rest = find_exact([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
+        exact, rest = find_whole_chunks([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
         rest += [job for job in jobs if id(job.target) in left_out]
         self.bytes_needed += exact.nbytes
         padding: list[torch.Tensor] = []
@@ -211,7 +211,7 @@ class Reader:
 
     def steps(self, job: Job, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
         """What to copy for one tensor, but for chunks that are left out."""
-        copies = [copy for _, box in boxes for copy in join(job.entry.grid, box) if copy.chunk not in left_out]
+        copies = [copy for _, box in boxes for copy in overlapping_chunks(job.entry.grid, box) if copy.chunk not in left_out]
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
 
     def check_tiling(self, entry: TensorEntry) -> None:

@@ -24,11 +24,11 @@ from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
 from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
 from ckpt.layout.geometry import Box, IntArray
-from ckpt.plan.join import Copy
+from ckpt.plan.overlap import Copy
 from ckpt.plan.reads import group_sorted
 
 from .copying import Stored, copy_box
-from .exact import Job
+from .whole_chunks import Job
 
 AHEAD = 256
 """Files that are looked up before anything is read, so that a damaged header leaves the state as it was. With more of them, each is looked

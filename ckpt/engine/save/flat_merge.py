@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ckpt.plan.merge import Fragment
+from ckpt.plan.flat_fragments import Fragment
 from ckpt.transport.peers import Peers
 
 from .plan import RankPlan

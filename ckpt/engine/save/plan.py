@@ -19,7 +19,7 @@ from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.merge import Fragment, fragments
+from ckpt.plan.flat_fragments import Fragment, fragments
 from ckpt.plan.ownership import Global, Owned, assign
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.tables import Table

@@ -16,7 +16,7 @@ from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box, cell_box, cells_overlapping, intersect_all
 from ckpt.layout.tensor_layout import TensorLayout
 
-from .join import join
+from .overlap import overlapping_chunks
 
 MOST = 32
 """Ranks that share one read of a chunk; where more want it, several read it, so that a rank talks to few others."""
@@ -24,7 +24,7 @@ GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly over [0, 1), however few they are."""
 
 
-class Shared(NamedTuple):
+class SharedChunk(NamedTuple):
     """A chunk that several ranks want parts of, and how many elements each does."""
 
     chunk: int
@@ -40,33 +40,34 @@ def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) 
 
 def shared_chunks(
     grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Set[int] | None
-) -> tuple[list[Shared], int]:
+) -> tuple[list[SharedChunk], int]:
     """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` are the
     ranks that it shares with, of its own machine and itself among them; None if all do."""
-    mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in join(grid, box)}
-    found = []
+    mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in overlapping_chunks(grid, box)}
+    shared = []
     for chunk in sorted(mine):
         common = mine[chunk].intersect(stored)
-        assert common is not None
+        if common is None:
+            continue
         ranks, weights = _wanters(layout, shape, common)
         if near is not None:
             kept = [i for i, r in enumerate(ranks) if r in near]
             ranks, weights = [ranks[i] for i in kept], [weights[i] for i in kept]
         first = ranks.index(rank) // MOST * MOST
         if len(ranks[first : first + MOST]) > 1:
-            found.append(Shared(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
-    return found, len(mine)
+            shared.append(SharedChunk(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
+    return shared, len(mine)
 
 
 def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
     """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
     tiling = layout.tiling(shape)
-    if tiling.boxes is None:
-        assert tiling.cuts is not None
+    if tiling.cuts is not None:
         numbers = cells_overlapping(tiling.cuts, box)
         cells = [cell_box(tiling.cuts, n).intersect(box) for n in numbers.tolist()]
         sizes = np.array([c.numel if c is not None else 0 for c in cells], dtype=np.int64)
     else:
+        assert tiling.boxes is not None
         numbers, _, shapes = intersect_all(box, *tiling.boxes)
         sizes = shapes.prod(axis=1, dtype=np.int64)
     holders = tiling.holders[numbers]

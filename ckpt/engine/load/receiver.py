@@ -1,4 +1,4 @@
-"""What a rank does with pieces of parcels, its own and those that others read: out of slots and streams into its tensors.
+"""What a rank does with slices of shared reads, its own and those that others read: out of slots and streams into its tensors.
 
 A rank that takes pieces waits for nobody, so whoever reads for it always gets its memory back.
 """
@@ -20,7 +20,7 @@ from ckpt.transport.framing import damaged
 from ckpt.transport.shm_pool import Announcement, Borrowed
 
 from .copying import Stored, copy_box
-from .sharing import Cut, Item, Parcel
+from .shared_reads import Item, ReadSlice, SharedRead
 
 log = logging.getLogger("ckpt")
 _noticed: set[str] = set()
@@ -33,18 +33,18 @@ def _notice(text: str) -> None:
         log.warning(text)
 
 
-class ParcelReceiver:
-    """Takes what this rank wants of the parcels that another one reads."""
+class SharedReadReceiver:
+    """Takes what this rank wants of the shared reads that another one reads."""
 
-    def __init__(self, reader: int, rank: int, parcels: Sequence[Parcel], fetch: DigestReader) -> None:
-        self.parcels = parcels
+    def __init__(self, reader: int, rank: int, shared_reads: Sequence[SharedRead], fetch: DigestReader) -> None:
+        self.shared_reads = shared_reads
         self._fetch = fetch
         self.received = 0
         self._reader = reader
         self._rank = rank
-        self._left = len(parcels)
-        self._cuts: dict[int, dict[int, tuple[Cut, list[tuple[Item, Box]]]]] = {}
-        """By parcel and piece, what is still to come of the parcels that have begun."""
+        self._left = len(shared_reads)
+        self._cuts: dict[int, dict[int, tuple[ReadSlice, list[tuple[Item, Box]]]]] = {}
+        """By shared read and piece, what is still to come of the shared reads that have begun."""
         self._ring: Borrowed | None = None
         self._scratch = np.empty(0, dtype=np.uint8)
         self._direct = False
@@ -60,9 +60,9 @@ class ParcelReceiver:
             return False
         return True
 
-    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
+    def slot(self, shared_read: int, piece: int, slot: int, turn: int, digest: int) -> bool:
         """See ``relay.Taker``."""
-        cut, wanted = self._expected(parcel, piece)
+        cut, wanted = self._expected(shared_read, piece)
         if self._ring is None:
             raise self._strange("a slot of memory that it has not opened")
         data = self._ring.data(slot)[: cut.nbytes]
@@ -71,16 +71,16 @@ class ParcelReceiver:
         wrong = self._ring.turn(slot) != turn or (is_checked(cut, wanted) and xxhash.xxh3_64_intdigest(data.data) != digest)
         if wrong:  # looked at after the copy, so that what changed meanwhile is found too
             raise damaged(self._reader)
-        self._ring.done(slot, self.parcels[parcel].ranks.index(self._rank))
-        return self._over(parcel, piece)
+        self._ring.done(slot, self.shared_reads[shared_read].ranks.index(self._rank))
+        return self._over(shared_read, piece)
 
-    def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
+    def room(self, shared_read: int, piece: int, length: int) -> Sequence[memoryview]:
         """See ``relay.Taker``."""
-        _, wanted = self._expected(parcel, piece)
+        _, wanted = self._expected(shared_read, piece)
         expected = sum(box.numel * item.itemsize for item, box in wanted)
         if expected != length:
             raise self._strange(f"{length} bytes where {expected} are wanted")
-        memory = straight(wanted, length)
+        memory = direct_view(wanted, length)
         self._direct = memory is not None
         if memory is not None:
             return [memory]
@@ -88,24 +88,24 @@ class ParcelReceiver:
             self._scratch = np.empty(max(length, self._fetch.piece), dtype=np.uint8)
         return [self._scratch[:length].data]
 
-    def filled(self, parcel: int, piece: int) -> bool:
+    def filled(self, shared_read: int, piece: int) -> bool:
         """See ``relay.Taker``."""
-        _, wanted = self._expected(parcel, piece)
+        _, wanted = self._expected(shared_read, piece)
         at = 0
         for item, box in () if self._direct else wanted:
             stop = at + box.numel * item.itemsize
             for target, entry in item.jobs:
                 copy_box(Stored(self._scratch[at:stop], 0, box, entry.dtype), box, target)
             at = stop
-        return self._over(parcel, piece)
+        return self._over(shared_read, piece)
 
-    def _expected(self, parcel: int, piece: int) -> tuple[Cut, list[tuple[Item, Box]]]:
-        if parcel not in self._cuts and parcel < len(self.parcels):
-            cuts = enumerate(self.parcels[parcel].cuts())
-            self._cuts[parcel] = {i: (cut, wanted) for i, cut in cuts if (wanted := cut.wanted(self._rank))}
-        found = self._cuts.get(parcel, {}).get(piece)
+    def _expected(self, shared_read: int, piece: int) -> tuple[ReadSlice, list[tuple[Item, Box]]]:
+        if shared_read not in self._cuts and shared_read < len(self.shared_reads):
+            slices = enumerate(self.shared_reads[shared_read].slices())
+            self._cuts[shared_read] = {i: (cut, wanted) for i, cut in slices if (wanted := cut.wanted(self._rank))}
+        found = self._cuts.get(shared_read, {}).get(piece)
         if found is None:
-            raise self._strange(f"piece {piece} of parcel {parcel}, which is not wanted")
+            raise self._strange(f"piece {piece} of shared_read {shared_read}, which is not wanted")
         return found
 
     def _strange(self, what: str) -> ConsistencyError:
@@ -113,23 +113,23 @@ class ParcelReceiver:
             f"rank {self._reader} sent rank {self._rank} {what}", hint="please report this; exchange=False reads without it"
         )
 
-    def _over(self, parcel: int, piece: int) -> bool:
+    def _over(self, shared_read: int, piece: int) -> bool:
         """Count a piece that has come; whether it was the last of all."""
-        _, wanted = self._cuts[parcel].pop(piece)
+        _, wanted = self._cuts[shared_read].pop(piece)
         self.received += sum(len(item.jobs) * item.itemsize * box.numel for item, box in wanted)
-        if not self._cuts[parcel]:
-            self._cuts[parcel] = {}
+        if not self._cuts[shared_read]:
+            self._cuts[shared_read] = {}
             self._left -= 1
         return not self._left
 
 
-def is_checked(cut: Cut, wanted: Sequence[tuple[Item, Box]]) -> bool:
+def is_checked(cut: ReadSlice, wanted: Sequence[tuple[Item, Box]]) -> bool:
     """Whether who takes this out of a slot compares the digest, which is of the whole piece: not for a small part of it. Many ranks that
     want a part each would hash more than they copy."""
     return 2 * sum(box.numel * item.itemsize for item, box in wanted) >= cut.nbytes
 
 
-def place(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box]]) -> None:
+def place(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[Item, Box]]) -> None:
     """Copy boxes of a piece to where this rank has them."""
     for item, box in wanted:
         stored = Stored(*_within(data, cut, item), item.box, item.entry.dtype)
@@ -137,7 +137,7 @@ def place(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Bo
             copy_box(stored, box, job.target)
 
 
-def pack(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box]], out: npt.NDArray[np.uint8]) -> int:
+def pack(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[Item, Box]], out: npt.NDArray[np.uint8]) -> int:
     """Put boxes of a piece one after another; how many bytes they are."""
     spans = {id(item): span for item, span in cut.spans}
     at = 0
@@ -152,7 +152,7 @@ def pack(data: npt.NDArray[np.uint8], cut: Cut, wanted: Sequence[tuple[Item, Box
     return at
 
 
-def packed_copy(data: npt.NDArray[np.uint8], cut: Cut, rank: int) -> list[memoryview]:
+def packed_copy(data: npt.NDArray[np.uint8], cut: ReadSlice, rank: int) -> list[memoryview]:
     """What ``rank`` wants of a piece, in memory of its own."""
     wanted = cut.wanted(rank)
     out = np.empty(sum(box.numel * item.itemsize for item, box in wanted), dtype=np.uint8)
@@ -160,7 +160,7 @@ def packed_copy(data: npt.NDArray[np.uint8], cut: Cut, rank: int) -> list[memory
     return [out.data]
 
 
-def straight(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | None:
+def direct_view(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | None:
     """The target's own memory, where a piece of ``nbytes`` is just one box of it, and can be put into it as it is."""
     if len(wanted) != 1:
         return None
@@ -171,7 +171,7 @@ def straight(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | No
     return writable_bytes(target.view(box))
 
 
-def _within(data: npt.NDArray[np.uint8], cut: Cut, item: Item) -> tuple[npt.NDArray[np.uint8], int]:
+def _within(data: npt.NDArray[np.uint8], cut: ReadSlice, item: Item) -> tuple[npt.NDArray[np.uint8], int]:
     """The bytes of one chunk in a piece, and where in the chunk they begin."""
     if len(cut.spans) == 1:
         return data, cut.start

@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Exact:
+class WholeChunks:
     """Chunks that fill all of the only part of a job each, as columns: the jobs, where the chunks are stored, and where they go."""
 
     jobs: Sequence[Job]
@@ -49,7 +49,7 @@ class Exact:
         return sum(e[2] for e in self.extents)
 
 
-def find_exact(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) -> tuple[Exact, list[Job]]:
+def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) -> tuple[WholeChunks, list[Job]]:
     """Divide jobs into chunks that fill a target in host memory, and what needs more thought. ``beat`` is called now and then.
 
     Raises:
@@ -80,17 +80,17 @@ def find_exact(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) 
     for at in range(0, len(chunks), SLICE):  # each may have to read headers
         extents += catalog.extents_of(chunks[at : at + SLICE])
         beat()
-    return _fitting(Exact(jobs=found, extents=extents, addresses=addresses), sizes, rest)
+    return _fitting(WholeChunks(jobs=found, extents=extents, addresses=addresses), sizes, rest)
 
 
-def _fitting(exact: Exact, sizes: Sequence[int], rest: list[Job]) -> tuple[Exact, list[Job]]:
+def _fitting(exact: WholeChunks, sizes: Sequence[int], rest: list[Job]) -> tuple[WholeChunks, list[Job]]:
     """Leave out what is coded, or has not as many bytes as its memory, ``sizes``: nothing is ever written beyond that."""
     fits = [e[2] == size and e[4] is None for e, size in zip(exact.extents, sizes, strict=True)]
     if all(fits):
         return exact, rest
     rest += [job for job, fit in zip(exact.jobs, fits, strict=True) if not fit]
     jobs, extents, addresses = compress(exact.jobs, fits), compress(exact.extents, fits), compress(exact.addresses, fits)
-    return Exact(jobs=list(jobs), extents=list(extents), addresses=list(addresses)), rest
+    return WholeChunks(jobs=list(jobs), extents=list(extents), addresses=list(addresses)), rest
 
 
 def _number(grid: Grid, box: Box) -> int | None:
@@ -106,7 +106,7 @@ def _number(grid: Grid, box: Box) -> int | None:
     return number
 
 
-def tasks_of(exact: Exact, fetch: DigestReader) -> Iterator[Callable[[], None]]:
+def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
     hints = fetch.source.io_hints
     longest, most = max(limits.WORTH_A_CALL, hints.coalesce_gap), max(limits.CACHE_BLOCK, hints.read_size)
@@ -120,13 +120,13 @@ def tasks_of(exact: Exact, fetch: DigestReader) -> Iterator[Callable[[], None]]:
         yield partial(_fill, fetch, exact, i)
 
 
-def small_reads(exact: Exact, small: Sequence[int], max_bytes: int) -> Iterator[RangeGroup]:
+def small_reads(exact: WholeChunks, small: Sequence[int], max_bytes: int) -> Iterator[RangeGroup]:
     """What to read of these chunks, neighbours together; members are chunks of ``exact``."""
     for group in group_ranges([exact.extents[i] for i in small], max_bytes=max_bytes):
         yield group._replace(members=[small[i] for i in group.members])
 
 
-def _move(fetch: DigestReader, exact: Exact, group: RangeGroup) -> None:
+def _move(fetch: DigestReader, exact: WholeChunks, group: RangeGroup) -> None:
     """Read all, check all, then put each in its place."""
     buffer = fetch.scratch(group.length)
     extents = [exact.extents[i] for i in group.members]
@@ -138,13 +138,13 @@ def _move(fetch: DigestReader, exact: Exact, group: RangeGroup) -> None:
             _memmove(exact.addresses[i], at + extent[1], extent[2])
 
 
-def _read(fetch: DigestReader, exact: Exact, group: RangeGroup, extents: Sequence[Extent], data: memoryview) -> None:
+def _read(fetch: DigestReader, exact: WholeChunks, group: RangeGroup, extents: Sequence[Extent], data: memoryview) -> None:
     fetch.fill(group.path, group.offset, data)
     _, offsets, lengths, digests, *_ = zip(*extents, strict=True)
     fetch.compare_rows(data, group.offset, offsets, lengths, digests, lambda i: exact.chunk(group.members[i]))
 
 
-def _fill(fetch: DigestReader, exact: Exact, i: int) -> None:
+def _fill(fetch: DigestReader, exact: WholeChunks, i: int) -> None:
     memory = writable_bytes(exact.jobs[i].target.parts[0].memory)
     assert memory is not None
     fetch.reread(exact.extents[i], partial(fetch.read_chunk, exact.chunk(i), memory))

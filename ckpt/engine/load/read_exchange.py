@@ -1,8 +1,26 @@
-"""Parcels on their way: a rank reads and checks them piece by piece, and the others take what they want of each out of slots of its ring.
+"""The exchange of shared reads: a rank reads and checks them slice by slice, and the others copy what they want out of its ring's slots.
 
-Ranks of one machine copy straight from the slot; to others, and to those that cannot open the ring, goes what they want, packed. A thread
-that reads waits until a slot is free, so memory is bounded by the ring; it waits only while it has none itself, and a rank that takes waits
-for nobody, so slots always get free.
+     reader (any thread)                         receiver (one thread)
+     ───────────────────                         ─────────────────────
+     take a free slot, or wait ◄──────────┐
+     read storage → slot, hash            │
+     announce (shared read, slice, slot) ─┼────► copy its boxes slot → tensors, compare the digest
+     copy its own boxes slot → tensors    │            │
+     release its hold                     └─ returned ─┘   the last one to return a slot makes it free
+
+Ranks of one machine copy straight from the slot, which lies in shared memory. To ranks of other machines, and to those that cannot open
+the ring, the reader sends what they want, packed, over a connection.
+
+Why nobody waits for ever. Two rules make a cycle of waits impossible, whoever reads for whom:
+
+1. A thread waits for a free slot only while it holds none. What has to be packed is therefore read into memory of the thread first.
+2. A receiver never waits for a slot, a reader or another receiver: it takes what arrives, copies it and returns the slot.
+
+So each slot that was taken is returned after a copy that depends on nothing else, and some slot always becomes free. With one thread, a
+rank does both in turns: it serves arriving slices between two reads, and while it waits for a slot. A rank that dies or stops is no part
+of this argument: waits have deadlines, and the group's failure detection ends them.
+
+Memory is bounded by the ring: ``threads + 2`` slots of one slice.
 """
 
 from __future__ import annotations
@@ -25,27 +43,27 @@ from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.coordination.call import Call
 from ckpt.errors import CorruptError
 from ckpt.layout.geometry import Box
-from ckpt.plan.parcels import MOST
 from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.plan.shared_reads import MOST
 from ckpt.transport.framing import Feed, Inlet
 from ckpt.transport.peers import Peers, Turn
 from ckpt.transport.shm_pool import PAUSE, Ring
 
-from .exact import SLICE
-from .sharing import Cut, Item, Parcel, Sharing
-from .taking import ParcelReceiver, is_checked, pack, packed_copy, place, straight
+from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_copy, place
+from .shared_reads import Item, ReadSlice, SharedRead, SharedReads
+from .whole_chunks import SLICE
 
 _Digest = xxhash.xxh3_64
 _Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
-"""Fills memory with bytes of a parcel, and gives them to the digest that goes with them to other ranks, if one does."""
+"""Fills memory with bytes of a shared read, and gives them to the digest that goes with them to other ranks, if one does."""
 
 
-class Carrier:
-    """Moves the parcels of one load. ``near``: the ranks of this machine; ``threads``: the most that read at once. ``received`` counts
+class ReadExchange:
+    """Moves the shared reads of one load. ``near``: the ranks of this machine; ``threads``: the most that read at once. ``received`` counts
     bytes of this rank's tensors; ``coded`` is the most scratch memory that one coded chunk takes."""
 
     def __init__(
-        self, sharing: Sharing, fetch: DigestReader, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call
+        self, sharing: SharedReads, fetch: DigestReader, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call
     ) -> None:
         self._sharing = sharing
         self._fetch = fetch
@@ -53,9 +71,9 @@ class Carrier:
         self._threads = threads
         self._peers = peers
         self._call = call
-        self._feeds = {rank: Feed(len(parcels)) for rank, parcels in sharing.gives.items()}
-        self._takers = {rank: ParcelReceiver(rank, sharing.rank, parcels, fetch) for rank, parcels in sharing.takes.items()}
-        self._numbers = {rank: {id(p): i for i, p in enumerate(parcels)} for rank, parcels in sharing.gives.items()}
+        self._feeds = {rank: Feed(len(shared_reads)) for rank, shared_reads in sharing.gives.items()}
+        self._takers = {rank: SharedReadReceiver(rank, sharing.rank, shared_reads, fetch) for rank, shared_reads in sharing.takes.items()}
+        self._numbers = {rank: {id(p): i for i, p in enumerate(shared_reads)} for rank, shared_reads in sharing.gives.items()}
         self._ring: Ring | None = None
         self.coded = 0
         self.again: list[tuple[str, int]] = []
@@ -74,17 +92,17 @@ class Carrier:
         return sum(taker.received for taker in self._takers.values())
 
     def tasks(self, catalog: Catalog) -> list[Callable[[], None]]:
-        """What to run to read the parcels, in any order and on any threads."""
+        """What to run to read the shared reads, in any order and on any threads."""
         reads = self._sharing.reads
-        wanted = [(item.entry, item.chunk) for parcel in reads for item in parcel.items]
+        wanted = [(item.entry, item.chunk) for shared_read in reads for item in shared_read.items]
         extents: list[Extent] = []
         for at in range(0, len(wanted), SLICE):  # each may have to read headers
             extents += catalog.extents_of(wanted[at : at + SLICE])
             self._fetch.beat()
-        ends = accumulate(len(parcel.items) for parcel in reads)
-        found = [(parcel, extents[end - len(parcel.items) : end]) for parcel, end in zip(reads, ends, strict=True)]
+        ends = accumulate(len(shared_read.items) for shared_read in reads)
+        found = [(shared_read, extents[end - len(shared_read.items) : end]) for shared_read, end in zip(reads, ends, strict=True)]
         self.coded = max((p.items[0].nbytes + e[0].length for p, e in found if len(e) == 1 and e[0].codec is not None), default=0)
-        return [partial(self._read, parcel, its) for parcel, its in found]
+        return [partial(self._read, shared_read, its) for shared_read, its in found]
 
     # ---- both directions
 
@@ -112,7 +130,9 @@ class Carrier:
 
         try:
             self._make_ring()
-            self._peers().relay(self._feeds, {r: Inlet(r, len(t.parcels), t) for r, t in self._takers.items()}, work, alive=self._alive)
+            self._peers().relay(
+                self._feeds, {r: Inlet(r, len(t.shared_reads), t) for r, t in self._takers.items()}, work, alive=self._alive
+            )
             if self._reading is not None:
                 self._reading.result()
         finally:
@@ -122,7 +142,7 @@ class Carrier:
                 self._reading.wait()
             if self._ring is not None:
                 self._ring.close()
-            self._turn = self._reading = None  # no circles: the memory is to be free when the load returns
+            self._turn = self._reading = None  # no rank_sets: the memory is to be free when the load returns
             for feed in self._feeds.values():
                 feed.wake = lambda: None
 
@@ -161,16 +181,16 @@ class Carrier:
 
     # ---- reading
 
-    def _read(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
-        if len(parcel.items) > 1:
-            self._read_small(parcel, extents)
+    def _read(self, shared_read: SharedRead, extents: Sequence[Extent]) -> None:
+        if len(shared_read.items) > 1:
+            self._read_small(shared_read, extents)
         elif (codec := extents[0].codec) is not None:
-            out = self._fetch.scratch(parcel.items[0].nbytes, "decoded")[: parcel.items[0].nbytes]
-            self._fetch.reread(extents[0], partial(self._decode, parcel.items[0], extents[0], codec, out))
-            for number, cut in enumerate(parcel.cuts()):
-                self._hand_out(parcel, number, cut, partial(_copy, out[cut.start : cut.start + cut.nbytes]))
+            out = self._fetch.scratch(shared_read.items[0].nbytes, "decoded")[: shared_read.items[0].nbytes]
+            self._fetch.reread(extents[0], partial(self._decode, shared_read.items[0], extents[0], codec, out))
+            for number, cut in enumerate(shared_read.slices()):
+                self._hand_out(shared_read, number, cut, partial(_copy, out[cut.start : cut.start + cut.nbytes]))
         else:
-            self._read_large(parcel, extents[0])
+            self._read_large(shared_read, extents[0])
         with self._lock:
             self._left -= 1
             over = not self._left
@@ -178,52 +198,52 @@ class Carrier:
             for feed in self._feeds.values():
                 feed.close()
 
-    def _read_large(self, parcel: Parcel, extent: Extent) -> None:
+    def _read_large(self, shared_read: SharedRead, extent: Extent) -> None:
         """Pieces of a chunk are handed out before its digest is known. If it does not fit, and that of a second read does, the ranks read
         the chunk themselves at the end."""
-        item, cuts = parcel.items[0], parcel.cuts()
+        item, slices = shared_read.items[0], shared_read.slices()
         chunk = ChunkName(item.entry.name, item.box, extent)
-        if len(cuts) == 1:
+        if len(slices) == 1:
 
             def fill_whole(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
                 self._fetch.reread(extent, partial(self._fetch.read_chunk, chunk, data.data))
                 if also is not None:
                     also.update(data.data)
 
-            self._hand_out(parcel, 0, cuts[0], fill_whole)
+            self._hand_out(shared_read, 0, slices[0], fill_whole)
             return
         check = ChunkDigest(self._fetch, chunk)
 
-        def fill(data: npt.NDArray[np.uint8], also: _Digest | None, cut: Cut) -> None:
+        def fill(data: npt.NDArray[np.uint8], also: _Digest | None, cut: ReadSlice) -> None:
             check.also = also
             self._fetch.fill(extent.path, extent.offset + cut.start, data.data, check)
 
-        for number, cut in enumerate(cuts):
-            self._hand_out(parcel, number, cut, partial(fill, cut=cut))
+        for number, cut in enumerate(slices):
+            self._hand_out(shared_read, number, cut, partial(fill, cut=cut))
         try:
             check.end()
         except CorruptError as err:
             self._fetch.recheck(chunk, err)
             self.again.append((item.entry.alias or item.entry.name, item.chunk))
 
-    def _read_small(self, parcel: Parcel, extents: Sequence[Extent]) -> None:
+    def _read_small(self, shared_read: SharedRead, extents: Sequence[Extent]) -> None:
         """Chunks that lie together in a file are read together."""
-        (cut,) = parcel.cuts()
+        (cut,) = shared_read.slices()
 
         def fill(data: npt.NDArray[np.uint8], also: _Digest | None) -> None:
             for group in group_ranges(extents):
                 together = Extent(group.path, group.offset, group.length, None)
-                self._fetch.reread(together, partial(self._read_group, parcel, extents, group, data))
+                self._fetch.reread(together, partial(self._read_group, shared_read, extents, group, data))
             if also is not None:
                 also.update(data.data)
 
-        self._hand_out(parcel, 0, cut, fill)
+        self._hand_out(shared_read, 0, cut, fill)
 
-    def _read_group(self, parcel: Parcel, extents: Sequence[Extent], group: RangeGroup, data: npt.NDArray[np.uint8]) -> None:
+    def _read_group(self, shared_read: SharedRead, extents: Sequence[Extent], group: RangeGroup, data: npt.NDArray[np.uint8]) -> None:
         file_bytes = self._fetch.scratch(group.length)[: group.length]
         self._fetch.fill(group.path, group.offset, file_bytes.data)
         for i in group.members:
-            item, extent = parcel.items[i], extents[i]
+            item, extent = shared_read.items[i], extents[i]
             stored, into = file_bytes[extent.offset - group.offset :][: extent.length], data[item.start : item.start + item.nbytes]
             chunk = ChunkName(item.entry.name, item.box, extent)
             self._fetch.compare(chunk, stored.data)
@@ -238,27 +258,27 @@ class Carrier:
         self._fetch.read_chunk(chunk, blob)
         self._fetch.decode(chunk, codec, blob, out.data, item.itemsize)
 
-    def _hand_out(self, parcel: Parcel, number: int, cut: Cut, fill: _Fill) -> None:
+    def _hand_out(self, shared_read: SharedRead, number: int, cut: ReadSlice, fill: _Fill) -> None:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part.
 
         What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold another one.
         """
         me = self._sharing.rank
-        others = {rank: wanted for rank in parcel.ranks if rank != me and (wanted := cut.wanted(rank))}
+        others = {rank: wanted for rank in shared_read.ranks if rank != me and (wanted := cut.wanted(rank))}
         everything = cut.spans if len(cut.spans) == 1 else None  # several chunks have gaps between them
         packed = {rank: wanted for rank, wanted in others.items() if rank not in self._near and wanted != everything}
         mine = cut.wanted(me)
         if others and not packed:
-            self._send(parcel, number, cut, others, fill, mine)
-        elif (memory := None if others else straight(mine, cut.nbytes)) is not None:
+            self._send(shared_read, number, cut, others, fill, mine)
+        elif (memory := None if others else direct_view(mine, cut.nbytes)) is not None:
             fill(np.frombuffer(memory, dtype=np.uint8), None)
         else:
             data = self._fetch.scratch(cut.nbytes, "piece")[: cut.nbytes]
             fill(data, None)
             for rank, wanted in packed.items():
-                self._send_packed(parcel, number, cut, rank, wanted, data)
+                self._send_packed(shared_read, number, cut, rank, wanted, data)
             if rest := {rank: wanted for rank, wanted in others.items() if rank not in packed}:
-                self._send(parcel, number, cut, rest, partial(_copy, data), mine)
+                self._send(shared_read, number, cut, rest, partial(_copy, data), mine)
             else:
                 self._place(data, cut, mine)
         if self._turn is not None:
@@ -274,9 +294,9 @@ class Carrier:
 
     def _send(
         self,
-        parcel: Parcel,
+        shared_read: SharedRead,
         number: int,
-        cut: Cut,
+        cut: ReadSlice,
         others: Mapping[int, Sequence[tuple[Item, Box]]],
         fill: _Fill,
         mine: Sequence[tuple[Item, Box]],
@@ -286,13 +306,13 @@ class Carrier:
         slot = self._ring.take(self._waiting)
         try:
             data = self._ring.data(slot)[: cut.nbytes]
-            places = {rank: parcel.ranks.index(rank) for rank in others if rank in self._near}
+            places = {rank: shared_read.ranks.index(rank) for rank in others if rank in self._near}
             also = xxhash.xxh3_64() if any(is_checked(cut, others[rank]) for rank in places) else None
             fill(data, also)
-            turn = self._ring.lend(slot, parcel.ranks, places.values())
+            turn = self._ring.lend(slot, shared_read.ranks, places.values())
             digest = also.intdigest() if also is not None else 0
             for rank in others:
-                which = self._numbers[rank][id(parcel)]
+                which = self._numbers[rank][id(shared_read)]
                 if rank in places:
                     packed, sent = partial(packed_copy, data, cut, rank), partial(self._ring.returned, slot, places[rank])
                     self._feeds[rank].put_slot(which, number, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent)
@@ -304,15 +324,21 @@ class Carrier:
             self._ring.release(slot)
 
     def _send_packed(
-        self, parcel: Parcel, number: int, cut: Cut, rank: int, wanted: Sequence[tuple[Item, Box]], data: npt.NDArray[np.uint8]
+        self,
+        shared_read: SharedRead,
+        number: int,
+        cut: ReadSlice,
+        rank: int,
+        wanted: Sequence[tuple[Item, Box]],
+        data: npt.NDArray[np.uint8],
     ) -> None:
         assert self._ring is not None
         slot = self._ring.take(self._waiting)
         packed = self._ring.data(slot)
         part = packed[: pack(data, cut, wanted, packed)]
-        self._feeds[rank].put_bytes(self._numbers[rank][id(parcel)], number, [part.data], partial(self._ring.release, slot))
+        self._feeds[rank].put_bytes(self._numbers[rank][id(shared_read)], number, [part.data], partial(self._ring.release, slot))
 
-    def _place(self, data: npt.NDArray[np.uint8], cut: Cut, mine: Sequence[tuple[Item, Box]]) -> None:
+    def _place(self, data: npt.NDArray[np.uint8], cut: ReadSlice, mine: Sequence[tuple[Item, Box]]) -> None:
         with self._fetch.span("copy", cut.nbytes):
             place(data, cut, mine)
 

@@ -13,7 +13,7 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.parcels import MOST, reader_of, shared_chunks
+from ckpt.plan.shared_reads import MOST, reader_of, shared_chunks
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (
     (),

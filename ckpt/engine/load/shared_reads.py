@@ -1,8 +1,17 @@
-"""Ranks that want parts of the same chunks: one of them reads and checks each chunk, and gives the others what they want of it
-(ByteCheckpoint, arXiv 2407.20143, section 4.3, shares replicas in this way).
+"""The shared reads of one rank: chunks that several ranks want parts of are read and checked by one of them, which hands each of the
+others what it wants (ByteCheckpoint, arXiv 2407.20143, section 4.3, shares replicas in this way).
 
-Each rank computes from the layouts alone who reads what. The leader compares what the ranks of a *circle*, those that a layout names, say
-that they load; only where it is the same they share.
+    chunk 7 of w, wanted by ranks 0 1 2 3        rank 2 reads it, by its number: ranks take turns in proportion to what they want
+    ┌────┬────┬────┬────┐                        rank 2:  reads  = [… SharedRead(chunk 7) …]   gives[0], gives[1], gives[3]
+    │ 0  │ 1  │ 2  │ 3  │                        rank 0:  takes[2] = [… SharedRead(chunk 7) …]
+    └────┴────┴────┴────┘                        a slice of at most ``piece`` bytes goes through a slot of the ring at once
+
+No messages are needed to agree: each rank computes from the layouts alone who reads what, and only for chunks that it wants itself. Two
+ranks list the shared reads between them in one order, so that a number names one. This is right only if the ranks of a *rank set*, those
+that a layout names, load the same tensors: each rank gives the leader a digest of what it loads for each set, and the leader refuses the
+sets whose ranks differ. They read for themselves.
+
+Small chunks share one read of up to ``piece`` bytes, if the same ranks want them.
 """
 
 from __future__ import annotations
@@ -17,20 +26,20 @@ import xxhash
 from ckpt.catalog import TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.cache_blocks import CacheBlock, pieces
 from ckpt.plan.match import common_box
-from ckpt.plan.parcels import Shared, reader_of, shared_chunks, wants
-from ckpt.plan.pieces import CacheBlock, pieces
+from ckpt.plan.shared_reads import SharedChunk, reader_of, shared_chunks, wants
 from ckpt.settings import limits
 
-from .exact import Job
+from .whole_chunks import Job
 
 ALIGN = 16
-"""Chunks begin at multiples of it in a parcel: of every item size."""
+"""Chunks begin at multiples of it in a shared read: of every item size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """A chunk in a parcel, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
+    """A chunk in a shared read, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
     there is to load; ``piece``: bytes of the chunk that go through the ring at once."""
 
     jobs: Sequence[Job]
@@ -58,13 +67,13 @@ class Item:
         return _boxes(info.layout, info.shape, self.stored, self.box, rank)
 
     def by_piece(self, rank: int) -> tuple[tuple[Box, ...], ...]:
-        """The same for each piece of a parcel of this chunk alone."""
+        """The same for each piece of a shared read of this chunk alone."""
         info = self.jobs[0].target.info
         return _boxes_by_piece(info.layout, info.shape, self.stored, self.box, rank, self.piece // self.itemsize)
 
 
-class Cut(NamedTuple):
-    """What of a parcel goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
+class ReadSlice(NamedTuple):
+    """What of a shared read goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
     ``place``: its number, from 0."""
 
     start: int
@@ -81,20 +90,20 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
+class SharedRead:
     """One chunk, or small ones, that ``reader`` reads for all of ``ranks``."""
 
     items: Sequence[Item]
     ranks: tuple[int, ...]
     reader: int
 
-    def cuts(self) -> list[Cut]:
-        """In order; every rank cuts alike."""
+    def slices(self) -> list[ReadSlice]:
+        """In order; all ranks cut alike."""
         last = self.items[-1]
         if len(self.items) > 1:
-            return [Cut(0, last.start + last.nbytes, [(item, item.box) for item in self.items], 0)]
+            return [ReadSlice(0, last.start + last.nbytes, [(item, item.box) for item in self.items], 0)]
         size = last.itemsize
-        return [Cut(p.start * size, p.length * size, [(last, p.box)], i) for i, p in enumerate(_pieces(last.box, last.piece // size))]
+        return [ReadSlice(p.start * size, p.length * size, [(last, p.box)], i) for i, p in enumerate(_pieces(last.box, last.piece // size))]
 
 
 class _Kind(NamedTuple):
@@ -107,28 +116,28 @@ class _Kind(NamedTuple):
 
 
 @dataclass(eq=False)
-class Sharing:
-    """What one rank shares with others in one load. Parcels between two ranks are numbered by their places in the lists, on both."""
+class SharedReads:
+    """What one rank shares with others in one load. Shared reads between two ranks are numbered by their places in the lists, on both."""
 
     rank: int
     piece: int
     """Bytes that go through a slot of a ring at once."""
     wanted: bool
     """Whether this rank shares anything, if others do."""
-    circles: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
-    """For each circle how many ranks it has, and what this rank loads of its tensors."""
-    reads: list[Parcel] = field(default_factory=list)
-    gives: dict[int, list[Parcel]] = field(default_factory=dict)
-    takes: dict[int, list[Parcel]] = field(default_factory=dict)
+    rank_sets: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
+    """For each rank set how many ranks it has, and what this rank loads of its tensors."""
+    reads: list[SharedRead] = field(default_factory=list)
+    gives: dict[int, list[SharedRead]] = field(default_factory=dict)
+    takes: dict[int, list[SharedRead]] = field(default_factory=dict)
     left_out: dict[int, Collection[int]] = field(default_factory=dict)
-    """By ``id`` of a target the chunks that come in parcels."""
+    """By ``id`` of a target the chunks that come in shared reads."""
     complete: set[int] = field(default_factory=set)
-    """Targets that get all that they want in parcels."""
+    """Targets that get all that they want in shared reads."""
     needed: int = 0
-    """Bytes that this rank wants of parcels."""
+    """Bytes that this rank wants of shared reads."""
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> Sharing:
+    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
         found = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
@@ -143,28 +152,28 @@ class Sharing:
             if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
                 continue  # one of several tensors that are stacked: others cannot tell who has which
             kind = _Kind(entry.alias or entry.name, info.shape, info.layout, common_box(info, entry))
-            circle = found.circles.setdefault(_circle(info.layout), (len(ranks), {}))
-            circle[1].setdefault(kind, []).append(job)
+            rank_set = found.rank_sets.setdefault(_rank_set(info.layout), (len(ranks), {}))
+            rank_set[1].setdefault(kind, []).append(job)
         return found
 
     def digests(self) -> dict[str, tuple[int, str]]:
-        """For the leader: each circle, how many ranks it has, and a digest of what this rank loads."""
-        return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.circles.items()}
+        """For the leader: each rank set, how many ranks it has, and a digest of what this rank loads."""
+        return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.rank_sets.items()}
 
     def entries(self) -> Iterator[TensorEntry]:
         """Stored tensors that may be shared."""
-        return (jobs[0].entry for _, kinds in self.circles.values() for jobs in kinds.values())
+        return (jobs[0].entry for _, kinds in self.rank_sets.values() for jobs in kinds.values())
 
-    def divide(self, refused: Collection[str], near: Set[int] | None, worth: Callable[[Shared, int], bool]) -> None:
-        """Find the parcels. ``refused``: circles that do not share; ``near``: the ranks of this machine, if only those share; ``worth``:
-        whether to share a chunk of elements of this size."""
+    def divide(self, refused: Collection[str], near: Set[int] | None, worth: Callable[[SharedChunk, int], bool]) -> None:
+        """Find the shared reads. ``refused``: rank sets that do not share; ``near``: the ranks of this machine, if only those share;
+        ``worth``: whether to share a chunk of elements of this size."""
         # What is cut alike is looked at once: a model has very many tensors, and few ways to cut them.
-        known: dict[tuple[int, object], tuple[list[Shared], int]] = {}
+        known: dict[tuple[int, object], tuple[list[SharedChunk], int]] = {}
         alike: dict[tuple[int, object, int], _Alike] = {}
-        for key in sorted(self.circles.keys() - set(refused)):
+        for key in sorted(self.rank_sets.keys() - set(refused)):
             few: dict[tuple[int, ...], list[_Small]] = {}
             number = 0
-            for kind, jobs in sorted(self.circles[key][1].items(), key=_order):
+            for kind, jobs in sorted(self.rank_sets[key][1].items(), key=_order):
                 entry = jobs[0].entry
                 place = (id(entry.grid), kind[1:])
                 sized = (*place, entry.dtype.itemsize)
@@ -186,14 +195,14 @@ class Sharing:
                 self._add_small(ranks, smalls)
 
     def _leave_out(self, kind: _Kind, jobs: Sequence[Job], cut: _Alike) -> None:
-        """The chunks of ``cut`` come in parcels."""
+        """The chunks of ``cut`` come in shared reads."""
         for job in jobs:
             self.left_out[id(job.target)] = cut.chunks
             if len(cut.chunks) == cut.wanted and kind.stored == Box.whole(kind.shape):
                 self.complete.add(id(job.target))
 
     def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
-        """Parcels that fit into one slot of a ring."""
+        """Shared reads that fit into one slot of a ring."""
         items: list[Item] = []
         first, at = members[0], 0
         for member in members:
@@ -206,14 +215,14 @@ class Sharing:
         self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
 
     def _add(self, items: Sequence[Item], ranks: tuple[int, ...], reader: int) -> None:
-        parcel = Parcel(items, ranks, reader)
+        shared_read = SharedRead(items, ranks, reader)
         if reader == self.rank:
-            self.reads.append(parcel)
+            self.reads.append(shared_read)
             for rank in ranks:
                 if rank != reader:
-                    self.gives.setdefault(rank, []).append(parcel)
+                    self.gives.setdefault(rank, []).append(shared_read)
         else:
-            self.takes.setdefault(reader, []).append(parcel)
+            self.takes.setdefault(reader, []).append(shared_read)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,8 +230,8 @@ class _Alike:
     """The shared chunks of tensors that are cut alike and have elements of one size."""
 
     chunks: frozenset[int]
-    large: Sequence[Shared]
-    small: Mapping[tuple[int, ...], Sequence[tuple[Shared, int]]]
+    large: Sequence[SharedChunk]
+    small: Mapping[tuple[int, ...], Sequence[tuple[SharedChunk, int]]]
     """By the ranks that share them, with their bytes."""
     wanted: int
     """How many chunks the rank wants parts of, shared or not."""
@@ -230,10 +239,10 @@ class _Alike:
     """Bytes that it wants of the shared ones."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Shared], wanted: int, itemsize: int, rank: int, worth: Callable[[Shared, int], bool]) -> _Alike:
+    def of(cls, chunks: Sequence[SharedChunk], wanted: int, itemsize: int, rank: int, worth: Callable[[SharedChunk, int], bool]) -> _Alike:
         taken = [c for c in chunks if worth(c, itemsize)]
         sizes = [c.box.numel * itemsize for c in taken]
-        small: dict[tuple[int, ...], list[tuple[Shared, int]]] = {}
+        small: dict[tuple[int, ...], list[tuple[SharedChunk, int]]] = {}
         for c, size in zip(taken, sizes, strict=True):
             if size <= limits.SMALL_SHARED_READ:
                 small.setdefault(c.ranks, []).append((c, size))
@@ -246,28 +255,28 @@ class _Alike:
         )
 
 
-_Small = tuple[Sequence[Job], Box, Shared, int, int]
-"""What an :class:`Item` is made of, its bytes, and the number of the tensor's first chunk among those of its circle."""
+_Small = tuple[Sequence[Job], Box, SharedChunk, int, int]
+"""What an :class:`Item` is made of, its bytes, and the number of the tensor's first chunk among those of its rank set."""
 
 
-def worth_all(chunk: Shared, itemsize: int) -> bool:
+def worth_all(chunk: SharedChunk, itemsize: int) -> bool:
     """Where reading costs more than sending."""
     return True
 
 
-def worth_replicas(chunk: Shared, itemsize: int) -> bool:
+def worth_replicas(chunk: SharedChunk, itemsize: int) -> bool:
     """Where ranks read only what they want, and some want the same."""
     return sum(chunk.weights) > chunk.box.numel
 
 
-def worth_parts(chunk: Shared, itemsize: int) -> bool:
+def worth_parts(chunk: SharedChunk, itemsize: int) -> bool:
     """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
     count, numel = len(chunk.ranks), chunk.box.numel
     return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
 
 
 def refused(said: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
-    """Leader: the circles in which not every rank loads the same. ``said``: what each rank of the load said."""
+    """Leader: the rank sets in which not every rank loads the same. ``said``: what each rank of the load said."""
     sizes: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}
     for row in said:
@@ -293,7 +302,7 @@ def _members(layout: TensorLayout) -> frozenset[int]:
 
 
 @lru_cache(maxsize=4096)
-def _circle(layout: TensorLayout) -> str:
+def _rank_set(layout: TensorLayout) -> str:
     return xxhash.xxh3_64_hexdigest(repr(sorted(_members(layout))).encode())
 
 

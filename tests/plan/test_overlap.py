@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box, flat_to_boxes
-from ckpt.plan.join import Copy, join
+from ckpt.plan.overlap import Copy, overlapping_chunks
 from tests.box_strategies import as_arrays, boxes_in, grids, shapes
 
 ONE_FILE = np.zeros(1, dtype=np.int32)
@@ -38,7 +38,7 @@ def through_copies(copies: list[Copy], chunks: list[np.ndarray], target: Box) ->
 def test_copies_tile_the_target_and_carry_its_elements(shape: tuple[int, ...], data: st.DataObject) -> None:
     grid, target = data.draw(grids(shape)), data.draw(boxes_in(shape))
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
-    copies = join(grid, target)
+    copies = overlapping_chunks(grid, target)
     filled, times = through_copies(copies, stored_chunks(grid, array), target)
     assert np.array_equal(filled, array[target.slices])
     assert (times == 1).all()
@@ -49,7 +49,7 @@ def test_copies_tile_the_target_and_carry_its_elements(shape: tuple[int, ...], d
 def test_copies_come_in_chunk_order_and_name_whole_chunks(shape: tuple[int, ...], data: st.DataObject) -> None:
     grid, target = data.draw(grids(shape)), data.draw(boxes_in(shape))
     offsets, sizes = (a.tolist() for a in grid.all_boxes())
-    copies = join(grid, target)
+    copies = overlapping_chunks(grid, target)
     chunks = [c.chunk for c in copies]
     assert chunks == sorted(set(chunks))
     for copy in copies:
@@ -69,7 +69,7 @@ def test_a_missing_chunk_leaves_its_elements_out(shape: tuple[int, ...], data: s
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     expected = array.copy()
     expected[hole.slices] = -1
-    filled, times = through_copies(join(grid, target), stored_chunks(grid, array), target)
+    filled, times = through_copies(overlapping_chunks(grid, target), stored_chunks(grid, array), target)
     assert np.array_equal(filled, expected[target.slices])
     assert np.array_equal(times, expected[target.slices] != -1)
 
@@ -79,7 +79,7 @@ def test_empty_cells_give_no_copies(inner: list[int], data: st.DataObject) -> No
     """Repeated boundaries are what a rank with nothing in an uneven cut leaves."""
     cuts = (0, *sorted(inner), 12)
     target = data.draw(boxes_in((12,)))
-    copies = join(Grid(cuts=(cuts,), files=ONE_FILE), target)
+    copies = overlapping_chunks(Grid(cuts=(cuts,), files=ONE_FILE), target)
     owner = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
     assert all(c.box.numel > 0 for c in copies)
     assert [c.chunk for c in copies for _ in range(c.box.numel)] == owner[target.slices].tolist()
@@ -88,32 +88,32 @@ def test_empty_cells_give_no_copies(inner: list[int], data: st.DataObject) -> No
 @pytest.mark.parametrize("box", [Box((0, 0), (0, 3)), Box((4, 3), (0, 0)), Box((2, 1), (1, 0))], ids=str)
 def test_an_empty_box_has_no_copies(box: Box) -> None:
     whole = as_arrays([Box.whole((4, 3))], 2)
-    assert join(Grid(cuts=((0, 2, 4), (0, 3)), files=ONE_FILE), box) == []
-    assert join(Grid(boxes=whole, files=ONE_FILE), box) == []
+    assert overlapping_chunks(Grid(cuts=((0, 2, 4), (0, 3)), files=ONE_FILE), box) == []
+    assert overlapping_chunks(Grid(boxes=whole, files=ONE_FILE), box) == []
 
 
 def test_a_scalar_is_one_copy() -> None:
     scalar = Box((), ())
     expected = [Copy(chunk=0, chunk_box=scalar, box=scalar)]
-    assert join(Grid(cuts=(), files=ONE_FILE), scalar) == expected
-    assert join(Grid(boxes=as_arrays([scalar], 0), files=ONE_FILE), scalar) == expected
+    assert overlapping_chunks(Grid(cuts=(), files=ONE_FILE), scalar) == expected
+    assert overlapping_chunks(Grid(boxes=as_arrays([scalar], 0), files=ONE_FILE), scalar) == expected
 
 
 def test_a_box_in_one_cell_is_one_copy() -> None:
     grid = Grid(cuts=((0, 10, 20, 30), (0, 5, 8)), files=ONE_FILE)
-    assert join(grid, Box((12, 5), (8, 2))) == [Copy(chunk=3, chunk_box=Box((10, 5), (10, 3)), box=Box((12, 5), (8, 2)))]
+    assert overlapping_chunks(grid, Box((12, 5), (8, 2))) == [Copy(chunk=3, chunk_box=Box((10, 5), (10, 3)), box=Box((12, 5), (8, 2)))]
 
 
 def test_a_box_beyond_the_tensor_gets_what_there_is() -> None:
     grid = Grid(cuts=((0, 2, 4),), files=ONE_FILE)
-    assert join(grid, Box((3,), (9,))) == [Copy(chunk=1, chunk_box=Box((2,), (2,)), box=Box((3,), (1,)))]
-    assert join(grid, Box((4,), (3,))) == []
+    assert overlapping_chunks(grid, Box((3,), (9,))) == [Copy(chunk=1, chunk_box=Box((2,), (2,)), box=Box((3,), (1,)))]
+    assert overlapping_chunks(grid, Box((4,), (3,))) == []
 
 
 def test_offsets_beyond_32_bits() -> None:
     side = 1 << 40
     grid = Grid(cuts=((0, side, 2 * side), (0, side)), files=ONE_FILE)
-    copies = join(grid, Box((side - 1, 5), (2, side - 5)))
+    copies = overlapping_chunks(grid, Box((side - 1, 5), (2, side - 5)))
     assert [c.box for c in copies] == [Box((side - 1, 5), (1, side - 5)), Box((side, 5), (1, side - 5))]
 
 
@@ -122,7 +122,7 @@ def test_flat_ranges_of_two_ranks_meet_in_a_row() -> None:
     shape, middle = (4, 6), 9
     chunks = flat_to_boxes(shape, 0, middle) + flat_to_boxes(shape, middle, 24)
     assert chunks == [Box((0, 0), (1, 6)), Box((1, 0), (1, 3)), Box((1, 3), (1, 3)), Box((2, 0), (2, 6))]
-    copies = join(Grid(boxes=as_arrays(chunks, 2), files=ONE_FILE), Box((0, 2), (4, 2)))
+    copies = overlapping_chunks(Grid(boxes=as_arrays(chunks, 2), files=ONE_FILE), Box((0, 2), (4, 2)))
     assert [(c.chunk, c.box) for c in copies] == [
         (0, Box((0, 2), (1, 2))),
         (1, Box((1, 2), (1, 1))),

@@ -65,5 +65,5 @@ def _moves(grid: FlatGrid, turn: int, rank: int) -> tuple[Moves, Moves]:
 @lru_cache(maxsize=16384)
 def _place(grid: FlatGrid, rank: int) -> tuple[int, int] | None:
     """The cell that a rank holds, and which of its replicas it is."""
-    found = np.argwhere(grid.holders == rank)
-    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+    box = np.argwhere(grid.holders == rank)
+    return (int(box[0, 0]), int(box[0, 1])) if len(box) else None

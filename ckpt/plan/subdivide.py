@@ -13,12 +13,12 @@ from ckpt.layout.geometry import IntArray
 def caps(widest: Sequence[int], itemsize: int, max_chunk: int) -> list[int]:
     """Most elements that a chunk of at most ``max_chunk`` bytes may have along each dimension: rows are cut first, and within a row only
     if one row is too large."""
-    found = [max(n, 1) for n in widest]
-    for dim in range(len(found)):
-        if math.prod(found) * itemsize <= max_chunk:
+    largest = [max(n, 1) for n in widest]
+    for dim in range(len(largest)):
+        if math.prod(largest) * itemsize <= max_chunk:
             break
-        found[dim] = max(1, max_chunk // (math.prod(found[dim + 1 :]) * itemsize))
-    return found
+        largest[dim] = max(1, max_chunk // (math.prod(largest[dim + 1 :]) * itemsize))
+    return largest
 
 
 def refine(cuts: Sequence[int] | IntArray, parts: int, cap: int) -> tuple[tuple[int, ...], IntArray, IntArray]:

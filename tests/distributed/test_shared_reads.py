@@ -139,15 +139,15 @@ def load_large(url: str, dim: int, verify: str, where: str) -> tuple[int, int, i
     if where == "apart":
         apart()
     if where == "slow":
-        from ckpt.engine.load.taking import ParcelReceiver
+        from ckpt.engine.load.receiver import SharedReadReceiver
 
-        slot = ParcelReceiver.slot
+        slot = SharedReadReceiver.slot
 
-        def slowly(self: ParcelReceiver, *args: Any) -> bool:
+        def slowly(self: SharedReadReceiver, *args: Any) -> bool:
             time.sleep(0.01)
             return slot(self, *args)
 
-        ParcelReceiver.slot = slowly  # type: ignore[method-assign]
+        SharedReadReceiver.slot = slowly  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(dim)]) for i in range(3)}
     ckpt.load(url, state, verify="off", exchange=False)  # imports
@@ -223,7 +223,7 @@ def load_without_collector(url: str, threads: int) -> list[str]:
     gc.collect()
     gc.disable()
     ckpt.load(url, state, exchange=True, threads=threads)
-    return [name for o in gc.get_objects() if (name := type(o).__name__) in ("Carrier", "Ring", "Sharing", "Exchange")]
+    return [name for o in gc.get_objects() if (name := type(o).__name__) in ("ReadExchange", "Ring", "SharedReads", "Exchange")]
 
 
 @pytest.mark.parametrize("threads", [1, 4])

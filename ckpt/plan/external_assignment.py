@@ -15,7 +15,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.settings import limits
 
 from .ownership import Global, Owned
-from .parts import caps, refine
+from .subdivide import caps, refine
 
 _NOWHERE = TensorLayout.replicated((0,))
 """Where the boxes came from does not matter any more."""

@@ -1,4 +1,16 @@
-"""Which chunks hold which parts of a target box. The copies of one target tile it exactly when the chunks tile the tensor."""
+"""Overlap: which stored chunks hold which parts of a wanted box. Every reader plans with it; there is no second one.
+
+    a grid of 2 × 3 chunks          the wanted box       its copies: one for each chunk that it touches
+    ┌─────┬─────┬─────┐                                   ┌──┬─────┐
+    │  0  │  1  │  2  │             ┌────────┐            │0 │  1  │
+    ├─────┼─────┼─────┤     ∩       │        │     =      ├──┼─────┤
+    │  3  │  4  │  5  │             └────────┘            │3 │  4  │
+    └─────┴─────┴─────┘                                   └──┴─────┘
+
+Most grids are products of cuts along each dimension. There, the cells that a box touches are a range in each dimension, found by
+bisection, and the copies are the product of these ranges: the cost follows the number of copies, not of chunks. Grids of boxes at any place
+are intersected with the box as columns. Invariant: if the chunks tile the tensor, the copies tile the wanted box.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +35,7 @@ class Copy:
     """What chunk and target have in common; never empty."""
 
 
-def join(grid: Grid, box: Box) -> list[Copy]:
+def overlapping_chunks(grid: Grid, box: Box) -> list[Copy]:
     """The chunks of ``grid`` that hold parts of the target ``box``, by increasing chunk number.
 
     An empty box gives no copies; so does a part of the box that no chunk holds. Raises nothing.
@@ -32,8 +44,7 @@ def join(grid: Grid, box: Box) -> list[Copy]:
         return []
     if grid.cuts is not None:
         return _regular(grid.cuts, box)
-    assert grid.boxes is not None
-    return _irregular(*grid.boxes, box)
+    return _irregular(*grid.all_boxes(), box)
 
 
 def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:
@@ -52,13 +63,13 @@ def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:
 def _pieces(cuts: Sequence[int], lo: int, hi: int, step: int) -> list[tuple[int, int, int, int, int]]:
     """The cells of one dimension that overlap ``[lo, hi)``: number times ``step``, start and size of the cell, start and size in common."""
     first, last = max(bisect_right(cuts, lo) - 1, 0), min(bisect_left(cuts, hi), len(cuts) - 1)
-    found = []
+    cells = []
     for i in range(first, last):
         start, stop = cuts[i], cuts[i + 1]
         low, high = max(start, lo), min(stop, hi)
         if low < high:
-            found.append((i * step, start, stop - start, low, high - low))
-    return found
+            cells.append((i * step, start, stop - start, low, high - low))
+    return cells
 
 
 def _irregular(offsets: IntArray, shapes: IntArray, box: Box) -> list[Copy]:
