@@ -58,6 +58,7 @@ def test_one_object_cast_and_replaced(ranks: Ranks, object_store: ObjectStore, s
     assert list(found) == ["model.safetensors"] and right(found, 2, torch.bfloat16)
 
 
+@pytest.mark.alone  # who is killed must not have been given up before
 @pytest.mark.parametrize(("rank", "operation"), [(1, "UploadPart"), (0, "CompleteMultipartUpload")])
 def test_killed(ranks: Ranks, object_store: ObjectStore, s3_url: str, rank: int, operation: str) -> None:
     url = f"{s3_url}/model.safetensors"
