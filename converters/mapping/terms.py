@@ -5,6 +5,17 @@ A term has one or several patterns on the left, one on the right, and steps betw
 No elements are touched: what comes out are views (ckpt/plan/views.py).
 """
 
+# One term, there and back. ``left = [q, k, v]``, ``right = qkv``, one step ``interleave`` in groups:
+#
+#     rightwards   names of the left are grouped by their numbers    {layer: 7} -> [layers.7.q, layers.7.k, layers.7.v]
+#                  each becomes a view of itself                     rows = [[q, k, v]]
+#                  steps, first to last, join views                  rows = [[q0 k0 v0 q1 k1 v1 ...]]
+#                  the last view gets the right name                 layers.7.qkv
+#     leftwards    the same list of steps, last to first, each undone: split, unstack, transpose back, strip the padding
+#
+# With ``over = "expert"``, ``rows`` has one list for each expert, and ``stack`` or ``concat`` makes them one. Every step can be undone
+# from shapes and the model's numbers alone, which is why ``interleave`` needs ``sizes``, and ``concat`` over a number its ``count``.
+
 from __future__ import annotations
 
 import re

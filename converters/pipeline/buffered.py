@@ -4,6 +4,15 @@ Memory: two windows.
 A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
 """
 
+# Two buffers take turns. While one window is read, cast and put in order, the window before it is written:
+#
+#     read     | window 0 -> A | window 1 -> B | window 2 -> A | ...
+#     write                    | A  (0)        | B  (1)        | A  (2)
+#                                              ^ window 2 may use A only once window 0 is written: ``last.result()``
+#
+# So memory is two windows, and what encoded chunks need beside them: CODED bytes for each thread that decodes. A buffer keeps the place
+# that a byte has within its page in the file, so that direct I/O can write from it.
+
 from __future__ import annotations
 
 import mmap

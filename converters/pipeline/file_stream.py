@@ -2,6 +2,17 @@
 windows (``buffered``). Torch is imported for these alone.
 """
 
+# For each file of the plan, in turn:
+#
+#     begin    the caller is told, and the writer is made
+#     pour     items that are ranges of the source, by several threads (``passthrough``), but where a storage makes a process wait;
+#              digests are computed on the way
+#     fill     all other items, window by window (``buffered``)
+#     end      what needs the digests: headers, the directory of a zip archive; then the file becomes durable
+#     compare  with ``verify``, the file is read again and compared with the digests of what was written
+#
+# An error leaves no file that is not durable: its writer is aborted, and the next attempt begins the file anew.
+
 from __future__ import annotations
 
 import os

@@ -4,6 +4,17 @@ is in the cache of the core that has read it. It needs no memory for windows. No
 Invariant: the runs of an item are all of its bytes, each once and in the order of the file; a chunk with a digest is in a run as a whole.
 """
 
+# An item of the output passes through as *runs* if every part of it is a range of a source file, in the same order and dtype:
+#
+#     source file    ...|==== chunk 7 ====|...|== chunk 8 ==|...
+#                            \                  /
+#     output file    |header|== run =========|== run ======|header of the next|
+#
+# A chunk with a digest is only taken as a whole, because nothing could be compared with a part. A thread moves 2 MiB at a time: read,
+# hashed, compared at the end of the chunk, written, all while the bytes are in its cache. If the digest does not match, the chunk is read
+# once more past caches (``reread``), and the item's own digest goes back to where it was before the chunk (``mark``, ``back``). Small runs
+# that lie near each other are read together.
+
 from __future__ import annotations
 
 import mmap

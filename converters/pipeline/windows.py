@@ -4,6 +4,16 @@ Invariants: the segments of all windows of a file are the items, each byte once 
 for, unless one element is.
 """
 
+# A window is the image of a range of the output file. Items are cut into segments that are contiguous in the file, along the first axis
+# that has more than one row, and best where stored chunks end (*seams*): then no chunk is read for two windows.
+#
+#     items       |---- a [6 rows] ----|-- b --|-------- c [8 rows] --------|
+#     seams             ^     ^                      ^           ^
+#     segments    |--a--|--a--|--a-----|---b---|--c--|-----c-----|----c-----|
+#     windows     |--------- 1 --------|------- 2 ---|---------- 3 ---------|     each at most ``most`` bytes
+#
+# A segment is at most UNIT long, so that several threads can fill one window.
+
 from __future__ import annotations
 
 from bisect import bisect_right

@@ -4,6 +4,15 @@ A parameter that is made of several, as a fused one is, gets the steps and optio
 One that is taken apart gives its own to each part. What cannot follow is named.
 """
 
+# What an optimizer's node says of parameters, and what becomes of it when q, k and v become qkv:
+#
+#     state         q: {step: 7}, k: {step: 7}, v: {step: 7}     qkv: {step: 7}        all the same, or an error that names two
+#     param_groups  [q, k] lr 0.1 · [v] lr 0.1                   [qkv] lr 0.1          options of both groups must be the same
+#     the other way                                              q, k and v get what qkv had
+#
+# ``origins`` has for each new parameter the old ones that it is made of, from the pieces of the views. Whatever cannot follow (a value of
+# a parameter that is not taken, groups that name no parameters) is listed in ``left_out``.
+
 from __future__ import annotations
 
 from base64 import b64encode

@@ -3,6 +3,21 @@
 Invariant: the chunks of a tensor tile it, and every range lies inside a file that is there.
 """
 
+# A view is made of pieces: boxes of stored tensors, whose axes may be in another order. A stored tensor lies in chunks. Where piece and
+# chunk overlap is a *take*, and each take becomes one or more chunks of the virtual checkpoint:
+#
+#     stored q [8, 4], k [4, 4], one chunk each               view qkv [12, 4], interleaved in groups of 2 + 1 rows
+#
+#     file  |q0 q1 q2 q3 q4 q5 q6 q7|k0 k1 k2 k3|             q0 q1 k0 | q2 q3 k1 | q4 q5 k2 | q6 q7 k3
+#            `---' take: rows 0-1 of q at offset 0            `---' chunk [0:2] = 2 rows at byte 0 of the file
+#
+#     the whole chunk, in its own order        the source's extent as it is, with its digest
+#     a contiguous part                        a range of bytes; a digest of the whole says nothing of it
+#     rows of a wider tensor, or transposed    the bytes from the first to the last element, and strides as a codec
+#     filling that no piece has (padding)      one zero element somewhere in a file, with strides of 0
+#
+# Nothing is copied, so nothing can be decoded or cast: compressed chunks are refused, and chunks with strides can only be taken whole.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,15 @@ Invariant: an item counts as like another one only if all that was looked at the
 the same here but for the checksums, which are not looked at.
 """
 
+# DCP stores each box as an archive of ``torch.save`` of its own: pickle and directory around the elements. Most of the archives of a
+# large checkpoint differ in nothing but the elements and their checksums:
+#
+#     item        |head: headers, pickle|elements .....|tail: directory|
+#     template    |same bytes           |              |same bytes     |     checksums are cut out of both before comparing
+#
+# So the first item of a kind is parsed in full. Of others of the same length, dtype and shape, head and tail are read, and if they equal
+# a template byte for byte, the elements begin where they do there. If not, the item is parsed in full too.
+
 from __future__ import annotations
 
 import math

@@ -3,6 +3,18 @@
 (Source of the layouts: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and ``runtime/bf16_optimizer.py`` of DeepSpeed 0.19.)
 """
 
+#     ZeRO-1, 2    a group's parameters one after another, cut into equal partitions that do not respect them
+#
+#                  |------ a ------|-- b --|gap|---- c ----|pad|
+#                  |.. rank 0 ..|.. rank 1 ..|.. rank 2 .....|
+#
+#     ZeRO-3       each parameter is cut into equal parts, the last one padded; a rank has its part of a, then of b, then of c
+#
+#                  rank 0   |a0|b0|c0|      rank 1   |a1|b1|c1|      rank 2   |a2|b2|c2|
+#                  groups   '--0--'1-'      with several sub-groups a part may be cut where one of them ends
+#
+# Either way the result is for each parameter a list of runs: which rank, which flat tensor, from where, how many elements.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,15 @@ depends on the layer specification, which is not stored; unless exactly one orde
 (Source: ``DistributedOptimizer.sharded_state_dict`` of Megatron-LM core/optimizer/distrib_optimizer.py.)
 """
 
+# How a flat buffer finds its parameters, with nothing but names and shapes to go by:
+#
+#     model's tensors      -> groups of ranks that share a buffer (dense, experts; tensor and pipeline parallelism)   ParallelLayout
+#     one group's names    -> candidate orders: norms apart or fused, experts one by one or by layer                  names.ORDERS
+#     order + buckets      -> where each parameter begins                                                              buffers
+#     compare              -> the stored sizes, and the edges of stored pieces, must fit; if several orders do,
+#                             the stored masters must be the weights
+#     exactly one is left  -> its pieces go into the table. None, or more than one that differ: the state is refused
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

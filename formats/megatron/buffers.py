@@ -6,6 +6,16 @@ model. It is cut into buckets, and each bucket is padded so that all data-parall
 core/optimizer/distrib_optimizer.py, versions 0.12 to 0.20.)
 """
 
+# A buffer with three parameters in the model's order a, b, c, buckets of about 100 elements, 2 ranks (step = lcm(2, 128) = 128):
+#
+#     buffer   |0 ....... c .......|pad|.... b ....|pad to 64| a |.. padding ..|
+#              '------ bucket 0 -------'------------- bucket 1 ----------------'
+#              parameters in reverse   each starts at a multiple of 64, each bucket ends at a multiple of 128
+#
+# A bucket is closed when it has ``bucket_size`` elements, and before and after a parameter that two pipeline stages share. Each rank has
+# an equal part of each bucket. Files that have a buffer in one piece leave the padding of buckets out (``compact``), so a parameter lies
+# earlier there than in memory, by the padding of all buckets before its own.
+
 from __future__ import annotations
 
 import math

@@ -4,6 +4,17 @@ Tensor parallelism cuts rows or columns; of gated first layers (SwiGLU) each ran
 up projection. (Source: ``apply_swiglu_sharded_factory`` of Megatron-LM core/transformer/mlp.py.)
 """
 
+# What a rank has of a weight [rows, columns] with tensor parallelism of 2:
+#
+#     rows cut (QKV, embedding)        columns cut (projections back)      gated first layer (SwiGLU)
+#
+#     rank 0  | rows 0 .. n/2  |       rank 0 | rank 1                     rank 0  | gate, first half  |
+#     rank 1  | rows n/2 .. n  |       half of each row                            | up, first half    |
+#                                                                          rank 1  | gate, second half |
+#                                                                                  | up, second half   |
+#
+# The whole of a gated layer is all of the gate, then all of the up projection. So a rank's flat parameter is two boxes of it, not one.
+
 from __future__ import annotations
 
 import math

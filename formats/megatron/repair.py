@@ -3,6 +3,20 @@
 See ``buffers.shifts`` for what went wrong. Nearly all elements are in the checkpoint, in the wrong places; those that are not are told.
 """
 
+# The writer took parameter x from place ``slot.start`` of a buffer in which it lies at ``compact(slot)``, without the padding of buckets:
+#
+#     the buffer            |------ c ------|------ b ------|------ a ------|               one bucket each, p elements of padding
+#     places taken for it   |------ c ------|pp|------ b ------|pp|------ a ------|
+#
+#     the file's "b"        b[p:], then a[:p]
+#     the file's "a"        a[2p:], then what lay beyond the buffer's end
+#     in no file            b[:p] and a[p:2p]
+#
+# 1. Lay the buffer out as the job had it (order of parameters, bucket size, ranks): none of these is stored, so candidates are tried.
+# 2. What each name has is put back as segments of the true buffer; ``pieces_of`` reads each parameter from its true place.
+# 3. A candidate is believed if a sample of the repaired masters rounds to the weights, and what lies beyond the buffer's end is zero.
+#    ``pipeline.repair`` then compares all masters.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,6 +5,12 @@ numbers of layers in each say everything. (Source: ``get_transformer_layer_offse
 core/transformer/pipeline_parallel_layer_layout.py.)
 """
 
+#     4 stages with 2 chunks each, 16 layers:     stage      0       1       2       3
+#                                      chunk 0    layers     0-1     2-3     4-5     6-7
+#                                      chunk 1    layers     8-9     10-11   12-13   14-15
+#
+# The list of counts is in the pipeline's order: chunk 0 of stages 0 to 3, then chunk 1. A layer's number is the sum of the counts before.
+
 from __future__ import annotations
 
 import re

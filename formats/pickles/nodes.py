@@ -4,6 +4,10 @@ Names are those that ``ckpt.save`` gives to the tensors of the same state. What 
 class, arguments and attributes, and is told: ``opaque``.
 """
 
+# A pickle is a graph: one list can be in ten others, and in itself. Nodes are a tree, so what is shared is written out again, and a few
+# bytes could unfold to any number of nodes ("billion laughs"). Two limits hold: MAX_DEPTH for nesting, and a budget of nodes that grows
+# with the length of the pickle (SLACK nodes for a byte). Long texts and bytes are charged by their length, since they too can be shared.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -2,6 +2,17 @@
 is read: records that are stored, one after another. Everything else is refused, so that nothing can unfold or overlap.
 """
 
+# What is read, and what each record is compared with:
+#
+#     |header a|data a|header b|data b| ... |directory: a, b, ...|zip64 end|end|
+#      ^ offset from the directory           ^ from the end record          ^ searched from the back
+#
+# * The directory must lie in the file and have as many entries as the end record says.
+# * Sorted by place, each record must end before the next one, or the directory, begins: two entries for one place, or one that reaches
+#   into another, are how a small archive unfolds to a large one.
+# * A local header must have the directory's name, and its data must end exactly where the next record begins. Only that shows a changed
+#   length of the padding that ``torch.save`` puts before the data.
+
 from __future__ import annotations
 
 import struct

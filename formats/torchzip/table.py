@@ -4,6 +4,14 @@ A tensor is a view of a storage: contiguous ones are one chunk; of others, such 
 transposed tensor has rows of one element: beyond a small size that is not read, and said when its bytes are asked for.
 """
 
+# The contiguous rows of a view. Trailing axes whose strides are those of a dense tensor are one run of bytes:
+#
+#     t = base[:, 1:3] of base [4, 5]     shape (4, 2), strides (5, 1)
+#     storage    . x x . .  . x x . .  . x x . .  . x x . .
+#                  `-' 4 chunks of shape [1, 2], 5 elements apart
+#
+# A dense view has one chunk, however many axes. A transposed one would have as many chunks as elements, hence the limits.
+
 from __future__ import annotations
 
 import math
