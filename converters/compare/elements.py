@@ -77,7 +77,7 @@ class Elements:
             if extent.codec is None:
                 self._plain(copy, extent, box, out)
             else:
-                chunk = self._decoded(copy, extent, out.dtype)
+                chunk = self._decoded(copy, extent, extent.codec, out.dtype)
                 out[slices_of(copy.box, box)] = chunk[slices_of(copy.box, copy.chunk_box)]
         return out
 
@@ -106,15 +106,14 @@ class Elements:
             at = first * size - (part.offset - extent.offset)
             target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
 
-    def _decoded(self, copy: Copy, extent: Extent, kind: np.dtype[Any]) -> Raw:
+    def _decoded(self, copy: Copy, extent: Extent, codec: str, kind: np.dtype[Any]) -> Raw:
         latest: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)
         if latest is not None and latest[0] == extent:
             return latest[1]
         blob = np.empty(extent.length, dtype=np.uint8)
         self.catalog.backend.read_into(extent.path, extent.offset, blob.data)
         decoded: Raw = np.empty(copy.chunk_box.shape, kind)
-        assert extent.codec is not None
-        decode(extent.codec, blob.data, decoded.reshape(-1).view(np.uint8).data, kind.itemsize)
+        decode(codec, blob.data, decoded.reshape(-1).view(np.uint8).data, kind.itemsize)
         self._coded.chunk = (extent, decoded)
         return decoded
 

@@ -40,7 +40,9 @@ class Dimensions(dict[str, int]):
         UsageError: from :meth:`of`, for a number that is not there.
     """
 
-    def of(self, number: Number) -> int:
+    def of(self, number: Number | None) -> int:
+        if number is None:
+            raise UsageError("a step of the translation lacks a number")
         if isinstance(number, int):
             return number
         if number not in self:
@@ -208,8 +210,7 @@ def _forward(step: TermStep, rows: Rows, numbers: Dimensions) -> Rows:
 
 
 def _padded(view: LogicalTensor, step: TermStep, numbers: Dimensions) -> LogicalTensor:
-    assert step.real is not None and step.to is not None
-    real = step.real if isinstance(step.real, int) else numbers.get(step.real)
+    real = step.real if isinstance(step.real, int) else numbers.get(step.real or "")
     own = view.shape[step.axis : step.axis + 1]
     if real is not None and own and own[0] < real:
         raise UsageError(f"axis {step.axis} of shape {list(view.shape)} has fewer than the {real} elements that are said to be no padding")
@@ -221,15 +222,14 @@ def _backward(step: TermStep, rows: Rows, patterns: int, numbers: Dimensions) ->
         order = sorted(range(len(step.order)), key=step.order.__getitem__)
         return [[views.transpose(v, order) for v in row] for row in rows]
     if step.kind == "pad":
-        assert step.real is not None
         return [[_stripped(v, step.axis, numbers.of(step.real)) for v in row] for row in rows]
     if step.kind == "rotary":
         return [[_halved(v, step.axis, numbers.of(step.groups)) for v in row] for row in rows]
     if step.over is not None:
         return [list(row) for row in zip(*[_numbered(step, v, numbers) for v in rows[0]], strict=True)]
     if step.kind == "interleave":
-        assert step.sizes is not None
-        return [views.deinterleave(v, step.axis, numbers.of(step.groups), [numbers.of(s) for s in step.sizes]) for (v,) in rows]
+        sizes = [numbers.of(s) for s in step.sizes or ()]
+        return [views.deinterleave(v, step.axis, numbers.of(step.groups), sizes) for (v,) in rows]
     return [views.split(v, step.axis, _sizes(step, v, patterns, numbers)) for (v,) in rows]
 
 
@@ -250,7 +250,6 @@ def _halved(view: LogicalTensor, axis: int, heads: int) -> LogicalTensor:
 def _numbered(step: TermStep, view: LogicalTensor, numbers: Dimensions) -> list[LogicalTensor]:
     if step.kind == "stack":
         return views.unstack(view, step.axis)
-    assert step.count is not None
     return views.split(view, step.axis, _equal_parts(view, step.axis, numbers.of(step.count)))
 
 

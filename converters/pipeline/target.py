@@ -116,8 +116,15 @@ def target(name: str) -> Target:
 
 def apart(url: str, *, file: bool) -> tuple[str, str | None]:
     """The directory that is written to, and the name of the file there if it is one file."""
-    if not file:
-        return url, None
+    return parent_and_name(url) if file else (url, None)
+
+
+def parent_and_name(url: str) -> tuple[str, str]:
+    """The directory of a file, and its name there.
+
+    Raises:
+        UsageError: it is no file that the URL names.
+    """
     head, slash, name = url.rpartition("/")
     if not name or url.endswith("://" + name):
         raise UsageError("this is no file to write to", where=url, hint="name a file")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ from ckpt.plan.views import LogicalTensor
 from ckpt.tree import MISSING, Missing, Node
 
 from .pruned_state import is_optimizer, optimizers_in
+from .state_values import lost
 
-_TENSORS = ("$tensor", "$tensors")
 _INLINE = 64
 """Elements of a tensor that is kept among the values (docs/format.md §8)."""
 
@@ -98,43 +97,6 @@ def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
 
 def _tensors(node: Node) -> Iterator[str]:
     return (leaf["$tensor"] for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
-
-
-def lost(before: Node, after: Node) -> list[str]:
-    """Paths of the values that only the state ``before`` has."""
-    there = {*value_paths(after)}
-    return [path for path in value_paths(before) if not any(path[:i] in there for i in _ends(path))]
-
-
-def selected(node: Node, globs: Sequence[str], path: str = "") -> Node:
-    """The node with only the values whose path fits a glob. What refers to tensors stays."""
-    chosen = _selected(node, globs, path)
-    return {} if chosen is MISSING else chosen
-
-
-def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
-    pairs, items = tree.pairs_of(node), tree.items_of(node)
-    if pairs:
-        left = [(k, v) for k, child in pairs if (v := _selected(child, globs, tree.child_path(path, k))) is not MISSING]
-        return tree.mapping_node(left) if left else MISSING
-    if items is None or not tree.refers(node):
-        return node if tree.tag_of(node) in _TENSORS or any(fnmatchcase(path, glob) for glob in globs) else MISSING
-    chosen = [_selected(child, globs, tree.child_path(path, i)) for i, child in enumerate(items)]
-    if all(child is MISSING for child in chosen):
-        return MISSING
-    kept = [None if child is MISSING else child for child in chosen]
-    return kept if isinstance(node, list) else {"$tuple": kept}
-
-
-def value_paths(state: Node) -> list[str]:
-    """Paths of all that is no tensor."""
-    return [path for path, node in tree.leaves(state) if path and tree.tag_of(node) not in _TENSORS]
-
-
-def _ends(path: str) -> Iterator[int]:
-    """Where a path may end that leads to it or to what contains it."""
-    yield len(path)
-    yield from (i for i, c in enumerate(path) if c == ".")
 
 
 def _by_key(node: Node) -> dict[str, Node]:

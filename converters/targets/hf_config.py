@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckpt.converters.mapping.model_numbers import of_config
-from ckpt.converters.pipeline.target import apart
+from ckpt.converters.pipeline.target import parent_and_name
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
 
@@ -41,8 +41,7 @@ def read_configuration(given: str | Mapping[str, Any] | ModelConfig | None) -> C
     if not isinstance(given, str):
         files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
     elif given.endswith(".json"):
-        root, name = apart(given, file=True)
-        assert name is not None
+        root, name = parent_and_name(given)
         files = {CONFIG: open_backend(root).read(name)}
     else:
         files = small_files(open_backend(given))

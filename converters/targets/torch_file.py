@@ -14,7 +14,8 @@ from .torch_archive import ArchivePlan, StorageStub
 
 def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     """One archive with everything."""
-    assert layout.name is not None
+    if layout.name is None:
+        raise UsageError("the format torch is one file", where=layout.url, hint="name the file")
     if layout.shard_size is not None:
         raise UsageError("the format torch has one file", hint="leave out --shard-size")
     stands: dict[str, StorageStub] = {}

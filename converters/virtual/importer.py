@@ -21,8 +21,9 @@ from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import Catalog, Contents, Extent, Source, TensorEntry
 from ckpt.converters.select.pruned_state import pruned
-from ckpt.converters.select.renamed_state import RenamedState, lost, renamed_state, selected, value_paths
+from ckpt.converters.select.renamed_state import RenamedState, renamed_state
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
+from ckpt.converters.select.state_values import lost, selected, value_paths
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.external.virtual_backends import open_single

@@ -14,7 +14,7 @@ from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
@@ -99,7 +99,7 @@ def _rank(path: str) -> int | None:
 def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
     boxes = stored.boxes
     if not boxes and 0 in stored.shape:
-        return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=whole(stored.shape, 0)), []
+        return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=one_chunk_grid(stored.shape, 0)), []
     grid, order = grid_of(name, stored.shape, [b[:2] for b in boxes], [rows[b.item.path] for b in boxes], where)
     return TensorEntry(name=name, dtype=dtype(stored.dtype), shape=stored.shape, grid=grid), [boxes[i] for i in order]
 

@@ -117,7 +117,7 @@ class ExternalCatalog(CatalogDefaults):
         return located
 
 
-def whole(shape: Sequence[int], file: int) -> Grid:
+def one_chunk_grid(shape: Sequence[int], file: int) -> Grid:
     """The grid of a tensor that lies in one piece in one file."""
     return Grid(cuts=tuple((0, n) for n in shape), files=np.array([file], dtype=np.int32))
 

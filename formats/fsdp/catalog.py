@@ -59,10 +59,10 @@ def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
     """
     missing = []
     for files in sets.values():
-        match = _FILE.fullmatch(next(iter(files.values())))
-        assert match is not None
-        ranks = int(match[2] or len(files))
-        missing += [f"{match.string[: match.start(3)]}{r}{match.string[match.end(3) :]}" for r in range(ranks) if r not in files]
+        match = _FILE.fullmatch(next(iter(files.values())))  # any file of the set has what all have in common
+        if match is not None:
+            ranks = int(match[2] or len(files))
+            missing += [f"{match.string[: match.start(3)]}{r}{match.string[match.end(3) :]}" for r in range(ranks) if r not in files]
     if missing:
         hint = "copy the directory again; to read what one rank saved, give its file's own URL"
         raise CorruptError(f"files of ranks are missing: {shown(missing)}", where=url, hint=hint)

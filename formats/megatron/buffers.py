@@ -184,13 +184,13 @@ def _boxes(block: ParamBlock, low: int, high: int, segment: BufferSegment, first
 
 
 class Shift(NamedTuple):
-    """Elements ``[start, stop)`` of parameter ``member`` were written as those of parameter ``found`` from ``at`` on; ``found`` is None
+    """Elements ``[start, stop)`` of parameter ``member`` were written as those of parameter ``written_as`` from ``at`` on, which is None
     where they were not written at all. Members have the numbers of the layout's slots."""
 
     member: int
     start: int
     stop: int
-    found: int | None
+    written_as: int | None
     at: int
 
 

@@ -14,7 +14,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.item_templates import Places
 from ckpt.formats.dcp.metadata import DcpBox, DcpItem
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.elements import read_extent
 from ckpt.formats.external.ranges import Range, read_ranges
 from ckpt.formats.external.strided import reach, strided
@@ -115,7 +115,7 @@ class PieceTable:
                 copies.append(piece)
         own = [p for p in first.values() if math.prod(p.shape)] or list(first.values())[:1]
         if len(own) == 1 and own[0].shape == shape:
-            grid, order = whole(shape, self._row(own[0].source)), [0]
+            grid, order = one_chunk_grid(shape, self._row(own[0].source)), [0]
         else:
             grid, order = grid_of(name, shape, [p[:2] for p in own], [self._row(p.source) for p in own], self.backend.url)
         self._check_tiling(name, shape, grid)

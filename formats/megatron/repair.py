@@ -152,7 +152,7 @@ class _Repair:
                     self.pieces.setdefault(f"{STATE}{name}.{KEYS[key]}", []).append(piece)
         for shift in shifts(laid.layout, numels):
             param = laid.params[shift.member]
-            if shift.found is None and not (param.shared and copies):
+            if shift.written_as is None and not (param.shared and copies):
                 self._lose(param, shift.start, shift.stop)
 
     def _laid(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool], *, single: bool, copies: bool) -> _Laid:

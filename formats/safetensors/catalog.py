@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
 from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.protocol import Format
@@ -116,7 +116,7 @@ class _TensorSpans:
         if len(parts) == 1 and not any(parts[0].offset):
             part = parts[0]
             self._places[name] = [(part.file, part.stored.offset)]
-            return TensorEntry(name=name, dtype=kind, shape=part.stored.shape, grid=whole(part.stored.shape, part.file))
+            return TensorEntry(name=name, dtype=kind, shape=part.stored.shape, grid=one_chunk_grid(part.stored.shape, part.file))
         shape = tuple(max(p.offset[d] + p.stored.shape[d] for p in parts) for d in range(ndim))
         filled = [p for p in parts if 0 not in p.stored.shape] or parts[:1]
         grid, order = grid_of(name, shape, [(p.offset, p.stored.shape) for p in filled], [p.file for p in filled], url)

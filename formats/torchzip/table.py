@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ckpt.catalog import Extent, Grid, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, whole
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.pickles.stored import StoredStorage, StoredView
 from ckpt.layout.geometry import Box, row_major_strides
 
@@ -199,7 +199,7 @@ class TensorTable:
     ) -> None:
         blocks = [StorageBlock(file, s, row.start * size, math.prod(row.shape) * size) for row, file, s, size in rows]
         if len(rows) == 1 and rows[0][0].shape == shape:
-            grid = whole(shape, self.rows[rows[0][1]])
+            grid = one_chunk_grid(shape, self.rows[rows[0][1]])
         else:
             where = self.archives[rows[0][1]].where if rows else name
             grid, order = grid_of(name, shape, [r[0][:2] for r in rows], [self.rows[r[1]] for r in rows], where)

@@ -127,12 +127,10 @@ class _Legacy:
     def _place(self) -> None:
         """Give every file its coordinates. A single number after that of tensor parallelism is a stage, or a group of experts."""
         for rank in self.ranks:
-            match = RANK_DIRECTORY.fullmatch(rank.directory)
-            assert match is not None
-            second, third = (None if g is None else int(g) for g in match.group(2, 3))
-            if third is None and second is not None and self._second_is_expert():
-                second, third = None, second
-            rank.at = FileRank(int(match[1]), second or 0, third or 0)
+            first, *others = (int(number) for number in rank.directory.rstrip("/").removeprefix("mp_rank_").split("_"))
+            if len(others) == 1 and self._second_is_expert():
+                others = [0, *others]
+            rank.at = FileRank(first, *others, *[0] * (2 - len(others)))
 
     def _second_is_expert(self) -> bool:
         stages, groups = (self.arguments.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
