@@ -42,7 +42,10 @@ def model_views(translation: str, convention: str, numbers: Mapping[str, int], *
     """
     rules = load_translation(translation)
     direction = _direction(rules, convention)
-    _check_names(numbers, [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))])
+    asked = [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))]
+    strange = sorted(numbers.keys() - set(asked))
+    if strange:
+        raise UsageError(f"no translation asks for a number {strange[0]!r}", hint=f"one of {', '.join(asked)}")
     known = changed(stored_numbers or {}, numbers)
 
     def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
@@ -88,9 +91,3 @@ def _direction(rules: Translation, convention: str) -> Direction:
         message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {convention!r}"
         raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
     return "rightwards" if convention == rules.right else "leftwards"
-
-
-def _check_names(numbers: Mapping[str, int], known: Sequence[str]) -> None:
-    strange = sorted(numbers.keys() - set(known))
-    if strange:
-        raise UsageError(f"no translation asks for a number {strange[0]!r}", hint=f"one of {', '.join(known)}")

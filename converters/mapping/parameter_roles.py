@@ -4,7 +4,7 @@ it is applied to all that is named after them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.errors import UsageError
@@ -108,17 +108,13 @@ def _states(translate: Callable[[Shapes, bool], dict[str, LogicalTensor]], own: 
     made = translate(alike, True)
     for name, view in translate({p: parameters[p] for p in own if p not in alike}, True).items():
         parameter = view.pieces[0].source
-        numbers = all(not own[p] for p in _sources(view))
+        numbers = all(not own[piece.source] for piece in view.pieces)
         if not numbers and not view.is_all_of(parameters[parameter]):
             shapes = f"{list(own[parameter])}, not that of the parameter, {list(parameters[parameter])}"
             message = f"the state of {parameter!r} has the shape {shapes}: nothing says what of it {name!r} has"
             raise UsageError(message, hint="leave such states out: --skip")
         made[name] = whole(parameter, own[parameter])
     return made
-
-
-def _sources(view: LogicalTensor) -> Iterable[str]:
-    return dict.fromkeys(piece.source for piece in view.pieces)
 
 
 def _renamed(view: LogicalTensor, names: Mapping[str, str]) -> LogicalTensor:

@@ -230,7 +230,8 @@ def _backward(step: TermStep, rows: Rows, patterns: int, numbers: Dimensions) ->
     if step.kind == "interleave":
         sizes = [numbers.of(s) for s in step.sizes or ()]
         return [views.deinterleave(v, step.axis, numbers.of(step.groups), sizes) for (v,) in rows]
-    return [views.split(v, step.axis, _sizes(step, v, patterns, numbers)) for (v,) in rows]
+    given = None if step.sizes is None else [numbers.of(s) for s in step.sizes]
+    return [views.split(v, step.axis, given or _equal_parts(v, step.axis, patterns)) for (v,) in rows]
 
 
 def _paired(view: LogicalTensor, axis: int, heads: int) -> LogicalTensor:
@@ -251,10 +252,6 @@ def _numbered(step: TermStep, view: LogicalTensor, numbers: Dimensions) -> list[
     if step.kind == "stack":
         return views.unstack(view, step.axis)
     return views.split(view, step.axis, _equal_parts(view, step.axis, numbers.of(step.count)))
-
-
-def _sizes(step: TermStep, view: LogicalTensor, parts: int, numbers: Dimensions) -> list[int]:
-    return _equal_parts(view, step.axis, parts) if step.sizes is None else [numbers.of(s) for s in step.sizes]
 
 
 def _equal_parts(view: LogicalTensor, axis: int, parts: int) -> list[int]:

@@ -23,7 +23,6 @@ import torch
 
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.byte_source.storage import source_of
-from ckpt.catalog import Catalog
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet, seams_of
 from ckpt.engine.load.reader import Reader
@@ -52,11 +51,14 @@ class WindowFiller:
     """Fills windows of files at ``backend`` with what was ``chosen``, in at most ``memory`` bytes. ``reader.bytes_read`` counts bytes."""
 
     def __init__(self, chosen: OutputSet, backend: Backend, *, memory: int, threads: int) -> None:
-        coded = _is_coded(chosen.catalog)
+        record = chosen.catalog.record
+        coded = record is not None and bool({ENCODED, VIRTUAL} & set(record.features))
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
         self.reader = Reader(catalog=chosen.catalog, source=source_of(chosen.catalog), verify="full", threads=threads, beat=lambda: None)
-        self.window = min(_useful(chosen.catalog.backend, backend), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
+        hints = (chosen.catalog.backend.io_hints, backend.io_hints)
+        useful = max(USEFUL, *(4 * h.concurrency * h.read_size for h in hints))  # several calls for each that a storage wants at once
+        self.window = min(useful, max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
 
@@ -114,18 +116,9 @@ def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.T
         put(segments[first:last], data[starts[first] - base : stop - base])
 
 
-def _useful(*backends: Backend) -> int:
-    """Bytes of a window beyond which nothing gets faster: several calls for each of those that a storage wants to have going on."""
-    return max(USEFUL, *(4 * b.io_hints.concurrency * b.io_hints.read_size for b in backends))
-
-
 def _memory(size: int) -> torch.Tensor:
     """Memory that begins at a page, which the system gets back as soon as nobody has it."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _is_coded(catalog: Catalog) -> bool:
-    return catalog.record is not None and bool({ENCODED, VIRTUAL} & set(catalog.record.features))

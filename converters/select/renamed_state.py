@@ -81,7 +81,8 @@ def renamed_state(
     state |= {key: {"$tensors": key} for key in pairs if key not in done and key in now and now[key] != before.get(key)}
     named = {*_tensors(rest)}
     flat = [name for key, names in now.items() for name in names if key not in state and name not in named]
-    node_of_all = tree.mapping_node([*_unnamed(rest), *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
+    unnamed = [(key, child) for key, child in tree.pairs_of(rest) or () if not isinstance(key, str)]
+    node_of_all = tree.mapping_node([*unnamed, *state.items(), *((name, {"$tensor": name}) for name in sorted(flat))])
     gone = [path for path in lost(catalog.state, node_of_all) if path.partition(".")[0] not in done]
     gone += [path for one in optimizers_here for path in one.left_out]
     return RenamedState(node_of_all, tuple(gone), frozenset(name for one in optimizers_here for name in one.united))
@@ -101,11 +102,6 @@ def _tensors(node: Node) -> Iterator[str]:
 
 def _by_key(node: Node) -> dict[str, Node]:
     return {key: child for key, child in tree.pairs_of(node) or () if isinstance(key, str)}
-
-
-def _unnamed(node: Node) -> list[tuple[Node, Node]]:
-    """What a mapping has under keys that are no strings."""
-    return [(key, child) for key, child in tree.pairs_of(node) or () if not isinstance(key, str)]
 
 
 class NamedGroup(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from ckpt import tree
@@ -14,7 +14,11 @@ _TENSORS = ("$tensor", "$tensors")
 def lost(before: Node, after: Node) -> list[str]:
     """Paths of the values that only the state ``before`` has."""
     there = {*value_paths(after)}
-    return [path for path in value_paths(before) if not any(path[:i] in there for i in _ends(path))]
+    return [
+        path
+        for path in value_paths(before)
+        if path not in there and not any(path[:i] in there for i, c in enumerate(path) if c == ".")  # what contains it may be there
+    ]
 
 
 def selected(node: Node, globs: Sequence[str], path: str = "") -> Node:
@@ -40,9 +44,3 @@ def _selected(node: Node, globs: Sequence[str], path: str) -> Node | Missing:
 def value_paths(state: Node) -> list[str]:
     """Paths of all that is no tensor."""
     return [path for path, node in tree.leaves(state) if path and tree.tag_of(node) not in _TENSORS]
-
-
-def _ends(path: str) -> Iterator[int]:
-    """Where a path may end that leads to it or to what contains it."""
-    yield len(path)
-    yield from (i for i, c in enumerate(path) if c == ".")

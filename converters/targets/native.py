@@ -47,7 +47,8 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
             files.append(_file(made, mine))
 
     def finish(backend: Backend) -> None:
-        _commit(backend, chosen, plans, _placed(grids, places), layout)
+        placed = {name: Grid(cuts=grid.cuts, files=np.array(places[name], dtype=np.int32)) for name, grid in grids.items()}
+        _commit(backend, chosen, plans, placed, layout)
 
     return OutputPlan(files=tuple(files), digest="xxh3", finish=finish)
 
@@ -78,10 +79,6 @@ def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutputFile:
         return [(0, made.encode_header(by_chunk))]
 
     return OutputFile(path=made.path, size=made.size, items=items, ends=ends)
-
-
-def _placed(grids: Mapping[str, Grid], places: Mapping[str, list[int]]) -> dict[str, Grid]:
-    return {name: Grid(cuts=grid.cuts, files=np.array(places[name], dtype=np.int32)) for name, grid in grids.items()}
 
 
 def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], grids: Mapping[str, Grid], layout: OutputOptions) -> None:

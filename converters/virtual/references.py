@@ -109,10 +109,12 @@ class References:
 
     def _add(self, name: str, view: LogicalTensor, takes: Sequence[tuple[_Take, Extent]]) -> None:
         entry = self.catalog.tensors[view.pieces[0].source]
-        rows = [row for take, extent in takes for row in self._rows(name, take, extent)] or [self._empty(entry)]
+        rows = [row for take, extent in takes for row in self._rows(name, take, extent)]
+        if not rows:  # an empty tensor has an extent without bytes
+            rows = [(Box.whole(entry.shape), self.catalog.extents(entry, [0])[0])]
         rows += [row for box in self._filling(name, view) for row in self._filled(name, box, rows[0][1].path, entry.dtype.itemsize)]
         boxes = [box for box, _ in rows]
-        files = np.array([self._source(e.path) for _, e in rows], dtype=np.int32)
+        files = np.array([self._sources.setdefault(e.path, len(self._sources)) for _, e in rows], dtype=np.int32)
         self.extents[name] = [extent for _, extent in rows]
         logical = entry.logical if view.is_all_of(entry.shape) else view.unpadded
         rank = entry.rank if name == entry.name else None
@@ -157,13 +159,6 @@ class References:
             return [(taken.box, extent)]
         self.parted |= (extent.digest, extent.crc32) != (None, None)
         return _parts(taken, copy.chunk_box, extent, size)
-
-    def _empty(self, entry: TensorEntry) -> tuple[Box, Extent]:
-        """No bytes, of an empty tensor."""
-        return Box.whole(entry.shape), self.catalog.extents(entry, [0])[0]
-
-    def _source(self, path: str) -> int:
-        return self._sources.setdefault(path, len(self._sources))
 
     def contents(self) -> Contents:
         backend = self.catalog.backend

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ckpt.formats.external.flat import flat_pieces
 from ckpt.formats.external.strided import reach
 
-from .params import LocalParam, ParamBlock
+from .params import LocalParam
 from .pieces import Source, SourcePiece
 
 ALIGNMENT = 64
@@ -155,7 +155,9 @@ def pieces_of(param: LocalParam, start: int, segments: Sequence[BufferSegment]) 
         for segment in _overlapping(segments, first, first + span):
             if block.strides is None:
                 low, high = max(first, segment.start), min(first + span, segment.stop)
-                yield from _boxes(block, low - first, high - first, segment, first)
+                for box, begins in flat_pieces(block.shape, low - first, high - first):
+                    at = segment.at + low - segment.start + begins
+                    yield block.name, SourcePiece(box.shifted(block.offset).offset, box.shape, segment.source, at)
             elif segment.start <= first and first + span <= segment.stop:
                 yield block.name, SourcePiece(block.offset, block.shape, segment.source, segment.at + first - segment.start, block.strides)
             else:
@@ -163,21 +165,11 @@ def pieces_of(param: LocalParam, start: int, segments: Sequence[BufferSegment]) 
 
 
 def _overlapping(segments: Sequence[BufferSegment], start: int, stop: int) -> Iterator[BufferSegment]:
-    number = max(bisect_right(segments, start, key=_segment_start) - 1, 0)
+    number = max(bisect_right(segments, start, key=lambda segment: segment.start) - 1, 0)
     while number < len(segments) and segments[number].start < stop:
         if segments[number].stop > start:
             yield segments[number]
         number += 1
-
-
-def _segment_start(segment: BufferSegment) -> int:
-    return segment.start
-
-
-def _boxes(block: ParamBlock, low: int, high: int, segment: BufferSegment, first: int) -> Iterator[tuple[str, SourcePiece]]:
-    for box, begins in flat_pieces(block.shape, low, high):
-        offset = box.shifted(block.offset).offset
-        yield block.name, SourcePiece(offset, box.shape, segment.source, segment.at + first + low + begins - segment.start)
 
 
 # --------------------------------------------------------------------------------------------- a defect that can be undone

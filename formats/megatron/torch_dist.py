@@ -78,7 +78,7 @@ class _TorchDist:
         self.metadata = metadata
         self.tensors = {n: t for n, t in metadata.tensors.items() if not n.endswith(EXTRA_STATE)}
         self.reformulated = _reformulated(metadata)
-        self.items = {name: item for name, item in metadata.values.items() if _is_wanted(name)}
+        self.items = {name: item for name, item in metadata.values.items() if name == _COMMON_ITEM or BUCKET_SPACE.match(name)}
         self.unknown = [name for name in metadata.values if name not in self.items and not _OF_RANKS.fullmatch(name)]
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
         common = [COMMON] if COMMON in backend.list_dir() else []
@@ -304,11 +304,6 @@ def _joined(parts: Sequence[ModelPart]) -> tuple[tuple[int, ...], list[SourcePie
         return parts[0].shape, [part.piece for part in parts]
     shape = (sum(rows.values()), *parts[0].shape[1:])
     return shape, [p.piece._replace(offset=(p.piece.offset[0] + (rows.get(0, 0) if p.half else 0), *p.piece.offset[1:])) for p in parts]
-
-
-def _is_wanted(name: str) -> bool:
-    """Whether an object belongs to the training state; others are of ranks (random numbers, extra states)."""
-    return name == _COMMON_ITEM or BUCKET_SPACE.match(name) is not None
 
 
 def _type_in(archive: Archive, value: Any) -> str | None:

@@ -72,7 +72,8 @@ class PickleValues:
         stored = self.storage(storage)
         name = name or stored.dtype or "uint8"
         sizes = shape_of(shape, DTYPES[name].itemsize)
-        view = StoredView(storage=stored, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=_lazy(extra))
+        lazy = " and ".join(_text(k) for k, v in extra.items() if v) if extra else ""
+        view = StoredView(storage=stored, dtype=name, offset=count_of(offset), shape=sizes, strides=counts(strides), lazy=lazy or None)
         if len(view.shape) != len(view.strides):
             self.damaged(f"a tensor of {len(view.shape)} dimensions and {len(view.strides)} strides")
         last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
@@ -88,10 +89,6 @@ class PickleValues:
 
     def is_dtype(self, value: Any) -> bool:
         return type(value) is GlobalName and value.module == "torch" and value.name in DTYPES
-
-
-def _lazy(extra: Any) -> str | None:
-    return None if not extra else " and ".join(_text(k) for k, v in extra.items() if v) or None
 
 
 def _text(value: Any) -> str:

@@ -101,7 +101,8 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     tensors: dict[str, OutputTensor] = {}
     files = []
     for at in ranks.all():
-        folder = f"{_iteration(values)}/{directory(at, parallel)}"
+        iteration = f"iter_{values['iteration']:07d}" if "iteration" in values else RELEASE
+        folder = f"{iteration}/{directory(at, parallel)}"
         files.append(_file(f"{folder}/{FILE}", head, ranks.chunks(at), tensors))
         if optimizer is not None:
             beside = buffers_file(f"{folder}/{OPTIMIZER_FILE}", at, ranks, optimizer, tensors)
@@ -110,10 +111,6 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     return OutputPlan(
         files=tuple(files), digest="crc32", finish=lambda backend: publish_once(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
     )
-
-
-def _iteration(values: Mapping[str, Any]) -> str:
-    return f"iter_{values['iteration']:07d}" if "iteration" in values else RELEASE
 
 
 def directory(at: ModelRank, parallel: MegatronParallel) -> str:

@@ -30,7 +30,7 @@ def add_distributed(states: FlatStates, number: int, chunks: Sequence[Sequence[L
             continue
         buffers = coalesced(meaning, number, part, where)
         wanted = [[p for p in chunk if len(parts) == 1 or p.expert == bool(place)] for chunk in chunks]
-        expected = [(dtype, [p for p in chunk if p.dtype == dtype]) for chunk in wanted for dtype in _dtypes(chunk)]
+        expected = [(dtype, [p for p in chunk if p.dtype == dtype]) for chunk in wanted for dtype in dict.fromkeys(p.dtype for p in chunk)]
         if sorted(buffers) != list(range(len(expected))):
             raise FormatError(f"{len(buffers)} buffers of {len(expected)}", where=where, hint=HINT)
         for index, (dtype, params) in enumerate(expected):
@@ -41,7 +41,3 @@ def add_distributed(states: FlatStates, number: int, chunks: Sequence[Sequence[L
                 raise FormatError(what, where=where, hint="frozen parameters, or buckets of an unknown size: save it as torch_dist")
             for param, slot in zip(params, layout.slots, strict=True):
                 states.add(param, layout.compact(slot), buffer.segments)
-
-
-def _dtypes(params: Sequence[LocalParam]) -> list[str]:
-    return list(dict.fromkeys(p.dtype for p in params))

@@ -219,6 +219,7 @@ class _Legacy:
 
     def _local(self, rank: RankFile) -> list[list[Local]]:
         """The parameters in a file, by chunk."""
+        alone = self.arguments.get("expert_tensor_parallel_size") == 1
         tied = self.sizes.pipeline > 1 and self.arguments.get("untie_embeddings_and_output_weights") is False
         chunks = []
         for number, chunk in enumerate(rank.chunks):
@@ -226,17 +227,13 @@ class _Legacy:
                 first_layer=self.first_layers[rank.at.pipeline, number],
                 tensor=(rank.at.tensor, self.sizes.tensor),
                 expert=(rank.at.expert, self.sizes.expert),
-                expert_tensor=self._expert_tensor(rank),
+                expert_tensor=(0, 1) if alone else (rank.at.tensor, self.sizes.tensor),
                 tied=tied and rank.at.pipeline == self.sizes.pipeline - 1,
                 shared=tied,
                 arguments=self.arguments,
             )
             chunks.append(local_params(chunk, names, rank.archive.where))
         return chunks
-
-    def _expert_tensor(self, rank: RankFile) -> tuple[int, int]:
-        alone = self.arguments.get("expert_tensor_parallel_size") == 1
-        return (0, 1) if alone else (rank.at.tensor, self.sizes.tensor)
 
     def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[SourcePiece]], shapes: dict[str, tuple[int, ...]]) -> None:
         source = InArchive(rank.number, one.view)
