@@ -62,10 +62,10 @@ class MemoryBackend(Backend):
         return f"{self._root}/{check_path(path)}"
 
     def _get(self, key: str) -> bytes | bytearray:
-        found = self._store.objects.get(key)
-        if found is None:
+        content = self._store.objects.get(key)
+        if content is None:
             raise NotFoundError("no such object", where=f"memory://{key}", hint="check the URL; memory:// does not outlive the process")
-        return found
+        return content
 
     def _range(self, path: str, offset: int, length: int | None) -> memoryview:
         check_read(offset, length)
@@ -96,12 +96,12 @@ class MemoryBackend(Backend):
         """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
         start = f"{self._root}/{check_prefix(prefix)}"
         with self._store.lock:
-            found = [
+            entries = [
                 ObjectMeta(key.removeprefix(f"{self._root}/"), len(content))
                 for key, content in self._store.objects.items()
                 if key.startswith(start)
             ]
-        return iter(sorted(found))
+        return iter(sorted(entries))
 
     def list_dir(self, prefix: str = "") -> list[str]:
         """See ``Backend.list_dir``."""

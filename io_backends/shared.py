@@ -38,9 +38,9 @@ def left_behind(backend: Backend, prefix: str = "") -> Iterator[PendingUpload]:
     """What processes that died left of objects directly below the root whose names start with ``prefix``: files aside, and uploads as far
     as we may list them."""
     for name in backend.list_dir():
-        found = _ASIDE_NAME.fullmatch(name)
-        if found is not None and found["name"].startswith(prefix):
-            yield PendingUpload(path=found["name"], started=0.0, token=name)
+        match = _ASIDE_NAME.fullmatch(name)
+        if match is not None and match["name"].startswith(prefix):
+            yield PendingUpload(path=match["name"], started=0.0, token=name)
     with suppress(AccessError):  # a right of its own, which few jobs have been given
         yield from (u for u in backend.pending_uploads(prefix) if "/" not in u.path)
 

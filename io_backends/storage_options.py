@@ -114,14 +114,14 @@ def _of_file(path: str) -> dict[str, Configured]:
     """What the file says, read anew when it has changed."""
     global _file
     try:
-        found = os.stat(path)
-        state = (path, found.st_mtime_ns, found.st_size)
+        status = os.stat(path)
+        state = (path, status.st_mtime_ns, status.st_size)
         if _file[0] != state:
             content = json.loads(Path(path).read_bytes())
             if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
                 raise ValueError("it is no JSON object of URLs, each with an object of options")
-            said = {url: Configured(options=options) for url, options in content.items()}
-            _file = (state, {_checked(url, configured): configured for url, configured in said.items()})
+            by_url = {url: Configured(options=options) for url, options in content.items()}
+            _file = (state, {_checked(url, configured): configured for url, configured in by_url.items()})
     except UsageError:
         raise
     except (OSError, ValueError) as err:  # the text of a JSONDecodeError has a place, and nothing of the content

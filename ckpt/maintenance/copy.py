@@ -74,7 +74,7 @@ def copy_checkpoint(
     began = time.monotonic()
     run = Transfer(source, target)
     if dry_run:
-        missing = run.sizes.keys() - run.whole()
+        missing = run.sizes.keys() - run.complete()
     else:
         run.target.prepare()
         with replacement_noticed(run.catalog):
@@ -151,13 +151,13 @@ class Transfer:
                 hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
                 raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
             return False
-        found = CommitRecord.from_bytes(data, f"{self.target.url}/{COMMIT_PATH}")
-        if replace and found.id < self.record.id:
+        committed = CommitRecord.from_bytes(data, f"{self.target.url}/{COMMIT_PATH}")
+        if replace and committed.id < self.record.id:
             self.replaced = data
             return False
-        if (found.id, dict(found.index)) != (self.record.id, dict(self.record.index)):
+        if (committed.id, dict(committed.index)) != (self.record.id, dict(self.record.index)):
             raise ConflictError(
-                f"another checkpoint is there: save {found.id} of {found.created}",
+                f"another checkpoint is there: save {committed.id} of {committed.created}",
                 where=self.target.url,
                 hint="copy to another URL, or remove that checkpoint first",
             )
@@ -165,11 +165,11 @@ class Transfer:
 
     def _index(self) -> dict[str, bytes]:
         """The small files, whole; those whose digests the record has are compared with them."""
-        found = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in self.record.index}
+        index = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in self.record.index}
         spans = index_path(self.record.id, SPANS)
         with suppress(NotFoundError):  # not every save keeps them
-            found[spans] = self.source.read(spans)
-        return found
+            index[spans] = self.source.read(spans)
+        return index
 
     # ---- what is there
 
@@ -177,7 +177,7 @@ class Transfer:
         """Sizes of the files of this checkpoint that are at the target, whole or not."""
         return {e.path: e.size for e in self.target.list_prefix() if e.path in self.sizes}
 
-    def whole(self) -> set[str]:
+    def complete(self) -> set[str]:
         """Paths of those that have the right size."""
         return {path for path, size in self.there().items() if size == self.sizes[path]}
 
@@ -188,11 +188,11 @@ class Transfer:
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
         there = {path: size for path, size in self._begin().items() if path in sizes}
-        whole = {path for path, size in there.items() if size == self.sizes[path]}
-        damaged = self._damaged(whole, threads, meter)
+        complete = {path for path, size in there.items() if size == self.sizes[path]}
+        damaged = self._damaged(complete, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
-        self._make_room((there.keys() - whole) | damaged)
-        missing = (sizes.keys() - whole) | damaged
+        self._make_room((there.keys() - complete) | damaged)
+        missing = (sizes.keys() - complete) | damaged
         self._copy_index(missing, meter)
         self._copy_data(missing, threads, meter)
         return missing

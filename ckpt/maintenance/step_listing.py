@@ -64,8 +64,8 @@ class Step:
 
 def step_number(name: str) -> int | None:
     """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
-    found = _NUMBER.fullmatch(name.strip("/"))
-    return int(found[1]) if found else None
+    match = _NUMBER.fullmatch(name.strip("/"))
+    return int(match[1]) if match else None
 
 
 def list_steps(root_url: str) -> list[Step]:

@@ -27,6 +27,18 @@ from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import left_behind, remove_left
 from ckpt.io_backends.shared_object import SharedObject
 
+# Names in the order in which they appear, on storage where processes share files
+#
+#   all ranks    write to files aside (hidden names, or parts of an upload), and make them durable; nobody sees anything
+#   leader       puts convert.json: from here on ckpt opens nothing at this place
+#                deletes the index of an export that is replaced, then its shards that no new one replaces
+#                gives each file its name
+#                puts the small files, and the new index last: it is what transformers looks for
+#                deletes convert.json: the commit
+#
+# Killed before convert.json, the earlier export is untouched. Killed after it, the place cannot be opened, by ckpt at least, until an
+# export there begins again, which removes what this one left.
+
 _STEM = "model"
 _WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 
@@ -146,9 +158,7 @@ class ExportTransaction:
         transaction.shared = [first]
         try:
             for file in files[1:]:
-                shared = destination.backend.create_shared(file.path, file.size)
-                assert shared is not None
-                transaction.shared.append(shared)
+                transaction.shared.append(_shared(destination.backend, file))
         except BaseException:
             transaction.discard()
             raise
@@ -233,6 +243,15 @@ class ExportTransaction:
             self.journal.discard()
 
 
+def _shared(backend: Backend, file: OutputFile, token: str | None = None) -> SharedObject:
+    """A file that several processes write, begun or joined, on storage that has shared another one."""
+    shared = backend.create_shared(file.path, file.size, token)
+    if shared is None:
+        hint = "the URL must be on one storage, which all ranks share"
+        raise StorageError(f"the storage shares other files, but not {file.path}", where=backend.url, hint=hint)
+    return shared
+
+
 class RankFiles:
     """One rank's side of the files: opened when the first byte is written. ``tokens`` are the leader's, or None where files cannot be
     shared; ``mine`` are the objects that this process began itself."""
@@ -256,10 +275,8 @@ class RankFiles:
                 with self._journal.making(file.path):
                     self._alone[number] = self.destination.backend.create(file.path, file.size)
         elif number not in self._shared:
-            join = self.destination.backend.create_shared
-            joined = self.mine[number] if self.mine is not None else join(file.path, file.size, self.tokens[number])
-            assert joined is not None
-            self._shared[number] = joined
+            mine = None if self.mine is None else self.mine[number]
+            self._shared[number] = mine or _shared(self.destination.backend, file, self.tokens[number])
 
     def write(self, number: int, offset: int, data: memoryview) -> None:
         """Write bytes of a file that is open."""

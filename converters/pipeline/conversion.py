@@ -190,7 +190,8 @@ class Conversion:
 
     def write(self, planned: OutputPlan, missing: Sequence[int], *, progress: Progress | None) -> int:
         """Write them; gives the bytes that were read."""
-        if not missing or self.record is None:
+        record = self.record
+        if not missing or record is None:
             return 0
         from .file_stream import FileStream
 
@@ -201,16 +202,14 @@ class Conversion:
             memory=self.options.memory,
             threads=default_threads(self.options.threads),
             verify=self.options.verify,
-            begin=lambda number: self._clear(planned.files[number], number),
-            done=self.record.done,
+            begin=lambda number: self._clear(record, planned.files[number], number),
+            done=record.done,
         )
         stream.write(missing, progress)
         return stream.bytes_read
 
-    def _clear(self, file: OutputFile, number: int) -> None:
+    def _clear(self, record: ConversionJournal, file: OutputFile, number: int) -> None:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
-        record = self.record
-        assert record is not None
         if self._new:
             return  # none was: what is there, a link that leads nowhere for example, is somebody's
         others = find(self.backend, self.name, self.digest) is None

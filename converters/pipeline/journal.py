@@ -23,6 +23,17 @@ from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 
+# A conversion in the storage, from its begin to its end
+#
+#   convert.json put             the record: which files, and a digest of everything that they depend on. Other options: another digest,
+#                                which is refused; the same command finds its own record and resumes
+#   convert-<id>/00000, 00001 …  one mark for each file, put when it is durable. A file without mark may be cut off, so it is written anew
+#   convert-<id>/finish          the claim: of all processes that see all marks, the one that puts it writes what comes last
+#   convert.json deleted         the commit: readers refuse the directory as long as it is there
+#   marks deleted, claim last    whoever comes late finds no record but the claim, and knows that all has ended (``ended``)
+#
+# Killed between two lines, the same command continues at the line where it was.
+
 
 def digest_of(chosen: OutputSet, *options: object) -> str:
     """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``options``."""

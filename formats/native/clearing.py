@@ -1,9 +1,4 @@
-"""Clearing away a save that was never committed, while it may be committed after all; and the links that nothing reaches through.
-
-Looking and removing are two steps, and so are looking and committing. Whoever clears a save away leaves a mark first and looks at the
-commit record then; whoever commits publishes the record first and looks for files and marks then. So one of the two sees the other: a
-save is cleared only if it is not committed, and a commit that may have lost files is taken back and raises.
-"""
+"""Clearing away a save that was never committed, while it may be committed after all; and the links that nothing reaches through."""
 
 from __future__ import annotations
 
@@ -22,6 +17,20 @@ if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 log = logging.getLogger("ckpt")
+
+# Why clearing and committing cannot both go wrong
+#
+# A clean-up cannot know whether a save is dead, and looking and removing are two steps. So are looking and committing. Each side first
+# writes what the other will look for, and looks then:
+#
+#        who clears                                     who commits
+#     1  put the mark index-<id>/clearing               put checkpoint.json
+#     2  read checkpoint.json: committed? then stop     list files and marks: all there, no mark? then it is committed
+#     3  remove files, the mark as long as it is there  else take the record back, and raise
+#
+# Whatever the order in time, the later of the two puts comes before its own look, so at least one side sees the other. Both may: then
+# the commit is taken back though the clearing stops, and the save raises; nobody has relied on it yet. A copy or a conversion that is
+# resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops at its next file.
 
 _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
 

@@ -75,15 +75,15 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
             f"there are no data files of save {id!r}", where=backend.url, hint="ids are the first part of the names in data/"
         )
     files: list[DataFile] = []
-    found: dict[str, _RebuiltTensor] = {}
+    tensors: dict[str, _RebuiltTensor] = {}
     for number, entry in enumerate(entries):
         where = f"{backend.url.rstrip('/')}/{entry.path}"
         file, header, coded = _read(backend, entry, where)
         files.append(file)
-        _collect(header, coded, number, found, where)
-    tensors = tuple(_tensor(name, found[name], backend.url) for name in sorted(found))
-    features = (CODED,) if any(codec is not None for f in found.values() for codec in f.codecs) else ()
-    return Rebuilt(contents=Contents(tensors=tensors, files=tuple(files)), features=features)
+        _collect(header, coded, number, tensors, where)
+    tensor_entries = tuple(_tensor(name, tensors[name], backend.url) for name in sorted(tensors))
+    features = (CODED,) if any(codec is not None for t in tensors.values() for codec in t.codecs) else ()
+    return Rebuilt(contents=Contents(tensors=tensor_entries, files=tuple(files)), features=features)
 
 
 def _read(backend: Backend, entry: ObjectMeta, where: str) -> tuple[DataFile, Header, _Coded]:
@@ -123,7 +123,7 @@ def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_INCOMPLETE)
 
 
-def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _RebuiltTensor], where: str) -> None:
+def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _RebuiltTensor], where: str) -> None:
     for key, chunk in header.chunks.items():
         try:
             name, ranges, codec = parse_key(key)
@@ -132,7 +132,7 @@ def _collect(header: Header, coded: _Coded, file: int, found: dict[str, _Rebuilt
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
         if codec is not None and codec not in CODECS:
             raise unknown_codec(codec, f"chunk {key!r}", where)
-        tensor = found.setdefault(name, _RebuiltTensor(dtype=dtype, dims=len(box.shape)))
+        tensor = tensors.setdefault(name, _RebuiltTensor(dtype=dtype, dims=len(box.shape)))
         if (tensor.dtype, tensor.dims) != (dtype, len(box.shape)):
             raise CorruptError(f"chunk {key!r} is {dtype.name}, others of this tensor {tensor.dtype.name}", where=where, hint=_INCOMPLETE)
         if None not in (shape, tensor.shape) and shape != tensor.shape:
@@ -185,22 +185,24 @@ def _box(ranges: Ranges | None, shape: tuple[int, ...]) -> Box:
     return Box(tuple(0 if r is None else r[0] for r in ranges), shape)
 
 
-def _tensor(name: str, found: _RebuiltTensor, where: str) -> TensorEntry:
-    offsets = np.array([b.offset for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
-    shapes = np.array([b.shape for b in found.boxes], dtype=np.int64).reshape(len(found.boxes), found.dims)
+def _tensor(name: str, rebuilt: _RebuiltTensor, where: str) -> TensorEntry:
+    offsets = np.array([b.offset for b in rebuilt.boxes], dtype=np.int64).reshape(len(rebuilt.boxes), rebuilt.dims)
+    shapes = np.array([b.shape for b in rebuilt.boxes], dtype=np.int64).reshape(len(rebuilt.boxes), rebuilt.dims)
     ends = tuple((offsets + shapes).max(axis=0).tolist())
-    shape = ends if found.shape is None else found.shape
+    shape = ends if rebuilt.shape is None else rebuilt.shape
     if any(e > n for e, n in zip(ends, shape, strict=True)):
         raise CorruptError(f"tensor {name!r}: a chunk leaves the shape {shape}", where=where, hint=_INCOMPLETE)
     fault = find_fault(shape, offsets, shapes)
     if fault is not None:
         what = "is in no data file" if fault.times == 0 else f"is stored {fault.times} times"
         raise CorruptError(f"tensor {name!r}: {fault.box} {what}", where=where, hint=_INCOMPLETE)
-    for key, codec, box in zip(found.keys, found.codecs, found.boxes, strict=True):
-        wanted = chunk_key(name, box, shape, found.dtype) if codec is None else coded_key(name, box, shape, codec)
+    for key, codec, box in zip(rebuilt.keys, rebuilt.codecs, rebuilt.boxes, strict=True):
+        wanted = chunk_key(name, box, shape, rebuilt.dtype) if codec is None else coded_key(name, box, shape, codec)
         if key != wanted:
             raise CorruptError(f"tensor {name!r} is not whole: a key is {key!r}, not {wanted!r}", where=where, hint=_INCOMPLETE)
-    return TensorEntry(name=name, dtype=found.dtype, shape=shape, grid=_grid(shape, offsets, shapes, np.array(found.files, dtype=np.int32)))
+    return TensorEntry(
+        name=name, dtype=rebuilt.dtype, shape=shape, grid=_grid(shape, offsets, shapes, np.array(rebuilt.files, dtype=np.int32))
+    )
 
 
 def _grid(shape: tuple[int, ...], offsets: IntArray, shapes: IntArray, files: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Grid:

@@ -177,10 +177,10 @@ class ReadingRows:
 
     def test_modified(self, backend: Backend) -> None:
         put(backend, "d/a", BYTES)
-        told = backend.modified("d/a")
-        if told is None:
+        modified = backend.modified("d/a")
+        if modified is None:
             pytest.skip("the storage keeps no times")
-        assert abs(told - time.time()) < 120
+        assert abs(modified - time.time()) < 120
         for path in ("no", "d", "d/no"):
             with pytest.raises(NotFoundError):
                 backend.modified(path)
@@ -188,11 +188,11 @@ class ReadingRows:
     def test_now(self, backend: Backend) -> None:
         """It is the clock of ``modified``, and to ask changes nothing."""
         put(backend, "d/a", BYTES)
-        before, told, written = everything(backend), backend.now(), backend.modified("d/a")
+        before, now, written = everything(backend), backend.now(), backend.modified("d/a")
         assert everything(backend) == before
-        if told is None:
+        if now is None:
             pytest.skip("the storage does not say what time it is")
-        assert written is None or -2 < told - written < 120
+        assert written is None or -2 < now - written < 120
 
     def test_nothing_is_a_link_unless_it_is_one(self, backend: Backend) -> None:
         put(backend, "d/a", BYTES)

@@ -39,12 +39,12 @@ class WritingRows:
     def test_many_parts_in_one_write(self, backend: Backend) -> None:
         random_bytes = random.Random(0)
         parts = [random_bytes.randbytes(random_bytes.choice([0, 1, 3, 50, 4097])) for _ in range(3000)]
-        whole = b"".join(parts)
-        with backend.create("a", len(whole) + 5) as writer:
+        joined = b"".join(parts)
+        with backend.create("a", len(joined) + 5) as writer:
             writer.write(5, parts)
             writer.write(0, [b"first"])
             writer.commit()
-        assert backend.read("a") == b"first" + whole
+        assert backend.read("a") == b"first" + joined
 
     def test_writes_any_contiguous_buffer(self, backend: Backend) -> None:
         numbers: Any = memoryview(BYTES[:96]).cast("d", (3, 4))
@@ -79,7 +79,7 @@ class WritingRows:
         data = random.Random(skew + edge).randbytes(size)
         with mmap.mmap(-1, size + 4096) as memory:  # begins at a page
             memory[skew : skew + size] = data
-            with memoryview(memory) as whole, whole[skew : skew + size] as view, backend.create("a", size) as writer:
+            with memoryview(memory) as memory_view, memory_view[skew : skew + size] as view, backend.create("a", size) as writer:
                 cuts = [0, *(edge + (mib << 20) for mib in (1, 2, 4, 5)), size]
                 results = together(*[partial(_write_in_parts, writer, view, lo, hi) for lo, hi in pairwise(cuts)])
                 writer.commit()

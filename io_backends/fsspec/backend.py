@@ -124,9 +124,9 @@ class FsspecBackend(Backend):
                 return b""
             raise
         if len(data) > length:
-            told = f"the storage was asked for {length} bytes and gave {len(data)}: it does not know ranges"
+            message = f"the storage was asked for {length} bytes and gave {len(data)}: it does not know ranges"
             hint = "serve the files with a server that does, as nginx and Apache do, or copy them to this machine first"
-            raise StorageError(told, where=self._place.where(path), hint=hint)
+            raise StorageError(message, where=self._place.where(path), hint=hint)
         return data
 
     def read_whole(self, path: str, limit: int) -> bytes:
@@ -241,11 +241,11 @@ class FsspecBackend(Backend):
         """After an error: a lost answer is a success, and somebody else's content a conflict."""
         if isinstance(err, NotFoundError):
             raise err
-        held = self._content(path)
-        if held == data:
+        content = self._content(path)
+        if content == data:
             return
-        if held != expected:
-            raise _conflict(self._place.where(path), held) from err
+        if content != expected:
+            raise _conflict(self._place.where(path), content) from err
         raise err
 
     def _publish(self, path: str, data: bytes, condition: dict[str, Any]) -> None:
@@ -266,9 +266,9 @@ class FsspecBackend(Backend):
             raise
 
     def _check_holds(self, path: str, expected: bytes | None) -> None:
-        held = self._content(path)
-        if held != expected:
-            raise _conflict(self._place.where(path), held, new=expected is None)
+        content = self._content(path)
+        if content != expected:
+            raise _conflict(self._place.where(path), content, new=expected is None)
 
     def _content(self, path: str) -> bytes | None:
         try:
@@ -294,9 +294,9 @@ class FsspecBackend(Backend):
         for parent in accumulate(parts[:-1], "{}/{}".format):
             target = self.link(parent)
             if target is not None:
-                told = f"nothing is removed beyond a symbolic link, and this is one to {target}"
+                message = f"nothing is removed beyond a symbolic link, and this is one to {target}"
                 hint = "remove the link itself, or what is behind it by its own path"
-                raise StorageError(told, where=self._place.where(parent), hint=hint)
+                raise StorageError(message, where=self._place.where(parent), hint=hint)
 
     def link(self, path: str = "") -> str | None:
         """See ``Backend.link``: links of this machine's file systems are known, whatever name fsspec has for these."""
@@ -332,13 +332,13 @@ def _is_file(info: Any) -> bool:
     return info.get("type", "file") == "file" and not info["name"].endswith("/")
 
 
-def _conflict(where: str, held: bytes | None, *, new: bool = False) -> ConflictError:
+def _conflict(where: str, content: bytes | None, *, new: bool = False) -> ConflictError:
     if new:
         return ConflictError(
             "cannot publish: the name is taken", where=where, hint="another save was first; use another name, or replace it"
         )
-    found = "it is absent now" if held is None else "it holds something else now"
-    return ConflictError(f"cannot replace: {found}", where=where, hint="another save was first; read it again and decide anew")
+    state = "it is absent now" if content is None else "it holds something else now"
+    return ConflictError(f"cannot replace: {state}", where=where, hint="another save was first; read it again and decide anew")
 
 
 def _begin_anew() -> None:

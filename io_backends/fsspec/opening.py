@@ -99,9 +99,9 @@ def after_fork(filesystem: Any) -> Any:
 
 def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The values that no message may show."""
-    found = [secret for value in options.values() if isinstance(value, Mapping) for secret in secrets_of(value)]
-    found += [v for k, v in options.items() if isinstance(v, str) and len(v) > 3 and any(word in k.lower() for word in _SECRET)]
-    return tuple(found)
+    secrets = [secret for value in options.values() if isinstance(value, Mapping) for secret in secrets_of(value)]
+    secrets += [v for k, v in options.items() if isinstance(v, str) and len(v) > 3 and any(word in k.lower() for word in _SECRET)]
+    return tuple(secrets)
 
 
 def _forget() -> None:

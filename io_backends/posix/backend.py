@@ -178,8 +178,8 @@ class PosixBackend(Backend):
         check_path(name)
 
         def tokens(part: list[str]) -> dict[str, str]:
-            found = ((directory, _token(os.path.join(self._root, directory, name))) for directory in part)
-            return {directory: token for directory, token in found if token is not None}
+            pairs = ((directory, _token(os.path.join(self._root, directory, name))) for directory in part)
+            return {directory: token for directory, token in pairs if token is not None}
 
         parts = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
         with ThreadPoolExecutor(max(1, min(len(parts), _THREADS))) as pool:
@@ -309,18 +309,18 @@ def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
 
     With the slash counted, a walk in this order gives paths in order: ``a.txt`` comes before ``a/b``.
     """
-    found = []
+    named = []
     try:
         with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
             for entry in entries:
                 with suppress_loops():
                     if entry.is_dir():
-                        found.append((entry.name + "/", entry))
+                        named.append((entry.name + "/", entry))
                     elif entry.is_file():
-                        found.append((entry.name, entry))
+                        named.append((entry.name, entry))
     except NotFoundError:
         return []
-    return sorted(found, key=lambda item: item[0])
+    return sorted(named, key=lambda item: item[0])
 
 
 def _size_if_there(entry: os.DirEntry[str]) -> int | None:

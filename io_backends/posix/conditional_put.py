@@ -82,10 +82,10 @@ def _check_holds(file: str, expected: bytes) -> None:
                 if f.read(len(expected) + 1) == expected:
                     return
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        found = "it holds something else now"
+        state = "it holds something else now"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        found = "it is absent now"
-    raise ConflictError(f"cannot replace: {found}", where=file, hint="another save was first; read it again and decide anew")
+        state = "it is absent now"
+    raise ConflictError(f"cannot replace: {state}", where=file, hint="another save was first; read it again and decide anew")
 
 
 @contextmanager

@@ -70,9 +70,9 @@ class FileSystem:
     def refuse(self, where: str, reason: str) -> None:
         """Answer no from now on; says so in the log, once."""
         with self._lock:
-            told = self._addresses == [None] and self._pays == [False]
+            is_reported = self._addresses == [None] and self._pays == [False]
             self._addresses, self._pays = [None], [False]
-        if not told:
+        if not is_reported:
             log.warning("%s: the file system takes no direct writes (%s); writing through the page cache instead", where, reason)
 
 
@@ -126,7 +126,11 @@ def _takes(directory: str, multiple: int) -> bool:
     try:
         with _nameless_file(directory) as (fd, direct), mmap.mmap(-1, _BLOCK + PAGE) as memory:
             memory[multiple : multiple + _BLOCK] = os.urandom(_BLOCK)
-            with memoryview(memory) as whole, whole[multiple : multiple + _BLOCK] as block, whole[multiple : multiple + PAGE] as page:
+            with (
+                memoryview(memory) as memory_view,
+                memory_view[multiple : multiple + _BLOCK] as block,
+                memory_view[multiple : multiple + PAGE] as page,
+            ):
                 return _write_several(fd, direct, page, block)
     except OSError as err:
         log.debug("no direct writes from addresses that are multiples of %d: %s", multiple, err)
@@ -136,11 +140,11 @@ def _takes(directory: str, multiple: int) -> bool:
 def _write_several(fd: int, direct: int, page: memoryview, block: memoryview) -> bool:
     os.ftruncate(fd, (_AT_ONCE + 1) * _BLOCK)
     places = range(_BLOCK, (_AT_ONCE + 1) * _BLOCK, _BLOCK)
-    whole = os.pwrite(direct, page, 0) == PAGE
+    complete = os.pwrite(direct, page, 0) == PAGE
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-probe") as pool:
-        whole = all([*pool.map(lambda at: os.pwrite(direct, block, at) == _BLOCK, places)]) and whole
+        complete = all([*pool.map(lambda at: os.pwrite(direct, block, at) == _BLOCK, places)]) and complete
     os.fdatasync(direct)
-    return whole and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
+    return complete and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
 
 
 def _compare(directory: str) -> bool:
@@ -148,9 +152,9 @@ def _compare(directory: str) -> bool:
         memory[:] = os.urandom(_BLOCK)
         with memoryview(memory) as block:
             buffered, direct = _cost(directory, block, direct=False), _cost(directory, block, direct=True)
-    found = pays(direct, buffered)
-    log.debug("direct writes in %s %s: %s, buffered %s", directory, "pay" if found else "do not pay", direct, buffered)
-    return found
+    pay = pays(direct, buffered)
+    log.debug("direct writes in %s %s: %s, buffered %s", directory, "pay" if pay else "do not pay", direct, buffered)
+    return pay
 
 
 def _cost(directory: str, block: memoryview, *, direct: bool) -> Cost:

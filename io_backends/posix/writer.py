@@ -108,6 +108,9 @@ class PosixWriter(WriterBase):
                 slices.popleft()
         return fd
 
+    # Direct and cached writes go through two descriptors of one file. When the file system refuses a direct write, it may report the error
+    # of an earlier one at the next call on the same descriptor, whichever that is. So both are retired: what follows goes through a third,
+    # opened anew, whose fsync then tells about this file alone.
     def _reopen(self) -> None:
         """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems
         keep it for what comes next through the same descriptors: so these are not written to any more.

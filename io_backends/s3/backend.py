@@ -138,7 +138,7 @@ class S3Backend(Backend):
             yield from page
 
     def _entries(self, page: Any) -> list[ObjectMeta]:
-        paths = ((str(found["Key"]).removeprefix(self._prefix), int(found["Size"])) for found in page.get("Contents", ()))
+        paths = ((str(item["Key"]).removeprefix(self._prefix), int(item["Size"])) for item in page.get("Contents", ()))
         return [ObjectMeta(path, size) for path, size in paths if _is_path(path)]
 
     def list_dir(self, prefix: str = "") -> list[str]:
@@ -230,10 +230,10 @@ class S3Backend(Backend):
         names = {"Prefix": start}
         while True:
             page = self._asked("list the uploads", "list_multipart_uploads", names)
-            for found in page.get("Uploads", ()):
-                path = str(found["Key"]).removeprefix(self._prefix)
-                if str(found["Key"]).startswith(start) and _is_path(path):
-                    yield PendingUpload(path=path, started=found["Initiated"].timestamp(), token=str(found["UploadId"]))
+            for upload in page.get("Uploads", ()):
+                path = str(upload["Key"]).removeprefix(self._prefix)
+                if str(upload["Key"]).startswith(start) and _is_path(path):
+                    yield PendingUpload(path=path, started=upload["Initiated"].timestamp(), token=str(upload["UploadId"]))
             if not page.get("IsTruncated"):
                 return
             names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -109,8 +109,8 @@ def check_whole(checks: Checks, parts: Sequence[ConfirmedPart], answer: Mapping[
     suffix = f"-{len(parts)}"
     crc, tag = str(answer.get("ChecksumCRC32", "")), str(answer.get("ETag", "")).strip('"')
     if crc.endswith(suffix) and all(part.crc for part in parts):
-        whole = zlib.crc32(b"".join(b64decode(part.crc) for part in parts))
-        _compare("CRC-32", crc, _base64(whole.to_bytes(4, "big")) + suffix)
+        combined = zlib.crc32(b"".join(b64decode(part.crc) for part in parts))
+        _compare("CRC-32", crc, _base64(combined.to_bytes(4, "big")) + suffix)
     if checks.tags and tag.endswith(suffix) and all(md5_in(part.tag) for part in parts):
         digests = b"".join(bytes.fromhex(md5_in(part.tag)) for part in parts)
         _compare("MD5", tag, hashlib.md5(digests, usedforsecurity=False).hexdigest() + suffix)

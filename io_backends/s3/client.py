@@ -243,8 +243,8 @@ def _moment(text: Any) -> datetime:
         moment = datetime.fromisoformat(text[:-1] + "+00:00") if text.endswith("Z") else parsedate_to_datetime(text)
     except (AttributeError, TypeError, ValueError):
         moment = None
-    found: datetime = parse_timestamp(text) if moment is None or moment.tzinfo is None else moment
-    return found
+    parsed: datetime = parse_timestamp(text) if moment is None or moment.tzinfo is None else moment
+    return parsed
 
 
 def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
@@ -276,11 +276,11 @@ def client_of(options: S3Options = DEFAULT) -> S3Client:
     """The client for these options and the environment as it is now."""
     key = (environment(), options.token)
     with _clients_lock:
-        found = _clients.pop(key) if key in _clients else S3Client(options)
-        _clients[key] = found  # the last one that will be forgotten
+        client = _clients.pop(key) if key in _clients else S3Client(options)
+        _clients[key] = client  # the last one that will be forgotten
         while len(_clients) > _KEPT:
             del _clients[next(iter(_clients))]
-        return found
+        return client
 
 
 def _forget() -> None:

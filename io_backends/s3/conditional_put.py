@@ -37,10 +37,10 @@ def _replace(key: Key, data: bytes, etag: str) -> None:
 def _tag_of(key: Key, content: bytes) -> str:
     """The ETag of the object, which holds exactly ``content``."""
     try:
-        found, etag = read_tagged(key)
+        stored, etag = read_tagged(key)
     except NotFoundError as err:
         raise conflict(key, "it is absent now") from err
-    if found != content:
+    if stored != content:
         raise conflict(key, "it holds something else now")
     return etag
 
@@ -55,15 +55,15 @@ def _etag(key: Key) -> str:
 def _put_after_comparing(key: Key, data: bytes, expected: bytes | None) -> None:
     """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
     try:
-        found: bytes | None = read_tagged(key)[0]
+        stored: bytes | None = read_tagged(key)[0]
     except NotFoundError:
-        found = None
-    if found != expected:
+        stored = None
+    if stored != expected:
         raise conflict(key, "the name is taken" if expected is None else "it is absent or holds something else now")
     put(key, data, {}, checks_of(key))
     try:
-        found = read_tagged(key)[0]
+        stored = read_tagged(key)[0]
     except NotFoundError:
-        found = None
-    if found != data:
+        stored = None
+    if stored != data:
         raise conflict(key, "another writer replaced it at once")

@@ -55,8 +55,8 @@ class S3Options:
     @cached_property
     def token(self) -> str:
         """Equal for equal options."""
-        said = repr((self.profile, _sorted(self.client), _sorted(self.config), self.anonymous, self.requester_pays))
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = repr((self.profile, _sorted(self.client), _sorted(self.config), self.anonymous, self.requester_pays))
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 DEFAULT = S3Options()
@@ -66,10 +66,10 @@ def without_equivalent(options: Mapping[str, Any]) -> list[str]:
     """The names of options that only s3fs itself can honour; ``client_kwargs.x`` for those inside another one."""
     nested = {"client_kwargs": _CLIENT, "config_kwargs": _CONFIG}
     known = {*_PLAIN, *_WITHOUT_EFFECT, *nested}
-    found = [name for name, value in options.items() if name not in known and value is not None and value is not False and value != {}]
+    unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False and value != {}]
     for outer, inner in nested.items():
-        found += [f"{outer}.{name}" for name in _dict(options, outer) if name not in inner]
-    return sorted(found)
+        unknown += [f"{outer}.{name}" for name in _dict(options, outer) if name not in inner]
+    return sorted(unknown)
 
 
 def s3_options(options: Mapping[str, Any]) -> S3Options:
@@ -129,8 +129,8 @@ def _check_endpoint(endpoint: object) -> None:
 def _text(options: Mapping[str, Any], name: str) -> str:
     value = options[name]
     if not isinstance(value, str):
-        told = f"the storage option {name} is not text, but {type(value).__name__}"
-        raise UsageError(told, hint=f"digits in a variable need quotes: FSSPEC_S3_{name.upper()}='\"123\"'")
+        message = f"the storage option {name} is not text, but {type(value).__name__}"
+        raise UsageError(message, hint=f"digits in a variable need quotes: FSSPEC_S3_{name.upper()}='\"123\"'")
     return value
 
 

@@ -143,12 +143,12 @@ def assume(key: Key, abilities: str) -> None:
     """Take what another process tried, if it reaches the same store in the same way, and was asked for the same."""
     client, bucket = key.client, key.bucket
     with client.trying, suppress(ValueError, KeyError, TypeError):
-        found = json.loads(abilities)
-        same = (found["endpoint"], found["bucket"], found["asked"]) == (client.endpoint, bucket, settings.s3_checksum())
-        checks = {kind: Checks(**found[kind]) for kind in ("whole", "parts") if kind in found}
+        results = json.loads(abilities)
+        same = (results["endpoint"], results["bucket"], results["asked"]) == (client.endpoint, bucket, settings.s3_checksum())
+        checks = {kind: Checks(**results[kind]) for kind in ("whole", "parts") if kind in results}
         if not same or bucket in client.checks or not {c.way for c in checks.values()} <= {*WAYS, OFF.way}:
             return
-        client.conditional[bucket], client.checks[bucket] = bool(found["conditional"]), checks["whole"]
+        client.conditional[bucket], client.checks[bucket] = bool(results["conditional"]), checks["whole"]
         if "parts" in checks:
             client.part_checks[bucket] = checks["parts"]
         if any(c.way == "sha256" for c in checks.values()):
@@ -171,10 +171,10 @@ def part_checks_of(key: Key) -> Checks:
     known = key.client.part_checks
     with key.client.trying:
         if key.bucket not in known:
-            whole = checks_of(key)
+            objects = checks_of(key)
             after = _candidates(settings.s3_checksum(), secure=key.client.secure())
-            ways = after[[c.way for c in after].index(whole.way) :] if whole != OFF else ()
-            known[key.bucket] = whole if not ways else _first_compared(_named_beside(key), ways, None)
+            ways = after[[c.way for c in after].index(objects.way) :] if objects != OFF else ()
+            known[key.bucket] = objects if not ways else _first_compared(_named_beside(key), ways, None)
     return known[key.bucket]
 
 

@@ -65,8 +65,8 @@ def described(key: Key) -> tuple[int, str, str]:
     """Size, ETag and version, which is empty in buckets that keep none; raises as ``head`` does."""
 
     def request(boto: Any, _: Tries) -> tuple[int, str, str]:
-        found = boto.head_object(**key.names)
-        return int(found["ContentLength"]), key.client.tag_of(found), str(found.get("VersionId", ""))
+        answer = boto.head_object(**key.names)
+        return int(answer["ContentLength"]), key.client.tag_of(answer), str(answer.get("VersionId", ""))
 
     return key.client.attempt("get the size", key.where, request)
 
@@ -222,13 +222,13 @@ def _beyond(boto: Any, key: Key, offset: int, reach: int) -> Exception:
 
 def _total(answer: Any, start: int, where: str) -> int:
     """Size of the object that a range was taken from."""
-    said = str(answer.get("ContentRange", ""))
-    unit, _, rest = said.partition(" ")
+    content_range = str(answer.get("ContentRange", ""))
+    unit, _, rest = content_range.partition(" ")
     span, _, total = rest.partition("/")
     if unit == "bytes" and span.startswith(f"{start}-") and total.isdigit():
         return int(total)
     if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
-        raise TruncatedError(f"half an answer: the range is {said or 'missing'}")
+        raise TruncatedError(f"half an answer: the range is {content_range or 'missing'}")
     if start == 0:
         return int(answer["ContentLength"])  # all of it
     raise StorageError(f"the store was asked for bytes from {start} and gave all", where=where, hint="it does not know ranges")

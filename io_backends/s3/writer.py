@@ -29,6 +29,15 @@ from .reading import Key, head
 from .requests import abort_upload, delete, mark_of, marked, new_mark, put
 from .tries import Tries
 
+# Where the bytes of a write go
+#
+#   the object is ``single``             gathered whole; one PUT at commit, with the condition that the name is free
+#   the write covers a whole part        sent from the caller's memory, who waits for it
+#   it covers some of a part             gathered; whoever writes the last byte of the part hands it to a thread that sends it (``_take``)
+#
+# A part that is sent twice would race with itself in the store, which keeps either. So a part is in one of: ``_gathered`` (some bytes are
+# missing), ``_sent`` (on its way), ``_parts`` (confirmed). It goes back only if sending it failed, or if all of it is written again.
+
 
 class S3Writer(WriterBase):
     """An object of ``size`` bytes that is being written to ``key``, in one request if it is ``single``, else in parts of ``part`` bytes.
