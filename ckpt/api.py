@@ -11,6 +11,7 @@ from . import settings
 from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
 from .layout.layout import Layout
+from .tracing.progress_callback import ProgressCallback, callback_of
 from .view import View
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def save(
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
+    progress: bool | ProgressCallback | None = None,
 ) -> SaveReport:
     """Save a state as one checkpoint. Collective: every rank of the job calls it; without torch.distributed, one process does.
 
@@ -51,6 +53,8 @@ def save(
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
         threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
         process_group: the ranks that take part, if not all.
+        progress: a function that is called with the bytes that this rank has done and has to do in all, ten times a second at most, in a
+            thread of its own; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
 
     Raises:
         StateError: a value cannot be stored.
@@ -68,7 +72,15 @@ def save(
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
         _check_layout(layout, group)
-        options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec)
+        options = _save_options(
+            layout,
+            timeout,
+            threads,
+            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
+            check_replicas=check_replicas,
+            merge=merge,
+            codec=codec,
+        )
     return save_state(url, state, group, options, partial(_note_failure, group, url))
 
 
@@ -86,6 +98,7 @@ def save_async(
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
+    progress: bool | ProgressCallback | None = None,
 ) -> SaveHandle:
     """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
 
@@ -102,7 +115,7 @@ def save_async(
         capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
         when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
         staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
-        url, state, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`save`.
+        url, state, layout, check_replicas, merge, codec, timeout, threads, process_group, progress: as for :func:`save`.
 
     Raises:
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
@@ -117,7 +130,16 @@ def save_async(
         if staging_bytes is not None and staging_bytes <= 0:
             raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")
         _check_layout(layout, group)
-        options = _save_options(layout, timeout, threads, check_replicas=check_replicas, merge=merge, codec=codec, staging=staging_bytes)
+        options = _save_options(
+            layout,
+            timeout,
+            threads,
+            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
+            check_replicas=check_replicas,
+            merge=merge,
+            codec=codec,
+            staging=staging_bytes,
+        )
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)
     with _fails_together(group, "save", url):
@@ -174,6 +196,7 @@ def load(
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
+    progress: bool | ProgressCallback | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, whatever layout and number of ranks it was saved with. Collective like :func:`save`.
 
@@ -196,6 +219,7 @@ def load(
             everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
             machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
         sources: as for :func:`open`.
+        progress: as for :func:`save`. Bytes are those of this rank's tensors; what other ranks read for it counts at the end.
         layout, timeout, threads, process_group: as for :func:`save`.
 
     Raises:
@@ -229,6 +253,7 @@ def load(
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
             sources=settings.sources(sources),
+            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
         )
     return load_state(url, state, group, options)
 

@@ -30,6 +30,7 @@ from ckpt.layout.layout import Layout
 from ckpt.maintenance.step_listing import Step
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
+from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
 from .begin_from import BeginFrom
@@ -69,7 +70,8 @@ class Checkpointer:
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
-        capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group: as for :func:`ckpt.save_async`.
+        capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group, progress: as for
+            :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Checkpointer:
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
         run_log: bool = True,
+        progress: bool | ProgressCallback | None = None,
     ) -> None:
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         check_choice(codec)
@@ -103,6 +106,7 @@ class Checkpointer:
         self.capture = capture
         self.timeout = settings.timeout(timeout)
         self._process_group = process_group
+        self._progress = progress
         self._options = SaveOptions(
             layout=layout,
             timeout=self.timeout,
@@ -156,7 +160,13 @@ class Checkpointer:
             raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
         origin = BeginFrom.of(begin_from) if begin_from is not None else None
         self._tiers.check(self.group, self.timeout)
-        given = {"layout": self._options.layout, "timeout": self.timeout, "threads": self._options.threads, **options}
+        given = {
+            "progress": self._progress,
+            "layout": self._options.layout,
+            "timeout": self.timeout,
+            "threads": self._options.threads,
+            **options,
+        }
         began, nbytes = time.perf_counter(), 0
         spans: dict[int, Row] = {}
 
@@ -239,7 +249,8 @@ class Checkpointer:
         failed = self._ended()
         check_step(n)
         earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
-        options = replace(self._options, metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier)
+        watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._tiers.place(n)}")
+        options = replace(self._options, metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, progress=watcher)
         self._schedule.begun(n)
         durable: Future[Any] | None = None
         try:

@@ -36,6 +36,7 @@ from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.errors import CkptError, ConflictError, ConsistencyError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
+from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
 
@@ -256,7 +257,10 @@ def _fill(divided: Divided) -> None:
         reader.fetch.allocate = pinned_bytes
     plan = reader.plan([job for job in jobs if id(job.target) not in sharing.complete], sharing.left_out)
     matched.job.writes.begun = True
-    reader.run(plan, divided.exchange)
+    progress = matched.job.options.progress
+    total = sum(part.memory.nbytes for job in jobs for part in job.target.parts) if progress is not None else 0
+    with reported(progress, lambda: (min(reader.bytes_read, total), total)):
+        reader.run(plan, divided.exchange)
     settle_devices(devices, url)
     changed([part.memory for job in jobs if id(job.target) in sharing.complete for part in job.target.parts])
 

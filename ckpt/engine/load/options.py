@@ -9,6 +9,7 @@ from typing import Literal
 from ckpt.byte_source.digest_reader import Verify
 from ckpt.layout.layout import Layout
 from ckpt.plan.match import Selection
+from ckpt.tracing.progress_callback import ProgressCallback
 from ckpt.tracing.spans import Spans
 
 
@@ -50,5 +51,6 @@ class LoadOptions:
     threads: int
     exchange: Shares = "none"
     spans: Spans | None = None
+    progress: ProgressCallback | None = None
     sources: tuple[str, ...] | None = None
     """Where the files may lie that a virtual checkpoint points into; None: as CKPT_SOURCES says."""

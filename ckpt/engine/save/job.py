@@ -16,6 +16,7 @@ from ckpt.errors import CancelledError
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
+from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
 
@@ -52,6 +53,7 @@ class SaveOptions:
     spans: bool = True
     staging: int | None = None
     metrics: Mapping[str, float] | None = None
+    progress: ProgressCallback | None = None
     earlier: Callable[[], str | None] | None = None
     """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
 
@@ -153,11 +155,12 @@ class SaveJob:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """On the leader, while the block runs: leave in the storage how far the save is."""
+        """While the block runs, tell how far the save is: the caller's function, and, on the leader, a note in the storage."""
         if self.notes is not None:
             self.notes.start()
         try:
-            yield
+            with reported(self.options.progress, lambda: (self.meter.done, self.meter.total)):
+                yield
         finally:
             if self.notes is not None:
                 self.notes.stop()
