@@ -147,6 +147,8 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
         _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
         output.talk(left_out_message(report.left_out))
+    for note in report.notes if report.finished else ():
+        output.talk(note)
     if report.to == "hf" and report.finished:
         _tell_lacking(report, output, translated=translated)
 

@@ -89,6 +89,16 @@ def test_what_an_export_lacks(tmp_path: Path) -> None:
     assert found.exit_code == 0 and found.stderr == ""
 
 
+def test_where_a_configuration_comes_from(tmp_path: Path) -> None:
+    megatron, back = str(tmp_path / "m"), ["--to", "hf", "--names", "llama", "--convention", "huggingface"]
+    there = ["--to", "megatron", "--names", "llama", "--convention", "megatron"]
+    assert run("convert", *there, "--arg", "rotary_percent=1.0", str(HF / "llama"), megatron).exit_code == 0
+    assert "config.json: made of the source's arguments" in run("convert", *back, megatron, str(tmp_path / "whole")).stderr
+    assert run("convert", *there, str(HF / "llama"), str(tmp_path / "poor")).exit_code == 0
+    message = run("convert", *back, str(tmp_path / "poor"), str(tmp_path / "without")).stderr
+    assert "config.json is not written: the source's arguments do not say rotary_percent" in message and "--config PATH" in message
+
+
 @pytest.fixture
 def step(tmp_path: Path) -> str:
     arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}
