@@ -72,28 +72,28 @@ def assigned(given: Iterable[Given]) -> Assigned:
     for g in given:
         t = Global(g.name, g.dtype, g.shape, _NOWHERE)
         if tensors.setdefault(g.name, t) != t:
-            told = " and ".join(f"{x.dtype.name} {list(x.shape)}" for x in (tensors[g.name], t))
-            raise ConsistencyError(f"ranks give it different dtypes or shapes: {told}", where=f"tensor {g.name}")
+            shapes = " and ".join(f"{x.dtype.name} {list(x.shape)}" for x in (tensors[g.name], t))
+            raise ConsistencyError(f"ranks give it different dtypes or shapes: {shapes}", where=f"tensor {g.name}")
         if g.box.numel or (t.nbytes == 0 and not any(g.box.offset) and g.name not in boxes):
             boxes.setdefault(g.name, []).append((g.box, g.owner))
     alike: dict[object, Owned] = {}
     owned = {}
-    for name, held in boxes.items():
+    for name, owned_boxes in boxes.items():
         t = tensors[name]
-        key = (t.shape, t.dtype.itemsize, tuple(held))
+        key = (t.shape, t.dtype.itemsize, tuple(owned_boxes))
         if key not in alike:
-            alike[key] = _owned(t.shape, t.dtype.itemsize, held)
+            alike[key] = _owned(t.shape, t.dtype.itemsize, owned_boxes)
         owned[name] = alike[key]
     return Assigned(tensors=tensors, owned=owned)
 
 
-def _owned(shape: tuple[int, ...], itemsize: int, held: Sequence[tuple[Box, int]]) -> Owned:
-    cut = [_cut(box, itemsize) for box, _ in held]
+def _owned(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tuple[Box, int]]) -> Owned:
+    cut = [_cut(box, itemsize) for box, _ in owned_boxes]
     at, sizes = (np.concatenate(column) for column in zip(*cut, strict=True))
     cell = np.repeat(np.arange(len(cut), dtype=np.int64), [len(a) for a, _ in cut])
     order = np.lexsort(at.T[::-1]) if shape else np.arange(len(at))
     at, sizes, cell = at[order], sizes[order], cell[order]
-    holders = np.array([[owner] for _, owner in held], dtype=np.int64)
+    holders = np.array([[owner] for _, owner in owned_boxes], dtype=np.int64)
     cuts = _cuts(shape, at, sizes)
     return Owned(cuts=cuts, boxes=None if cuts is not None else (at, sizes), owners=holders[cell, 0], cell=cell, cell_holders=holders)
 

@@ -66,9 +66,9 @@ class FlatGrid:
         replicas = self.holders.shape[1]
         first = np.flatnonzero(self.cell < self.ranges)
         slots = self.cell[first] * replicas + self.part[first]
-        found = np.zeros(self.ranges * replicas, dtype=np.int64)
-        np.add.at(found, slots, np.diff(self.edges)[first])
-        return found.reshape(self.ranges, replicas)
+        elements = np.zeros(self.ranges * replicas, dtype=np.int64)
+        np.add.at(elements, slots, np.diff(self.edges)[first])
+        return elements.reshape(self.ranges, replicas)
 
 
 def _contiguous(blocks: FlatBlocks) -> bool:

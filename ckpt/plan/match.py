@@ -47,9 +47,9 @@ class Selection:
         """Patterns that no name fits, with the names nearest to each: ``stored`` are the checkpoint's names and paths, ``wanted`` names of
         the state."""
         here = {*wanted, *map(self.renamed, stored)}
-        found = [(glob, "only", here) for glob in self.only if not any(fnmatchcase(name, glob) for name in here)]
-        found += [(old, "rename", set(stored)) for old, _ in self.rename if not any(fits(old, name) for name in stored)]
-        return [f"{what}: {pattern!r}{_near(pattern, names)}" for pattern, what, names in found]
+        unused = [(glob, "only", here) for glob in self.only if not any(fnmatchcase(name, glob) for name in here)]
+        unused += [(old, "rename", set(stored)) for old, _ in self.rename if not any(fits(old, name) for name in stored)]
+        return [f"{what}: {pattern!r}{_near(pattern, names)}" for pattern, what, names in unused]
 
     def wants(self, name: str) -> bool:
         return not self.only or any(fnmatchcase(name, glob) for glob in self.only)
@@ -70,13 +70,13 @@ class Selection:
         """
         if not self.rename:
             return dict(entries)
-        found: dict[str, TensorEntry] = {}
+        view: dict[str, TensorEntry] = {}
         for stored, entry in entries.items():
             name = self.renamed(stored)
-            if name in found:
-                raise UsageError(f"the renames make {found[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
-            found[name] = entry
-        return found
+            if name in view:
+                raise UsageError(f"the renames make {view[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
+            view[name] = entry
+        return view
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
@@ -112,7 +112,7 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
 
     ``texts`` are those of :func:`misfit` and its like.
     """
-    shapes = [tuple(map(_numbers, found.groups())) for text in texts if (found := _SHAPES.search(text))]
+    shapes = [tuple(map(_numbers, match.groups())) for text in texts if (match := _SHAPES.search(text))]
     ways = {
         "rename={...} maps names": missing,
         "only=[...] loads a part": missing or unexpected,

@@ -87,13 +87,13 @@ class Owned:
 
     def written_by(self, rank: int) -> list[int]:
         """Numbers of the chunks that ``rank`` writes."""
-        found: list[int] = np.flatnonzero(self.owners == rank).tolist()
-        return found
+        chunks: list[int] = np.flatnonzero(self.owners == rank).tolist()
+        return chunks
 
     def held_by(self, rank: int) -> list[int]:
         """Numbers of the chunks whose bytes ``rank`` has."""
-        found: list[int] = np.flatnonzero((self.cell_holders == rank).any(axis=1)[self.cell]).tolist()
-        return found
+        chunks: list[int] = np.flatnonzero((self.cell_holders == rank).any(axis=1)[self.cell]).tolist()
+        return chunks
 
 
 def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned]:
@@ -120,10 +120,10 @@ def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned
         alike: dict[object, Owned] = {}
         for t, turn in _turns(members):
             key = id(t.layout), t.shape, t.dtype.itemsize, turn
-            found = alike.get(key)
-            if found is None:
-                found = alike[key] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
-            owned[t.name] = found
+            known = alike.get(key)
+            if known is None:
+                known = alike[key] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
+            owned[t.name] = known
     for members in merged.values():
         owned.update((t.name, _owned_rows(grid, turn)) for t, grid, turn in _merged_turns(members))
     return owned
@@ -143,21 +143,21 @@ def _merged_turns(members: Sequence[Global]) -> Iterator[tuple[Global, FlatGrid,
     Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each range of each tensor.
     """
     load = np.zeros(0)
-    whole = {t.name for t in members if _is_whole(t)}
+    unsplit = {t.name for t in members if _is_whole(t)}
     totals: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
-        grid = whole_grid(t.layout, t.shape, 0) if t.name in whole else _row_grid(t)
+        grid = whole_grid(t.layout, t.shape, 0) if t.name in unsplit else _row_grid(t)
         assert grid is not None
         replicas = grid.holders.shape[1]
-        load = load if len(load) else np.zeros(grid.ranges * replicas if whole else replicas)
-        if not whole:
+        load = load if len(load) else np.zeros(grid.ranges * replicas if unsplit else replicas)
+        if not unsplit:
             turn = int(load.argmin())
             if id(grid) not in totals:
                 totals[id(grid)] = grid.load.sum(axis=0)
             load += np.roll(totals[id(grid)], turn) * t.dtype.itemsize
             yield t, grid, turn
             continue
-        if t.name in whole:
+        if t.name in unsplit:
             slot = int(load.argmin())
             load[slot] += t.nbytes / len(grid.cell)
             yield t, whole_grid(t.layout, t.shape, slot // replicas), slot % replicas
@@ -185,7 +185,7 @@ def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
         return [(t, 0) for t in members]
     load = np.zeros(replicas)
     bytes_of: dict[object, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
-    found = []
+    turns = []
     for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
         alike = t.layout, t.shape, t.dtype
         if alike not in bytes_of:
@@ -194,8 +194,8 @@ def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
             bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, turned
         turn = int(load.argmin())
         load += bytes_of[alike][replicas - turn : 2 * replicas - turn]
-        found.append((t, turn))
-    return found
+        turns.append((t, turn))
+    return turns
 
 
 def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -178,7 +178,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
     """Every rank that a tensor's layout gives a part to must have the tensor: else there is a hole."""
     known: dict[tuple[TensorLayout, tuple[int, ...]], list[int]] = {}
     problems = []
-    whole: set[tuple[int, tuple[int, ...]]] = set()
+    tiled: set[tuple[int, tuple[int, ...]]] = set()
     for name, claim in claims.items():
         key = (claim.tensor.layout, tuple(claim.tables))
         if key not in known:
@@ -186,8 +186,8 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
         absent = known[key]
         if absent:
             problems.append(_hole(name, claim, absent))
-        elif claim.owned.boxes is not None and (id(claim.owned), claim.tensor.shape) not in whole:
-            whole.add((id(claim.owned), claim.tensor.shape))
+        elif claim.owned.boxes is not None and (id(claim.owned), claim.tensor.shape) not in tiled:
+            tiled.add((id(claim.owned), claim.tensor.shape))
             fault = find_fault(claim.tensor.shape, *claim.owned.boxes)
             if fault is not None:
                 raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")

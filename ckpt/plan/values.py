@@ -77,10 +77,10 @@ def _joinable(variants: Variants, elements: Sequence[list[Node] | None]) -> bool
 
 def _distinct(nodes: Variants) -> list[tuple[list[int], Node]]:
     """One entry for each different node, with the ranks of all that are equal to it."""
-    found: dict[str, tuple[list[int], Node]] = {}
+    by_text: dict[str, tuple[list[int], Node]] = {}
     for ranks, node in nodes:
-        found.setdefault(text(node), ([], node))[0].extend(ranks)
-    return list(found.values())
+        by_text.setdefault(text(node), ([], node))[0].extend(ranks)
+    return list(by_text.values())
 
 
 def _merge_mappings(path: str, mappings: Sequence[tuple[Sequence[int], list[tuple[Node, Node]]]], conflicts: list[str]) -> Node:
@@ -114,12 +114,12 @@ def _report_clash(path: str, variants: Variants, names: Sequence[str], conflicts
     """One conflict per option that differs, at the path of the first of the parameters."""
     name, *others = names
     options = [(ranks, g["options"]) for ranks, node in variants for g in node["$param_groups"] if name in g["params"]]
-    found: list[str] = []
-    _merge(child_path(path, name), options, found)
-    if not found:  # an option that one side lacks
-        found.append(_conflict(child_path(path, name), _distinct(options)))
+    clashes: list[str] = []
+    _merge(child_path(path, name), options, clashes)
+    if not clashes:  # an option that one side lacks
+        clashes.append(_conflict(child_path(path, name), _distinct(options)))
     note = f" (and so for {len(others)} more parameters)" if others else ""
-    conflicts.extend(c + note for c in found)
+    conflicts.extend(c + note for c in clashes)
 
 
 def _conflict(path: str, variants: Variants) -> str:

@@ -221,13 +221,13 @@ def inverse(views: Mapping[str, LogicalTensor], shapes: Mapping[str, Sequence[in
             if piece.source not in pieces:
                 raise UsageError(f"{name!r} takes elements of {piece.source!r}, which is not among the stored tensors")
             pieces[piece.source].append(_turned(piece, name))
-    found = {name: LogicalTensor(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
-    for name, view in found.items():
+    inverted = {name: LogicalTensor(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
+    for name, view in inverted.items():
         fault = view.fault()
         if fault is not None:
             where = "no logical tensor" if fault.times == 0 else f"{fault.times} logical tensors"
             raise UsageError(f"{name}{fault.box} is in {where}, so the mapping cannot be turned round")
-    return found
+    return inverted
 
 
 def filled(view: LogicalTensor) -> int:

@@ -53,7 +53,7 @@ class Port:
     """Streams from ranks that are ahead of this one."""
     met: set[tuple[int, int]] = field(default_factory=set)
     """Number of the exchange and rank: of streams that have begun. A rank may come at several addresses, and is served at the first."""
-    told: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = None
     """The error of another rank that ended an exchange of this one."""
 
     def close(self) -> None:
@@ -165,16 +165,16 @@ class Exchange:
             return
         for _ in range(len(self.queue)):
             rank = self.queue.popleft()
-            found = self.port.look(f"{rank}")
-            if found is None:
+            entry = self.port.look(f"{rank}")
+            if entry is None:
                 self.queue.append(rank)
                 continue
-            addresses = [(host, port) for host, port in found["addresses"]]
+            addresses = [(host, port) for host, port in entry["addresses"]]
             hello = Hello(number=self.number, rank=self.me, size=self.outgoing[rank].size, announcement=self.outgoing[rank].announcement)
             self.dialer.begin(
                 rank,
-                from_here(addresses, same_network=found["network"] == self.port.network),
-                hello.pack(bytes.fromhex(found["secret"])),
+                from_here(addresses, same_network=entry["network"] == self.port.network),
+                hello.pack(bytes.fromhex(entry["secret"])),
                 self.outgoing[rank],
             )
             self.moved[rank] = time.monotonic()
@@ -329,8 +329,8 @@ class Exchange:
 
     def _failed(self, rank: int | str) -> CkptError | None:
         """What a rank, or ``any``, left in the store about the error that ended its exchange, if it did."""
-        told = self.port.told = self.port.look(f"failed/{rank}")
-        return failed_on(told["rank"], told) if told is not None else None
+        report = self.port.failure = self.port.look(f"failed/{rank}")
+        return failed_on(report["rank"], report) if report is not None else None
 
     def _lost(self, rank: int, why: OSError) -> CkptError:
         """The error for a rank whose connection broke."""

@@ -152,10 +152,10 @@ class Peers:
         self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
         if self._store is not None:
             where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
-            told = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
+            report = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
             try:
                 for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
-                    self._leave(f"failed/{name}", self._port.told or told)
+                    self._leave(f"failed/{name}", self._port.failure or report)
             except DeadlineError as lost:
                 log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 

@@ -138,8 +138,8 @@ class Ring:
         self._marks[slot, which] = 0
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
-        found: npt.NDArray[np.uint8] = self._data[slot]
-        return found
+        data: npt.NDArray[np.uint8] = self._data[slot]
+        return data
 
     def stop(self) -> None:
         """Let nobody wait any more."""
@@ -175,8 +175,8 @@ class Borrowed:
         self._turns, self._marks, self._data = _parts(memory, at.shape)
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
-        found: npt.NDArray[np.uint8] = self._data[slot]
-        return found
+        data: npt.NDArray[np.uint8] = self._data[slot]
+        return data
 
     def turn(self, slot: int) -> int:
         """See :meth:`Ring.lend`."""
@@ -227,9 +227,9 @@ def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[
     """Turns, marks, and the slots. The arrays keep the memory."""
     slots, size, readers = shape
     marks = _HEADER + slots * _TURN.itemsize
-    found = np.frombuffer(memory, dtype=np.uint8)
+    data = np.frombuffer(memory, dtype=np.uint8)
     return (
-        found[_HEADER:marks].view(_TURN),
-        found[marks:][: slots * readers].reshape(slots, readers),
-        found[_lead(slots, readers) :].reshape(slots, size),
+        data[_HEADER:marks].view(_TURN),
+        data[marks:][: slots * readers].reshape(slots, readers),
+        data[_lead(slots, readers) :].reshape(slots, size),
     )

@@ -169,12 +169,12 @@ def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
         ConnectionError: the other end is gone.
     """
     try:
-        found = sock.recv(size - len(have))
+        data = sock.recv(size - len(have))
     except BlockingIOError:
         return have
-    if not found:
+    if not data:
         raise ConnectionError("the stream ended early")
-    return have + found
+    return have + data
 
 
 @dataclass(eq=False)

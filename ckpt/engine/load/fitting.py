@@ -83,15 +83,15 @@ def judge(
     for rank, row in rows.items():
         of_digest.setdefault(row["problems"], []).append(rank)
     for digest, ranks in of_digest.items():  # nearly all ranks say the same
-        said = fetch(digest)
-        for name in said["missing"]:
+        misfit = fetch(digest)
+        for name in misfit["missing"]:
             missing.setdefault(name, []).extend(ranks)
-        for text in said["misfits"]:
+        for text in misfit["misfits"]:
             misfits.setdefault(text, []).extend(ranks)
     for digest in {row["used"] for row in rows.values()}:
-        found = fetch(digest)
-        used.update(names if found["used"] is None else found["used"])
-        values.update(found["values"])
+        usage = fetch(digest)
+        used.update(names if usage["used"] is None else usage["used"])
+        values.update(usage["values"])
     unexpected = _unexpected(catalog, select, names - used, values)
     idle = select.idle(_paths(catalog, select), missing) if strict else []
     if misfits or idle or (strict and (missing or unexpected)):

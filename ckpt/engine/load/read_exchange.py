@@ -100,9 +100,9 @@ class ReadExchange:
             extents += catalog.extents_of(wanted[at : at + SLICE])
             self._fetch.beat()
         ends = accumulate(len(shared_read.items) for shared_read in reads)
-        found = [(shared_read, extents[end - len(shared_read.items) : end]) for shared_read, end in zip(reads, ends, strict=True)]
-        self.coded = max((p.items[0].nbytes + e[0].length for p, e in found if len(e) == 1 and e[0].codec is not None), default=0)
-        return [partial(self._read, shared_read, its) for shared_read, its in found]
+        own_reads = [(shared_read, extents[end - len(shared_read.items) : end]) for shared_read, end in zip(reads, ends, strict=True)]
+        self.coded = max((p.items[0].nbytes + e[0].length for p, e in own_reads if len(e) == 1 and e[0].codec is not None), default=0)
+        return [partial(self._read, shared_read, its) for shared_read, its in own_reads]
 
     # ---- both directions
 

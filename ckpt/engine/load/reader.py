@@ -175,7 +175,7 @@ class Reader:
             steps = [step for file in files for step in _steps_of(file)]
             self.bytes_needed += sum(file.needed for file in files)
         parts, reads = self.reads(steps)
-        filled = [held.memory for target, _ in jobs for held in target.parts]
+        filled = [part.memory for target, _ in jobs for part in target.parts]
         return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
 
     def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[RangeGroup]]:
@@ -199,15 +199,15 @@ class Reader:
         info, entry = job.target.info, job.entry
         self.check_tiling(entry)
         stored = common_box(info, entry)
-        found: list[tuple[int, Box]] = []
-        for number, held in enumerate(job.target.parts):
-            box: Box | None = held.box
-            if not stored.contains(held.box):
-                padding.append(held.memory)
-                box = held.box.intersect(stored)
+        boxes: list[tuple[int, Box]] = []
+        for number, part in enumerate(job.target.parts):
+            box: Box | None = part.box
+            if not stored.contains(part.box):
+                padding.append(part.memory)
+                box = part.box.intersect(stored)
             if box is not None:
-                found.append((number, box))
-        return tuple(found)
+                boxes.append((number, box))
+        return tuple(boxes)
 
     def steps(self, job: Job, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
         """What to copy for one tensor, but for chunks that are left out."""
@@ -246,8 +246,8 @@ class Reader:
     def read(self, read: RangeGroup, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
         mine = [parts[i] for i in read.members]
         if read.length <= self.max_read and len(mine) > 1:
-            whole = Extent(read.path, read.offset, read.length, None)
-            self.fetch.reread(whole, partial(self._together, read, mine, steps))
+            extent = Extent(read.path, read.offset, read.length, None)
+            self.fetch.reread(extent, partial(self._together, read, mine, steps))
         else:
             for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
                 members = list(group)
@@ -290,8 +290,8 @@ class Reader:
     def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
         size, copy = step.job.entry.dtype.itemsize, step.copy
         buffer, check = self.fetch.scratch(self.fetch.piece), ChunkDigest(self.fetch, step.chunk)
-        whole = mine[0].length == step.extent.length
-        for piece in pieces(copy.chunk_box, copy.chunk_box if whole else mine[0].box, self.fetch.piece // size):
+        all_of_it = mine[0].length == step.extent.length
+        for piece in pieces(copy.chunk_box, copy.chunk_box if all_of_it else mine[0].box, self.fetch.piece // size):
             data = buffer[: piece.length * size]
             self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
             inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]

@@ -103,10 +103,10 @@ class SharedReadReceiver:
         if shared_read not in self._cuts and shared_read < len(self.shared_reads):
             slices = enumerate(self.shared_reads[shared_read].slices())
             self._cuts[shared_read] = {i: (cut, wanted) for i, cut in slices if (wanted := cut.wanted(self._rank))}
-        found = self._cuts.get(shared_read, {}).get(piece)
-        if found is None:
+        expected = self._cuts.get(shared_read, {}).get(piece)
+        if expected is None:
             raise self._strange(f"piece {piece} of shared_read {shared_read}, which is not wanted")
-        return found
+        return expected
 
     def _strange(self, what: str) -> ConsistencyError:
         return ConsistencyError(
@@ -143,8 +143,8 @@ def pack(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[Ite
     at = 0
     for item, box in wanted:
         span, size = spans[id(item)], item.itemsize
-        found, _ = _within(data, cut, item)
-        shaped = found[: span.numel * size].reshape(*span.shape, size)
+        inside, _ = _within(data, cut, item)
+        shaped = inside[: span.numel * size].reshape(*span.shape, size)
         stop = at + box.numel * size
         part = shaped[box.relative_to(span.offset).slices]
         np.copyto(_typed(out[at:stop].reshape(*box.shape, size), size), _typed(part, size))

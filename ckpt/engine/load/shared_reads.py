@@ -140,7 +140,7 @@ class SharedReads:
     def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
-        found = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
+        shared = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
         for job in jobs:
             target, entry = job
             info = target.info
@@ -152,9 +152,9 @@ class SharedReads:
             if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
                 continue  # one of several tensors that are stacked: others cannot tell who has which
             kind = _Kind(entry.alias or entry.name, info.shape, info.layout, common_box(info, entry))
-            rank_set = found.rank_sets.setdefault(_rank_set(info.layout), (len(ranks), {}))
+            rank_set = shared.rank_sets.setdefault(_rank_set(info.layout), (len(ranks), {}))
             rank_set[1].setdefault(kind, []).append(job)
-        return found
+        return shared
 
     def digests(self) -> dict[str, tuple[int, str]]:
         """For the leader: each rank set, how many ranks it has, and a digest of what this rank loads."""
@@ -275,19 +275,19 @@ def worth_parts(chunk: SharedChunk, itemsize: int) -> bool:
     return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
 
 
-def refused(said: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
+def refused(digests: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
     """Leader: the rank sets in which not every rank loads the same. ``said``: what each rank of the load said."""
     sizes: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}
-    for row in said:
+    for row in digests:
         for key, (size, digest) in row.items():
             sizes[key] = size
             counts[key, digest] = counts.get((key, digest), 0) + 1
     return sorted(sizes.keys() - {key for (key, _), count in counts.items() if count == sizes[key]})
 
 
-def _order(found: tuple[_Kind, list[Job]]) -> tuple[int, str, str]:
-    kind, jobs = found
+def _order(group: tuple[_Kind, list[Job]]) -> tuple[int, str, str]:
+    kind, jobs = group
     return -jobs[0].entry.nbytes, kind.name, _spelled(kind.layout)
 
 

@@ -103,15 +103,15 @@ class Cohort:
         """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
         stored = self.jobs[0].entry.grid.box(chunk)
         low, high = stored.offset, stored.end
-        found = []
+        parts = []
         for number, first, last, origin in self._bounds:
             start, stop = tuple(map(max, low, first)), tuple(map(min, high, last))
             shape = tuple(map(sub, stop, start))
             if min(shape, default=1) > 0:
                 source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
                 into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
-                found.append(ChunkPart(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
-        return found
+                parts.append(ChunkPart(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
+        return parts
 
     @property
     def itemsize(self) -> int:
@@ -132,17 +132,17 @@ def _array(job: Job, memory: Any) -> npt.NDArray[Any] | None:
 
 def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out: Mapping[int, Collection[int]]) -> list[Cohort]:
     """Divide jobs, with the boxes that each wants for which of its parts."""
-    found: dict[tuple[object, ...], Cohort] = {}
+    cohorts: dict[tuple[object, ...], Cohort] = {}
     for job, boxes in wanted:
         target, entry = job
         skipped = left_out.get(id(target), ())
-        held = tuple(part.box for part in target.parts)
-        key = (id(entry.grid), entry.dtype, entry.shape, tuple(boxes), held, id(skipped) if skipped else 0)
-        if key in found:
-            found[key].jobs.append(job)
+        boxes_of_parts = tuple(part.box for part in target.parts)
+        key = (id(entry.grid), entry.dtype, entry.shape, tuple(boxes), boxes_of_parts, id(skipped) if skipped else 0)
+        if key in cohorts:
+            cohorts[key].jobs.append(job)
         else:
-            found[key] = Cohort([job], boxes, skipped)
-    return list(found.values())
+            cohorts[key] = Cohort([job], boxes, skipped)
+    return list(cohorts.values())
 
 
 class Shelf(NamedTuple):
@@ -195,11 +195,11 @@ class Sweep:
     @cached_property
     def _wanted(self) -> dict[int, list[tuple[Cohort, list[int]]]]:
         """By file the cohorts that have chunks there, with these."""
-        found: dict[int, list[tuple[Cohort, list[int]]]] = {}
+        by_file: dict[int, list[tuple[Cohort, list[int]]]] = {}
         for cohort in self.cohorts:
             for file, chunks in cohort.by_file():
-                found.setdefault(file, []).append((cohort, chunks))
-        return found
+                by_file.setdefault(file, []).append((cohort, chunks))
+        return by_file
 
     @cached_property
     def files(self) -> list[int]:

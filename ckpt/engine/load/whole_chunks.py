@@ -56,7 +56,7 @@ def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], 
         CorruptError: a file is missing or truncated, or a header does not fit the index.
     """
     rest: list[Job] = []
-    found: list[Job] = []
+    fitting: list[Job] = []
     addresses: list[int] = []
     sizes: list[int] = []
     chunks: list[tuple[TensorEntry, int]] = []
@@ -72,7 +72,7 @@ def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], 
         if number is None or not address:
             rest.append(job)
         else:
-            found.append(job)
+            fitting.append(job)
             addresses.append(address)
             sizes.append(memory.nbytes)
             chunks.append((entry, number))
@@ -80,7 +80,7 @@ def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], 
     for at in range(0, len(chunks), SLICE):  # each may have to read headers
         extents += catalog.extents_of(chunks[at : at + SLICE])
         beat()
-    return _fitting(WholeChunks(jobs=found, extents=extents, addresses=addresses), sizes, rest)
+    return _fitting(WholeChunks(jobs=fitting, extents=extents, addresses=addresses), sizes, rest)
 
 
 def _fitting(exact: WholeChunks, sizes: Sequence[int], rest: list[Job]) -> tuple[WholeChunks, list[Job]]:

@@ -59,26 +59,26 @@ def check_index(backend: Backend, err: CorruptError) -> list[Problem]:
         record = CommitRecord.from_bytes(data, backend.url)
     except CorruptError as damage:
         return [Problem(kind="index", file=COMMIT_PATH, message=damage.message)]
-    found = []
+    problems = []
     for name, file in record.index.items():
         try:
             size = backend.size(file.path)
             if size != file.size:
-                found.append(Problem(kind="size", file=file.path, message=f"has {size} bytes, should have {file.size}"))
+                problems.append(Problem(kind="size", file=file.path, message=f"has {size} bytes, should have {file.size}"))
             else:
                 read_index_file(backend, record, name)
         except NotFoundError:
-            found.append(Problem(kind="missing", file=file.path, message=f"{name} is missing"))
+            problems.append(Problem(kind="missing", file=file.path, message=f"{name} is missing"))
         except StorageError as failure:
-            found.append(Problem(kind="read", file=file.path, message=failure.message))
+            problems.append(Problem(kind="read", file=file.path, message=failure.message))
         except CorruptError:
-            found.append(Problem(kind="index", file=file.path, message=f"the bytes changed after they were written: not {file.digest}"))
-    return found or [Problem(kind="index", file=file_of(err, backend.url), message=err.message)]
+            problems.append(Problem(kind="index", file=file.path, message=f"the bytes changed after they were written: not {file.digest}"))
+    return problems or [Problem(kind="index", file=file_of(err, backend.url), message=err.message)]
 
 
 def check_tiling(catalog: Catalog) -> list[Problem]:
     """Tensors whose chunks leave a hole or overlap. Tensors that share a grid are checked once, and all are named."""
-    found, faults = [], dict[tuple[int, tuple[int, ...]], Problem | None]()
+    problems, faults = [], dict[tuple[int, tuple[int, ...]], Problem | None]()
     for entry in catalog.tensors.values():
         if entry.alias is not None:
             continue
@@ -89,8 +89,8 @@ def check_tiling(catalog: Catalog) -> list[Problem]:
             faults[key] = Problem(kind="tiling", box=fault.box, message=text) if fault else None
         problem = faults[key]
         if problem is not None:
-            found.append(Problem(kind="tiling", tensor=entry.name, box=problem.box, message=problem.message))
-    return found
+            problems.append(Problem(kind="tiling", tensor=entry.name, box=problem.box, message=problem.message))
+    return problems
 
 
 def check_state(catalog: Catalog) -> list[Problem]:

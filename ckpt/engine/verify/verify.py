@@ -157,12 +157,12 @@ def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
     left = []
     for chunk in chunks:
         at = bisect_right(starts, (chunk.extent.path, chunk.extent.offset)) - 1
-        found = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
-        if found is not None and found.path == chunk.extent.path and chunk.end <= found.offset + found.length:
+        storage = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
+        if storage is not None and storage.path == chunk.extent.path and chunk.end <= storage.offset + storage.length:
             inside.setdefault(at, []).append(chunk)
         else:
             left.append(chunk)
-    return left + [_Chunk(held[0].entry, held[0].number, storages[at], len(held) - 1) for at, held in inside.items()]
+    return left + [_Chunk(members[0].entry, members[0].number, storages[at], len(members) - 1) for at, members in inside.items()]
 
 
 def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[int], problems: list[Problem]) -> Iterator[_Chunk]:
