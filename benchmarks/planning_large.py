@@ -100,8 +100,8 @@ def measure(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
 
 def collected(table: list[Global]) -> Collected:
     """What the planner looks at of a state that was walked."""
-    placer = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in table}, aliases={}, own=frozenset())
-    return cast(Collected, SimpleNamespace(placer=placer))
+    shard_table = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in table}, aliases={}, own=frozenset())
+    return cast(Collected, SimpleNamespace(shard_table=shard_table))
 
 
 def model(layers: int, ranks: int) -> list[Global]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
@@ -122,7 +122,7 @@ def jobs_of(tensors: list[Global], stored: Mapping[str, TensorEntry], rank: int)
     one = torch.empty(1, dtype=torch.bfloat16)
     jobs = []
     for t in tensors:
-        held = [Held(p.box, one.expand(p.box.shape)) for p in t.layout.pieces(t.shape, rank)]
+        held = [LocalShard(p.box, one.expand(p.box.shape)) for p in t.layout.pieces(t.shape, rank)]
         jobs.append(Job(LocalTensor(t, held, t.name), stored[t.name]))
     return jobs
 

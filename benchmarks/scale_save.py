@@ -49,8 +49,8 @@ PHASES = ("collect", "plan", "write", "hash", "sync")
 
 def collected(tensors: Sequence[Global]) -> Collected:
     """What the planner looks at of a state that was walked."""
-    placer = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in tensors}, aliases={}, own=frozenset())
-    return cast(Collected, SimpleNamespace(placer=placer))
+    shard_table = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in tensors}, aliases={}, own=frozenset())
+    return cast(Collected, SimpleNamespace(shard_table=shard_table))
 
 
 def plan(job: Job) -> dict[str, float]:

@@ -52,7 +52,7 @@ def dtype(name: str) -> DType:
     Raises:
         FormatError: the name is not in the table.
     """
-    found = DTYPES.get(name)
-    if found is None:
+    row = DTYPES.get(name)
+    if row is None:
         raise FormatError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(sorted(DTYPES))}")
-    return found
+    return row

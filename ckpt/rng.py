@@ -16,8 +16,8 @@ import torch
 
 from . import tree
 from .adapters.generators import CudaStream, Stream, derived, standard_streams, stream_of
+from .adapters.mesh_coordinate import MeshCoordinate, MeshLike, StateSharding, holders
 from .adapters.per_rank import PerRank, RankChoice
-from .adapters.seats import MeshLike, Seat, Seating, holders
 from .errors import ShapeError
 from .tree import Node
 
@@ -61,7 +61,7 @@ class Generators(PerRank):
     ) -> None:
         super().__init__(None)
         self._named = None if generators is None else {name: stream_of(g, name) for name, g in generators.items()}
-        self._seating = Seating(mesh, distinct, "distinct")
+        self._seating = StateSharding(mesh, distinct, "distinct")
         self.origin: Origin | None = None
         """Where the last load took the states from: what this rank saved itself (``"own"``), what was saved for its stream (``"stream"``),
         or a saved stream from which its own was derived (``"derived"``)."""
@@ -81,7 +81,7 @@ class Generators(PerRank):
         """As :meth:`PerRank.choose`, by the rule that the module's docstring gives."""
         seat, position = self._seating.seat(rank, ranks), list(ranks).index(rank)
         origin: Origin
-        if world_size == len(ranks) and position in nodes and Seat.of(nodes[position]) == seat:
+        if world_size == len(ranks) and position in nodes and MeshCoordinate.of(nodes[position]) == seat:
             source, origin = position, "own"
         else:
             count, held = holders(nodes, "streams")

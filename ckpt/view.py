@@ -227,7 +227,7 @@ def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
 def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
-    from .adapters.tensors import Held, LocalTensor, torch_dtype
+    from .adapters.tensors import LocalShard, LocalTensor, torch_dtype
     from .engine.load.reader import Job, Reader
     from .layout.tensor_layout import TensorLayout
     from .plan.ownership import Global
@@ -237,6 +237,6 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads(None), beat=lambda: None)
-    jobs = [Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)]
+    jobs = [Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
     reader.run(reader.plan(jobs))
     return memory

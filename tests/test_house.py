@@ -312,7 +312,7 @@ ckpt.save_async("memory://first", state).result()
 print("HEAVY", *{"torch.distributed.tensor", "torch._dynamo", "sympy", "fsspec", "pyarrow.compute", "pyarrow.dataset"} & set(sys.modules))
 
 import torch.distributed as dist
-from ckpt.adapters.survey import survey
+from ckpt.adapters.state_scan import survey
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

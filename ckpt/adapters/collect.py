@@ -15,13 +15,13 @@ from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pair
 
 from .dtensor import dtensor_types, is_dtensor
 from .fsdp1 import FlatPart
+from .in_place import is_stateful
 from .modules import ModuleTensors, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .per_rank import Compound, PerRank
-from .place import Placer
-from .refill import is_stateful
 from .shard_cache import ShardCache
-from .survey import survey
+from .shard_table import ShardTable
+from .state_scan import scan_state
 from .tensors import LocalTensor
 
 
@@ -29,7 +29,7 @@ from .tensors import LocalTensor
 class Collected:
     """One rank's share of a state. ``own`` are the nodes of its ``PerRank`` values by path."""
 
-    placer: Placer
+    shard_table: ShardTable
     state: Node = None
     own: dict[str, Node] = field(default_factory=dict)
 
@@ -43,20 +43,20 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
         LayoutError: a tensor's place is not clear.
         CoverageError: the rank lacks a part of what it should have.
     """
-    seen = survey(state)
+    seen = scan_state(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
-        found, parts = Collected(placer), dict[int, ModuleTensors]()
-        walk = _CollectWalk(found, names_in(seen.modules, parts), parts)
+        shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
+        collected, parts = Collected(shard_table), dict[int, ModuleTensors]()
+        walk = _CollectWalk(collected, names_in(seen.modules, parts), parts)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
-        found.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor)), "", walk.renumbered)
-    _check_memory(placer.tensors.values())
-    for tensor in placer.unproven():
+        collected.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor)), "", walk.renumbered)
+    _check_memory(shard_table.tensors.values())
+    for tensor in shard_table.unproven():
         _check_complete(tensor, rank)
-    placer.remember()
-    if _may_repeat(found.state):
-        _check_paths(found.state)
-    return found
+    shard_table.remember()
+    if _may_repeat(collected.state):
+        _check_paths(collected.state)
+    return collected
 
 
 def _may_repeat(node: Node) -> bool:
@@ -91,7 +91,7 @@ def _check_memory(tensors: Iterable[LocalTensor]) -> None:
             if _without_memory(part.memory):
                 raise StateError(
                     "a tensor on the meta device, or one whose memory was freed, has no values to save",
-                    where=f"tensor {tensor.said}",
+                    where=f"tensor {tensor.state_name}",
                     hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
                 )
 
@@ -104,10 +104,10 @@ def _check_complete(tensor: LocalTensor, rank: int) -> None:
     pieces = tensor.info.layout.pieces(tensor.info.shape, rank)
     if len(parts) == len(pieces) == 1 and parts[0].box.shape == pieces[0].box.shape:
         return
-    held, due = (sum(p.box.numel for p in found) for found in (parts, pieces))
-    if held != due:
+    present, due = (sum(p.box.numel for p in boxes) for boxes in (parts, pieces))
+    if present != due:
         raise CoverageError(
-            f"rank {rank} has {held} of the {due} elements that the layout gives it",
+            f"rank {rank} has {present} of the {due} elements that the layout gives it",
             where=f"tensor {tensor.info.name}",
             hint="put all that the layout stacks into the state: every expert of the rank, with this tensor",
         )
@@ -143,8 +143,9 @@ def _without_memory(tensor: torch.Tensor) -> bool:
 class _CollectWalk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, found: Collected, names: ParamNames, parts: dict[int, ModuleTensors]) -> None:
-        self.found = found
+    def __init__(self, collected: Collected, names: ParamNames, parts: dict[int, ModuleTensors]) -> None:
+        self.collected = collected
+        self.shard_table = collected.shard_table
         self.names = names
         self.parts = parts
         """Tensors of the state's modules, by id."""
@@ -155,9 +156,9 @@ class _CollectWalk:
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
-            if path in self.found.own:
+            if path in self.collected.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
-            self.found.own[path] = encode(value.saved(self.found.placer.rank, self.found.placer.ranks), path, self.own_leaf)
+            self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
             return {"$per_rank": True}
         if isinstance(value, Compound):
             return encode(value.parts(), path, self.leaf)
@@ -173,9 +174,9 @@ class _CollectWalk:
         return None
 
     def tensor(self, tensor: Any, path: str) -> Node:
-        placer = self.found.placer
-        placer.add(path or _named(path), tensor)
-        name = placer.names[path]
+        shard_table = self.shard_table
+        shard_table.add(path or _named(path), tensor)
+        name = shard_table.names[path]
         if name != path:
             self.renumbered[path] = name
         return {"$tensor": name}
@@ -192,7 +193,7 @@ class _CollectWalk:
 
     def own_leaf(self, value: object, path: str) -> Node:
         if isinstance(value, torch.Tensor):
-            return {"$tensor": self.found.placer.add_own(_named(path), value).info.name}
+            return {"$tensor": self.shard_table.add_own(_named(path), value).info.name}
         if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
             return encode(value.state_dict(), path, self.own_leaf)  # type: ignore[attr-defined]
         return None
@@ -201,11 +202,11 @@ class _CollectWalk:
         if not path:
             raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
-        placer = self.found.placer
-        placer.optimizer_updated.update(placer.add(join(path, name), part).info.name for name, part in parts.flat.items())
+        shard_table = self.shard_table
+        shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in parts.flat.items())
         for name, tensor in parts.tensors.items():
-            stored = placer.add(join(path, name), tensor).info.name
-            (placer.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else placer.forward_mutable).add(stored)
+            stored = shard_table.add(join(path, name), tensor).info.name
+            (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
             extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]
@@ -234,33 +235,33 @@ class _CollectWalk:
         """Add the tensors of one parameter's state; return the nodes of what is not a tensor."""
         rest = {}
         for key, value in state.items():
-            said = f"{prefix}.{name}.{key}"
+            state_name = f"{prefix}.{name}.{key}"
             if isinstance(value, torch.Tensor):
-                self.found.placer.optimizer_updated.add(self.found.placer.add_state(said, value, param, name, prefix).info.name)
+                self.shard_table.optimizer_updated.add(self.shard_table.add_state(state_name, value, param, name, prefix).info.name)
             else:
-                rest[key] = encode(value, said, self.leaf)
+                rest[key] = encode(value, state_name, self.leaf)
         return rest
 
-    def flat_state(self, state: dict[str, object], part: FlatPart, said: str) -> dict[str, Node]:
+    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str) -> dict[str, Node]:
         """The same for a parameter in a flat one; ranks that have none of its elements have none of its state."""
         rest = {}
         for key, value in state.items() if part.count else ():
-            at = f"{said}.{key}"
+            at = f"{state_name}.{key}"
             if isinstance(value, torch.Tensor):
-                self.found.placer.optimizer_updated.add(self.found.placer.add(at, part.state(value, at)).info.name)
+                self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)
             else:
                 rest[key] = encode(value, at, self.leaf)
         return rest
 
     def param_name(self, name: str, param: torch.Tensor | FlatPart) -> str:
-        return stored_param_name(self.found.placer, name, param)
+        return stored_param_name(self.shard_table, name, param)
 
 
-def stored_param_name(placer: Placer, name: str, param: torch.Tensor | FlatPart) -> str:
+def stored_param_name(shard_table: ShardTable, name: str, param: torch.Tensor | FlatPart) -> str:
     """The name under which a parameter is stored: a layout may renumber it."""
-    if placer.layout is None or is_dtensor(param) or isinstance(param, FlatPart):
+    if shard_table.layout is None or is_dtensor(param) or isinstance(param, FlatPart):
         return name
-    return placer.layout.place(name, tuple(param.shape), placer.rank).name
+    return shard_table.layout.place(name, tuple(param.shape), shard_table.rank).name
 
 
 def _named(path: str) -> str:

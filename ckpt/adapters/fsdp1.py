@@ -41,7 +41,7 @@ class FlatPart(Sharded):
         """Elements of the parameter on this rank."""
         return self.memory.numel()
 
-    def state(self, value: torch.Tensor, said: str) -> Sharded:
+    def state(self, value: torch.Tensor, state_name: str) -> Sharded:
         """This parameter's part of a tensor that an optimizer keeps for the owner.
 
         Raises:
@@ -53,7 +53,7 @@ class FlatPart(Sharded):
             return self.number(value.clone())
         raise LayoutError(
             f"it has shape {tuple(value.shape)}, its flat parameter here {self.alike}: which elements are whose cannot be told",
-            where=f"tensor {said}",
+            where=f"tensor {state_name}",
             hint="use fully_shard (FSDP version 2) with this optimizer",
         )
 
@@ -101,7 +101,7 @@ def flat_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
     Raises:
         StateError: FSDP is in the middle of a forward or backward pass or of ``summon_full_params``, or wraps DTensors.
     """
-    found: dict[tuple[int, str], FlatPart] = {}
+    by_owner: dict[tuple[int, str], FlatPart] = {}
     for name, wrapper, handle in handles_of(module):
         flat = handle.flat_param
         where = f"FSDP module {name or type(wrapper.module).__name__}"
@@ -115,14 +115,14 @@ def flat_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
         owners = flat._params if handle._use_orig_params else [flat] * len(flat._param_infos)
         rows = zip(flat._param_infos, flat._shapes, _starts(flat), flat._shard_param_infos, owners, strict=True)
         for info, shape, start, shard, owner in rows:
-            part = found[id(info.module), info.param_name] = _part(handle, mesh, local, tuple(shape), start, owner)
+            part = by_owner[id(info.module), info.param_name] = _part(handle, mesh, local, tuple(shape), start, owner)
             part.counted = (flat, owner)  # FSDP gives them this memory by ``.data``, so each counts for itself
             if handle.uses_sharded_strategy and (shard.numel_in_shard or 0) != part.count:
                 text = f"FSDP says that this rank has {shard.numel_in_shard or 0} elements of {info.param_name}, its sizes say {part.count}"
                 raise StateError(text, where=where, hint="this version of torch flattens otherwise: use fully_shard")
         for tied in flat._shared_param_infos:
-            found[id(tied.module), tied.param_name] = found[id(tied.prim_module), tied.prim_param_name]
-    return found
+            by_owner[id(tied.module), tied.param_name] = by_owner[id(tied.prim_module), tied.prim_param_name]
+    return by_owner
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -75,8 +75,8 @@ class LegacyStream:
         return f"numpy.RandomState({self.generator.get_state(legacy=False)['bit_generator']})"
 
     def get(self) -> dict[str, Any]:
-        found: dict[str, Any] = _with_tensors(self.generator.get_state(legacy=False))
-        return found
+        values: dict[str, Any] = _with_tensors(self.generator.get_state(legacy=False))
+        return values
 
     def set(self, state: Any) -> None:
         self.generator.set_state(_with_arrays(state))
@@ -98,8 +98,8 @@ class NumpyStream:
         return f"numpy.{type(self.generator.bit_generator).__name__}"
 
     def get(self) -> dict[str, Any]:
-        found: dict[str, Any] = _with_tensors(self.generator.bit_generator.state)
-        return found
+        values: dict[str, Any] = _with_tensors(self.generator.bit_generator.state)
+        return values
 
     def set(self, state: Any) -> None:
         self.generator.bit_generator.state = _with_arrays(state)
@@ -174,20 +174,20 @@ def stream_of(generator: object, name: str) -> Stream:
 
 def standard_streams() -> dict[str, Stream]:
     """The global generators of this process: Python's, NumPy's, torch's on the CPU, and the current CUDA device's if CUDA is in use."""
-    found: dict[str, Stream] = {
+    streams: dict[str, Stream] = {
         "python": PythonStream(random),
         "numpy": LegacyStream(np.random),
         "torch": TorchStream(torch.default_generator),
     }
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return {**found, "cuda": CudaStream()} if in_use else found
+    return {**streams, "cuda": CudaStream()} if in_use else streams
 
 
 def derived(state: object, *labels: object) -> int:
     """256 bits that depend on a stream's state and on labels, and on nothing else."""
-    found = hashlib.sha256(b"ckpt.rng 1")
-    _feed(found, [state, *labels])
-    return int.from_bytes(found.digest(), "little")
+    digest = hashlib.sha256(b"ckpt.rng 1")
+    _feed(digest, [state, *labels])
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _feed(into: Any, value: object) -> None:

@@ -21,10 +21,10 @@ _known: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 def mesh_of(mesh: DeviceMesh) -> Mesh:
     """The same mesh as ours. It is remembered: torch lists a mesh's ranks anew each time, and every DTensor asks."""
-    found = _known.get(mesh)
-    if found is None:
-        found = _known[mesh] = _mesh_of(mesh)
-    return found
+    known = _known.get(mesh)
+    if known is None:
+        known = _known[mesh] = _mesh_of(mesh)
+    return known
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:
@@ -35,8 +35,8 @@ def _mesh_of(mesh: DeviceMesh) -> Mesh:
 
 def in_order(meshes: Iterable[DeviceMesh]) -> tuple[Mesh, ...]:
     """Ours of those that are named, each once, those with the most ranks first. The order is the same on all ranks of a mesh."""
-    found = dict.fromkeys(mesh_of(mesh) for mesh in meshes if mesh.mesh_dim_names)
-    return tuple(sorted(found, key=lambda m: (-len(m.ranks), m.names, tuple(m.ranks))))
+    own = dict.fromkeys(mesh_of(mesh) for mesh in meshes if mesh.mesh_dim_names)
+    return tuple(sorted(own, key=lambda m: (-len(m.ranks), m.names, tuple(m.ranks))))
 
 
 def widened(layout: TensorLayout, meshes: Sequence[Mesh], rank: int) -> TensorLayout:

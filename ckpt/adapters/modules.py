@@ -49,40 +49,40 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     module = unwrap(module)
     if is_wrapped(module):
         return _of_flat(module)
-    found = ModuleTensors()
+    module_tensors = ModuleTensors()
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
         prefix, _, attribute = name.rpartition(".")
         if prefix in owners:
-            found.owners[name] = owners[prefix]
+            module_tensors.owners[name] = owners[prefix]
         if isinstance(value, torch.Tensor) and attribute != "_extra_state":
-            found.tensors[name] = value
+            module_tensors.tensors[name] = value
         else:
-            found.extra[name] = value
-    return found
+            module_tensors.extra[name] = value
+    return module_tensors
 
 
 def _of_flat(module: nn.Module) -> ModuleTensors:
     """The same where FSDP version 1 wraps it or a part of it: its ``state_dict`` would gather everything."""
-    found = ModuleTensors()
+    module_tensors = ModuleTensors()
     of_module: dict[int, dict[str, FlatPart]] = {}
     for (number, attribute), part in flat_parts(module).items():
         of_module.setdefault(number, {})[attribute] = part
     for path, owner in module.named_modules(remove_duplicate=False):
         start = f"{clean_name(path)}." if clean_name(path) else ""
         parts = of_module.get(id(owner), {})
-        found.flat |= {start + attribute: part for attribute, part in parts.items()}
+        module_tensors.flat |= {start + attribute: part for attribute, part in parts.items()}
         for key, value in own_tensors(owner):
             if key in parts:
                 continue  # FSDP shows the parameter, or what it gathered of it
             name = clean_name(start + key)
-            found.owners[name] = owner
+            module_tensors.owners[name] = owner
             if isinstance(value, torch.Tensor) and key != "_extra_state":
-                found.tensors[name] = value
+                module_tensors.tensors[name] = value
             else:
-                found.extra[name] = value
-    return found
+                module_tensors.extra[name] = value
+    return module_tensors
 
 
 def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:

@@ -21,7 +21,7 @@ class ParamNames:
     """``whole``: ``id(parameter)`` → name in the state. ``flat``: what FSDP version 1 has in one parameter of an optimizer, by that one's
     ``id``: each part once, with its first name."""
 
-    whole: dict[int, str] = field(default_factory=dict)
+    plain: dict[int, str] = field(default_factory=dict)
     flat: dict[int, dict[int, tuple[str, FlatPart]]] = field(default_factory=dict)
 
 
@@ -30,12 +30,12 @@ def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, Mo
     first name."""
     names = ParamNames()
     for path, module in modules:
-        found = tensors_of(module)
+        module_tensors = tensors_of(module)
         if parts is not None:
-            parts[id(module)] = found
-        for name, tensor in found.tensors.items():
-            names.whole.setdefault(id(tensor), f"{path}.{name}" if path else name)
-        for name, part in found.flat.items():
+            parts[id(module)] = module_tensors
+        for name, tensor in module_tensors.tensors.items():
+            names.plain.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        for name, part in module_tensors.flat.items():
             names.flat.setdefault(id(part.owner), {}).setdefault(id(part), (f"{path}.{name}" if path else name, part))
     return names
 
@@ -54,7 +54,7 @@ def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[t
             if id(param) in names.flat:
                 named += names.flat[id(param)].values()
                 continue
-            name = names.whole.get(id(param), own)
+            name = names.plain.get(id(param), own)
             if name is None:
                 raise StateError(
                     f"parameter {position} of group {index} (shape {tuple(param.shape)}) has no name",

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.errors import ShapeError
 from ckpt.tree import Node
 
-from .refill import refill
+from .in_place import restore_in_place
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
 """``reshard(values, rank, world_size) -> value``: the value for a rank, made of the values that all ranks saved, in their order."""
@@ -66,7 +66,7 @@ class PerRank:
         return RankChoice(ranks=list(nodes), take=lambda values: self._put(reshard(values, position, count)))
 
     def _put(self, value: object) -> None:
-        self.value = refill(self.value, value)
+        self.value = restore_in_place(self.value, value)
 
 
 class Compound:

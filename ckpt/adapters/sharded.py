@@ -38,7 +38,7 @@ def is_sharded_tensor(value: object) -> bool:
     return module is not None and isinstance(value, module.ShardedTensor)
 
 
-def from_sharded_tensor(tensor: Any, said: str) -> Sharded:
+def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
     """The place that a ``ShardedTensor`` has by its metadata.
 
     Raises:
@@ -52,13 +52,13 @@ def from_sharded_tensor(tensor: Any, said: str) -> Sharded:
     holders = [int(s.placement.rank()) for s in shards]
     if not set(holders) <= set(ranks):
         hint = "make it on the group of all ranks that have shards"
-        raise StateError("ranks outside of its process group have shards of this ShardedTensor", where=f"tensor {said}", hint=hint)
+        raise StateError("ranks outside of its process group have shards of this ShardedTensor", where=f"tensor {state_name}", hint=hint)
     mine = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in tensor.local_shards()}
     cut = [d for d in range(len(shape)) if any(s.shard_sizes[d] != shape[d] for s in shards)]
     if len(cut) > 1 or not shape or len(set(holders)) < len(holders):
-        held = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)
-        layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", held),))
-        blocks = tuple(mine[offset] for offset, _ in held[tensor._process_group.rank()])
+        boxes = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)
+        layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", boxes),))
+        blocks = tuple(mine[offset] for offset, _ in boxes[tensor._process_group.rank()])
         return Sharded(blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)
     dim = cut[0] if cut else 0
     rest = [rank for rank in ranks if rank not in holders]

@@ -11,7 +11,7 @@ import torch
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout.geometry import Box
-from ckpt.layout.layout import Placed
+from ckpt.layout.layout import ResolvedShard
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Split
 from ckpt.layout.placements.base import DTensorAxis
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Held(NamedTuple):
+class LocalShard(NamedTuple):
     """A box of a global tensor and the memory that holds it here: a view of shape ``box.shape``, any strides. Not to be compared, as
     tensors are not. A state may have very many: hence a tuple."""
 
@@ -37,11 +37,11 @@ class Held(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LocalTensor:
-    """A tensor as this rank sees it. ``said`` is the name that the state gives it; the stored name is ``info.name``."""
+    """A tensor as this rank sees it. ``state_name`` is the name that the state gives it; the stored name is ``info.name``."""
 
     info: Global
-    parts: list[Held]
-    said: str
+    parts: list[LocalShard]
+    state_name: str
 
     def view(self, box: Box) -> torch.Tensor:
         """The memory of ``box``, which must lie in one of the parts."""
@@ -62,11 +62,11 @@ class LocalTensor:
         inside = [(part, common) for part in self.parts if (common := part.box.intersect(box)) is not None]
         if len(inside) <= 1 or sum(common.numel for _, common in inside) != box.numel:
             return self.view(box)
-        whole = torch.empty(box.shape, dtype=inside[0][0].memory.dtype, device=inside[0][0].memory.device)
+        gathered = torch.empty(box.shape, dtype=inside[0][0].memory.dtype, device=inside[0][0].memory.device)
         for _, common in inside:
-            part, target = self.view(common), whole[common.relative_to(box.offset).slices]
+            part, target = self.view(common), gathered[common.relative_to(box.offset).slices]
             _ = target.copy_(part) if reads_otherwise(part) else raw_view(target).copy_(raw_view(part))
-        return whole
+        return gathered
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
@@ -81,21 +81,21 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
     if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         what = "a nested tensor" if tensor.is_nested else f"a tensor of class {kind.__module__}.{kind.__qualname__}"
         raise StateError(f"{what} cannot be stored", where=f"tensor {name}", hint="store the plain tensors that it is made of")
-    found = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if found is None or tensor.layout is not torch.strided:
+    dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or tensor.layout is not torch.strided:
         raise StateError(
             f"a tensor of dtype {tensor.dtype} and memory layout {tensor.layout} cannot be stored",
             where=f"tensor {name}",
             hint="convert it first; sparse tensors as their indices and values",
         )
-    return found
+    return dtype
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    kind = getattr(torch, dtype.name, None)
+    if not isinstance(kind, torch.dtype):
         raise StateError(f"this version of torch has no dtype {dtype.name}", hint="load it with a newer torch")
-    return found
+    return kind
 
 
 # ----------------------------------------------------------------------------------------------------------- kinds
@@ -169,12 +169,12 @@ def from_plain(name: str, tensor: torch.Tensor, layout: TensorLayout, rank: int)
     return LocalTensor(info, parts_of(info, local_of(tensor), rank), name)
 
 
-def from_placed(said: str, placed: Placed, tensor: torch.Tensor, rank: int) -> LocalTensor:
+def from_placed(state_name: str, placed: ResolvedShard, tensor: torch.Tensor, rank: int) -> LocalTensor:
     """A plain tensor that a :class:`ckpt.Layout` gave its place."""
-    info = Global(placed.name, dtype_of(tensor, said), placed.shape, placed.layout, placed.logical)
+    info = Global(placed.name, dtype_of(tensor, state_name), placed.shape, placed.layout, placed.logical)
     local = local_of(tensor)
     if placed.stack is None:
-        return LocalTensor(info, parts_of(info, local, rank), said)
+        return LocalTensor(info, parts_of(info, local, rank), state_name)
     dim, index = placed.stack
     rows = [p for p in placed.layout.pieces(placed.shape, rank) if p.box.offset[dim] <= index < p.box.end[dim]]
     parts = []
@@ -184,11 +184,11 @@ def from_placed(said: str, placed: Placed, tensor: torch.Tensor, rank: int) -> L
         memory = local.unsqueeze(dim)
         for d, (start, size) in enumerate(zip(p.local.offset, p.local.shape, strict=True)):
             memory = memory if d == dim else memory.narrow(d, start, size)
-        parts.append(Held(Box(offset, shape), memory))
-    return LocalTensor(info, parts, said)
+        parts.append(LocalShard(Box(offset, shape), memory))
+    return LocalTensor(info, parts, state_name)
 
 
-def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[Held]:
+def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[LocalShard]:
     """Views of the local memory for each piece that the layout gives this rank."""
     parts = []
     for piece in info.layout.pieces(info.shape, rank):
@@ -200,7 +200,7 @@ def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[Held]:
             if piece.local.shape != tuple(local.shape):
                 for dim, (start, size) in enumerate(zip(piece.local.offset, piece.local.shape, strict=True)):
                     memory = memory.narrow(dim, start, size)
-        parts.append(Held(piece.box, memory))
+        parts.append(LocalShard(piece.box, memory))
     return parts
 
 

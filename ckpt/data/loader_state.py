@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from ckpt.adapters.mesh_coordinate import MeshLike, StateSharding, holders
 from ckpt.adapters.per_rank import Compound, PerRank, RankChoice
-from ckpt.adapters.seats import MeshLike, Seating, holders
 from ckpt.errors import ShapeError, UsageError
 from ckpt.tree import Node
 
@@ -63,7 +63,7 @@ class LoaderState(Compound):
         self.shared = (shared,) if isinstance(shared, str) else tuple(shared)
         self.reshard: Reshard | None = reshard or getattr(loader, "reshard", None) or resharded(loader)
         self.stores = stores
-        self._seating = Seating(mesh, over, "over")
+        self._seating = StateSharding(mesh, over, "over")
 
     def __repr__(self) -> str:
         return f"LoaderState({type(self.loader).__name__})"

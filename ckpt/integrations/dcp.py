@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt import settings, tree
-from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
+from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.dtypes import dtype as dtype_named
@@ -233,7 +233,7 @@ def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) ->
         memory = planner.resolve_data(item)
         if not isinstance(memory, torch.Tensor) or memory.shape != chunk.sizes or dtype_of(memory, name) != mine.tensors[name].dtype:
             raise LayoutError("the planner gives other data than it has planned", where=f"tensor {name}")
-        tensors[name].parts.append(Held(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
+        tensors[name].parts.append(LocalShard(Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach()))
     return tensors
 
 

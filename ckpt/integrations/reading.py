@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt import settings
-from ckpt.adapters.tensors import Held, LocalTensor, dtype_of
+from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.api import open as open_view
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import TensorEntry
@@ -23,7 +23,7 @@ _HERE = TensorLayout.replicated((0,))
 def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> Job:
     """Read ``box`` of a stored tensor into ``memory``, which has its shape."""
     info = Global(entry.name, dtype_of(memory, entry.name), entry.shape, _HERE, entry.logical)
-    return Job(target=LocalTensor(info, [Held(box, memory)] if box.numel else [], entry.name), entry=entry)
+    return Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
 
 
 def read_state(url: str, *, threads: int | None = None) -> Any:

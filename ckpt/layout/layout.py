@@ -20,7 +20,7 @@ from .tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class ResolvedShard:
     """A local tensor's place: the stored name, the global shape, the layout, and the box that the local tensor is of the global
     one when stacked."""
 
@@ -103,7 +103,7 @@ class Layout:
             raise LayoutError(f"the layout has no mesh {name!r}", hint=f"its further meshes are {sorted(self.meshes)}")
         return self.meshes[name]
 
-    def place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
+    def place(self, name: str, local_shape: tuple[int, ...], rank: int) -> ResolvedShard:
         """Where the tensor that ``rank`` calls ``name`` belongs.
 
         Raises:
@@ -114,7 +114,7 @@ class Layout:
         except LayoutError as err:
             raise LayoutError(err.message, where=f"tensor {name}, rank {rank}", hint=err.hint) from err
 
-    def _place(self, name: str, local_shape: tuple[int, ...], rank: int) -> Placed:
+    def _place(self, name: str, local_shape: tuple[int, ...], rank: int) -> ResolvedShard:
         if rank not in self.mesh.ranks:
             raise LayoutError(f"the rank is not in the layout's mesh {self.mesh}")
         placements = self._rule(name)
@@ -132,7 +132,7 @@ class Layout:
             raise LayoutError("two numbers of its name are to be stacked", hint="leave stack=None in one of the two")
         if stacked:
             return self._stack(stored, shape, layout, logical, stacked[0])
-        return Placed(name=stored, shape=shape, layout=layout, logical=logical)
+        return ResolvedShard(name=stored, shape=shape, layout=layout, logical=logical)
 
     def _rule(self, name: str) -> tuple[Placement, ...]:
         for glob, placements in self.rules:
@@ -143,21 +143,21 @@ class Layout:
     def _renumber(self, name: str, rank: int) -> tuple[str, list[_Number]]:
         numbers = []
         for rule in self.numbered:
-            found = rule.regex().search(name)
-            if found is None:
+            match = rule.regex().search(name)
+            if match is None:
                 continue
             mesh = self._mesh(rule.mesh)
             where = mesh.coordinate(rank)
             assert where is not None
             coordinate = where[mesh.axis(rule.over)]
-            fields = found.groupdict()
+            fields = match.groupdict()
             chunks = rule.ids[coordinate]
             chunk, local = int(fields.get("chunk") or 0), fields.get("n")
             if chunk >= len(chunks) or (local is not None and int(local) >= len(chunks[chunk])):
                 raise LayoutError(f"{rule.pattern!r} has no number for it on coordinate {coordinate} of {rule.over!r}")
             value = None if local is None else chunks[chunk][int(local)]
             to = rule.to.replace(".{n}", "").replace("{n}", "") if rule.stack is not None else rule.to.replace("{n}", str(value))
-            name = (name[: found.start()] + to + name[found.end() :]).strip(".")
+            name = (name[: match.start()] + to + name[match.end() :]).strip(".")
             numbers.append(_Number(rule, coordinate, value))
         return name, numbers
 
@@ -177,7 +177,9 @@ class Layout:
             at |= p.coordinates(mesh)
         return tuple(sorted(at.items()))
 
-    def _stack(self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number) -> Placed:
+    def _stack(
+        self, name: str, shape: tuple[int, ...], layout: TensorLayout, logical: tuple[int, ...] | None, number: _Number
+    ) -> ResolvedShard:
         """The layout of the stacked tensor: a new dimension, cut over the number's mesh dimension; ids must be contiguous blocks."""
         rule, ndim = number.rule, len(shape) + 1
         assert rule.stack is not None and number.value is not None
@@ -193,7 +195,7 @@ class Layout:
         stacked = TensorLayout(layout.mesh, (Shard(dim, rule.over, sizes), *splits), at)
         grown = (*shape[:dim], len(flat), *shape[dim:])
         real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
-        return Placed(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
+        return ResolvedShard(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
 
 
 def _check_rules(rules: Sequence[Any]) -> None:

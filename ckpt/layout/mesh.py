@@ -89,12 +89,12 @@ def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
 
 def coordinates(meshes: Iterable[Mesh], rank: int) -> dict[str, int]:
     """Where a rank is in each dimension of these meshes that has more than one coordinate; of dimensions of one name the first counts."""
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for mesh in meshes:
         for name, size, at in zip(mesh.names, mesh.sizes, mesh.coordinate(rank) or (), strict=False):
             if size > 1:
-                found.setdefault(name, at)
-    return found
+                by_name.setdefault(name, at)
+    return by_name
 
 
 @lru_cache(maxsize=256)

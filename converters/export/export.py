@@ -206,9 +206,9 @@ class _Export:
         self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options.overwrite)
         named = state if isinstance(state, dict) else {"model": state}
         self.collected: Collected = collect(named, rank=group.rank, ranks=group.ranks, layout=layout)
-        placer = self.collected.placer
-        shared = [t.info for n, t in placer.tensors.items() if n not in placer.own]
-        table = Table(tensors=tuple(shared), aliases={n: to for n, to in placer.aliases.items() if n not in placer.own})
+        shard_table = self.collected.shard_table
+        shared = [t.info for n, t in shard_table.tensors.items() if n not in shard_table.own]
+        table = Table(tensors=tuple(shared), aliases={n: to for n, to in shard_table.aliases.items() if n not in shard_table.own})
         return {
             "table": self.call.share(table.to_bytes()),
             "state": self.call.share(tree.text(self.collected.state).encode()),
@@ -269,8 +269,8 @@ class _Export:
         gathering = planner.plan(_way(agreed["parts"]), agreed["parts"] or [0] * len(files), self.options.memory // SHARES)
         mine = self.begun.shared if self.begun is not None else None
         self.sinks = RankFiles(self.destination, files, agreed["tokens"], mine)
-        placer = self.collected.placer
-        local = {**placer.tensors, **{name: placer.tensors[to] for name, to in placer.aliases.items()}}
+        shard_table = self.collected.shard_table
+        local = {**shard_table.tensors, **{name: shard_table.tensors[to] for name, to in shard_table.aliases.items()}}
         self.delivery = Delivery(planner, gathering, local, group.rank, self.sinks.write)
         for number in _opened(planner, gathering, group.rank):
             self.sinks.open(number)

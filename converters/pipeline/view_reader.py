@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.adapters.memory import raw_view
-from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.catalog import Catalog
 from ckpt.dtypes import DTYPES
 from ckpt.engine.load.reader import Job, Reader
@@ -46,7 +46,7 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
         entry = catalog.tensors[piece.source]
         dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
         info = Global(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-        local = Held(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
+        local = LocalShard(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
         yield Job(target=LocalTensor(info, [local], entry.name), entry=entry)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
+from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
 from ckpt.engine.load import sweep, whole_chunks
@@ -48,7 +48,7 @@ class Target:
         for box, raw in zip(boxes, self.raw, strict=True):
             flat = torch.from_numpy(raw.reshape(-1)).view(torch_dtype(sample.dtype))
             strides = [spread * math.prod(box.shape[i + 1 :]) for i in range(len(box.shape))]
-            held.append(Held(box, torch.as_strided(flat, box.shape, strides)))
+            held.append(LocalShard(box, torch.as_strided(flat, box.shape, strides)))
         self.local = LocalTensor(info, [h for h in held if h.box.numel], sample.name)
 
     def check(self) -> None:

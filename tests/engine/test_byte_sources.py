@@ -14,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt.adapters.memory import as_bytes
-from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.byte_source.digest_reader import DigestReader, Verify
 from ckpt.byte_source.memory import BLOCK, MemorySource
 from ckpt.byte_source.port import ByteSource
@@ -34,7 +34,7 @@ from ckpt.plan.ownership import Global
 
 def target_of(name: str, memory: torch.Tensor, box: Box, shape: Sequence[int]) -> LocalTensor:
     dtype = DTYPES[str(memory.dtype).removeprefix("torch.")]
-    return LocalTensor(Global(name, dtype, tuple(shape), TensorLayout(Mesh.flat((0,)))), [Held(box, memory)], name)
+    return LocalTensor(Global(name, dtype, tuple(shape), TensorLayout(Mesh.flat((0,)))), [LocalShard(box, memory)], name)
 
 
 def test_a_checkpoint_whose_files_lie_in_memory(tmp_path: Path) -> None:

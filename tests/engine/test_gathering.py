@@ -15,7 +15,7 @@ import xxhash
 
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
-from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.byte_source.storage import source_of
 from ckpt.dtypes import dtype
 from ckpt.engine.load.reader import Job, Reader
@@ -76,7 +76,7 @@ def written(directory: str, ranks: int) -> Load:
     wanted = [in_eighths(t) for t in tensors if t.dtype.name == "bfloat16"]
     jobs = []
     for t in wanted:
-        held = [Held(p.box, torch.ones(p.box.shape, dtype=torch.bfloat16)) for p in t.layout.pieces(t.shape, RANK)]
+        held = [LocalShard(p.box, torch.ones(p.box.shape, dtype=torch.bfloat16)) for p in t.layout.pieces(t.shape, RANK)]
         jobs.append(Job(LocalTensor(t, held, t.name), catalog.tensors[t.name]))
     return Load(catalog, files, jobs)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
 from ckpt.layout.geometry import Box
-from ckpt.layout.layout import Layout, Placed
+from ckpt.layout.layout import Layout, ResolvedShard
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.numbering import Numbered, experts, pipeline
 from ckpt.layout.placements import Flat, GlobalShape, Interleaved, OnMesh, Padded, Replicate, Shard, Stage, Uneven
@@ -187,7 +187,7 @@ def folded(*, stack: int | None, rule: tuple[Any, ...], layers: int = 4) -> Layo
     )
 
 
-def expert_places(layout: Layout) -> Iterator[tuple[int, int, int, Placed]]:
+def expert_places(layout: Layout) -> Iterator[tuple[int, int, int, ResolvedShard]]:
     """Rank, global layer, global expert and place of every expert tensor of the eight ranks."""
     for rank in range(8):
         stage, ep = divmod(rank, 4)

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from ckpt import tree
 from ckpt.adapters.fsdp1 import reshard
+from ckpt.adapters.in_place import is_stateful, restore_in_place
 from ckpt.adapters.modules import copies_of, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
-from ckpt.adapters.place import Placer, own_name
-from ckpt.adapters.refill import is_stateful, refill
 from ckpt.adapters.shard_cache import ShardCache
+from ckpt.adapters.shard_table import ShardTable, own_name
+from ckpt.adapters.state_scan import scan_state
 from ckpt.adapters.stateful import StatefulObject
-from ckpt.adapters.survey import survey
 from ckpt.catalog import Catalog
 from ckpt.errors import ShapeError, StateError
 from ckpt.layout.layout import Layout
@@ -50,18 +50,18 @@ def bind(
     Raises:
         UsageError, StateError, LayoutError: as for a save.
     """
-    seen = survey(state)
+    seen = scan_state(state)
     with torch.no_grad():
-        placer = Placer(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
+        shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         names = names_in(seen.modules)
         renames = optimizer_renames(seen.optimizers, names, catalog, selection)
-        walk = _BindWalk(catalog, placer, selection.followed_by(renames), names, cast=cast)
-        walk.found.renames = renames
+        walk = _BindWalk(catalog, shard_table, selection.followed_by(renames), names, cast=cast)
+        walk.binding.renames = renames
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
-        placer.remember()
+        shard_table.remember()
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
-    return walk.found
+    return walk.binding
 
 
 def _no_setter(value: object) -> None:
@@ -69,8 +69,8 @@ def _no_setter(value: object) -> None:
 
 
 class _BindWalk(Binder):
-    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, names: ParamNames, *, cast: bool) -> None:
-        super().__init__(catalog, placer, selection, cast=cast)
+    def __init__(self, catalog: Catalog, shard_table: ShardTable, selection: Selection, names: ParamNames, *, cast: bool) -> None:
+        super().__init__(catalog, shard_table, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
         self._own: dict[str, torch.Tensor] = {}
         self._left = 0  # mappings of the checkpoint that dicts of plain values did not take
@@ -96,7 +96,7 @@ class _BindWalk(Binder):
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
-            self.plain(node, path, lambda value: put(refill(target, value)))
+            self.plain(node, path, lambda value: put(restore_in_place(target, value)))
 
     def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: bool) -> None:
         """Bind each key of a dict. One that holds plain values only, and is not ``live``, also takes the keys that just the checkpoint has.
@@ -119,11 +119,11 @@ class _BindWalk(Binder):
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
         runs = [alike] if live else [alike, *self.added(target, children, path, everything=everything)]
         if not live and not children and self.selection.wants(path):
-            self.found.values.append(path)
+            self.binding.values.append(path)
         if any(runs):
             complete = everything and not live and self._left == left
-            self.found.values += [path] if complete else [join(path, key) for run in runs for key in run]
-            self.found.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
+            self.binding.values += [path] if complete else [join(path, key) for run in runs for key in run]
+            self.binding.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
 
     def added(self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool) -> Iterator[list[Any]]:
         """Take the keys that just the checkpoint has, in its order. Gives those whose values stand for themselves, as they are taken."""
@@ -133,7 +133,7 @@ class _BindWalk(Binder):
                 continue
             if everything and type(child) in tree.SCALARS:
                 if not run:
-                    self.found.apply.append(partial(_take, target, run, children))
+                    self.binding.apply.append(partial(_take, target, run, children))
                 run.append(key)
                 continue
             if run:
@@ -151,20 +151,20 @@ class _BindWalk(Binder):
         loaded = list(target)
         stored = tree.items_of(node)
         if stored is not None and len(stored) != len(loaded):
-            self.found.misfits.append(f"{path}: {len(stored)} elements in the checkpoint, {len(loaded)} in the state")
+            self.binding.misfits.append(f"{path}: {len(stored)} elements in the checkpoint, {len(loaded)} in the state")
             return
-        before = len(self.found.values)
+        before = len(self.binding.values)
         for i, item in enumerate(target):
             at = join(path, i)
             self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
         if stored is not None and not tree.refers(node):  # then the stored list is a leaf as a whole: taken if all in it is
-            taken = set(self.found.values[before:])
+            taken = set(self.binding.values[before:])
             if all(_is_below(taken, join(path, i), where) for i, item in enumerate(stored) for where, _ in tree.leaves(item)):
-                self.found.values.append(path)
+                self.binding.values.append(path)
         if isinstance(target, list):
-            self.found.apply.append(lambda: target.__setitem__(slice(None), loaded))
+            self.binding.apply.append(lambda: target.__setitem__(slice(None), loaded))
         else:
-            self.found.apply.append(lambda: put(tuple(loaded)))
+            self.binding.apply.append(lambda: put(tuple(loaded)))
 
     # ---- objects
 
@@ -177,29 +177,29 @@ class _BindWalk(Binder):
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )
-        before = len(self.found.misfits)
+        before = len(self.binding.misfits)
         if parts.flat:
-            self.found.create.append(lambda: reshard(module))
+            self.binding.create.append(lambda: reshard(module))
         for name, part in parts.flat.items():
             self.tensor(join(path, name), part)
         for name, tensor in parts.tensors.items():
             self.tensor(join(path, name), tensor)
-        for number in range(before, len(self.found.misfits)):
+        for number in range(before, len(self.binding.misfits)):
             self.resizes(number, path, parts.owners)
         for name in parts.extra:
-            said = join(path, name)
-            if self.selection.wants(said):
-                self.decoded(self.nodes.child(node, name, said), said, parts.owners[name].set_extra_state)
+            state_name = join(path, name)
+            if self.selection.wants(state_name):
+                self.decoded(self.nodes.child(node, name, state_name), state_name, parts.owners[name].set_extra_state)
 
     def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
         """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
-        text = self.found.misfits[number]
+        text = self.binding.misfits[number]
         owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
         if owner is None or ": shape " not in text:
             return
         for method in ("_load_from_state_dict", "load_state_dict"):
             if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
-                self.found.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
+                self.binding.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
                 return
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
@@ -207,48 +207,48 @@ class _BindWalk(Binder):
         if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
             return
         if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
-            self.found.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
-        template, before = target.state_dict(), len(self.found.apply)
+            self.binding.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
+        template, before = target.state_dict(), len(self.binding.apply)
         self.decoded(node, path, target.load_state_dict, template=template)
-        if len(self.found.apply) > before and not _tensor_names(node) and not has_tensors(template):
-            self.found.objects.append(StatefulObject(path=path, target=target, take=self.found.apply.pop(), old=template))
+        if len(self.binding.apply) > before and not _tensor_names(node) and not has_tensors(template):
+            self.binding.objects.append(StatefulObject(path=path, target=target, take=self.binding.apply.pop(), old=template))
 
     def per_rank(self, target: PerRank, path: str) -> None:
         if not self.selection.wants(path):
             return
-        self.found.values.append(path)
+        self.binding.values.append(path)
         nodes = _AtPath(self.catalog.ranks, path)
-        some = self.placer.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
+        some = self.shard_table.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
         try:
-            chosen = target.choose(nodes, self.catalog.world_size, self.placer.rank, self.placer.ranks) if some else None
+            chosen = target.choose(nodes, self.catalog.world_size, self.shard_table.rank, self.shard_table.ranks) if some else None
         except ShapeError as err:
-            self.found.misfits.append(f"{path}: {err.message}")
+            self.binding.misfits.append(f"{path}: {err.message}")
             return
         if chosen is None:
-            self.found.missing.append(path)
+            self.binding.missing.append(path)
             return
         values: list[Any] = [None] * len(chosen.ranks)
         for i, rank in enumerate(chosen.ranks):
             self._rebuilt(nodes[rank], path, _item_setter(values, i))
-        self.found.apply.append(lambda: chosen.take(values))
+        self.binding.apply.append(lambda: chosen.take(values))
 
     def compound(self, target: Compound, node: Node, path: str) -> None:
-        slots, before = target.slots(), len(self.found.apply)
+        slots, before = target.slots(), len(self.binding.apply)
         self.mapping(slots, node, path, live=not path or _has_live(slots))
-        if len(self.found.apply) > before:
-            self.found.apply.append(lambda: target.loaded(slots))
+        if len(self.binding.apply) > before:
+            self.binding.apply.append(lambda: target.loaded(slots))
 
     def _rebuilt(self, node: Node, path: str, put: Setter) -> None:
         fresh = {name: self._own_tensor(name) for name in _tensor_names(node)}
-        self.found.apply.append(lambda: put(tree.decode(node, lambda k, p: fresh[p] if k == "$tensor" else inline_only(k, p))))
+        self.binding.apply.append(lambda: put(tree.decode(node, lambda k, p: fresh[p] if k == "$tensor" else inline_only(k, p))))
 
     def _own_tensor(self, stored: str) -> torch.Tensor:
         if stored in self._own:
             return self._own[stored]  # tied when it was saved
         entry = self.referred(stored)
         new = self._own[stored] = self.room_for(entry)
-        local = self.placer.add_own(f"{stored}>", new)
-        self.found.targets[own_name(f"{stored}>", self.placer.position)] = (local, entry)
+        local = self.shard_table.add_own(f"{stored}>", new)
+        self.binding.targets[own_name(f"{stored}>", self.shard_table.position)] = (local, entry)
         return new
 
 

@@ -19,7 +19,7 @@ from ckpt.errors import ShapeError
 class FlatState:
     """One key of the state of one flat parameter, while a load binds its parameters: ``now`` is what the optimizer has, if anything.
 
-    ``whole`` is the tensor that is filled part by part; ``numbers`` are single numbers, one for each parameter, which must come out equal,
+    ``filled`` is the tensor that is filled part by part; ``numbers`` are single numbers, one for each parameter, which must come out equal,
     as the optimizer has one for all.
     """
 
@@ -27,32 +27,30 @@ class FlatState:
     owner: torch.Tensor
     key: str
     now: torch.Tensor | None
-    whole: torch.Tensor | None = None
+    filled: torch.Tensor | None = None
     numbers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
-    def target(self, said: str, part: FlatPart, entry: TensorEntry | None, *, host: bool) -> Sharded:
+    def target(self, state_name: str, part: FlatPart, entry: TensorEntry | None, *, host: bool) -> Sharded:
         """Where the state of one of the parameters goes."""
         if self.now is not None:
             is_number = tuple(self.now.shape) != part.alike
         else:
             is_number = entry is not None and entry.shape != part.shape and entry.numel == 1
         if not is_number:
-            return part.elements(self._whole(part, entry))
+            return part.elements(self._flat_tensor(part, entry))
         if self.now is not None:
             number = self.now.detach().clone()
         else:
             assert entry is not None
             number = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu" if host else self.owner.device)
-        self.numbers.append((said, number))
+        self.numbers.append((state_name, number))
         return part.number(number)
 
-    def _whole(self, part: FlatPart, entry: TensorEntry | None) -> torch.Tensor:
-        if self.whole is None:
+    def _flat_tensor(self, part: FlatPart, entry: TensorEntry | None) -> torch.Tensor:
+        if self.filled is None:
             dtype = None if entry is None else torch_dtype(entry.dtype)
-            fresh = self.now is None
-            self.whole = torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if fresh else self.now
-        assert self.whole is not None
-        return self.whole
+            self.filled = torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if self.now is None else self.now
+        return self.filled
 
     def apply(self) -> None:
         """Give the optimizer what was filled.
@@ -69,6 +67,6 @@ class FlatState:
                     where=f"tensor {first}",
                     hint="build FSDP with use_orig_params=True",
                 )
-            self.whole = number if self.now is None else self.now.copy_(number)
-        if self.now is None and self.whole is not None:
-            self.states[self.owner][self.key] = self.whole
+            self.filled = number if self.now is None else self.now.copy_(number)
+        if self.now is None and self.filled is not None:
+            self.states[self.owner][self.key] = self.filled

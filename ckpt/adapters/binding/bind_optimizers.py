@@ -28,7 +28,7 @@ from .targets import Binder, Setter, inline_only, real_device, real_like
 @dataclass(frozen=True, slots=True)
 class _Param:
     """A parameter of an optimizer: its name in the state and in the checkpoint; ``host``: its single numbers are in host memory;
-    ``whole``: all of its state is wanted."""
+    ``complete``: all of its state is wanted."""
 
     states: MutableMapping[Any, Any]
     param: torch.Tensor
@@ -37,10 +37,10 @@ class _Param:
     stored: str
     prefix: str
     host: bool
-    whole: bool
+    complete: bool
     part: FlatPart | None = None
 
-    def said(self, key: str) -> str:
+    def state_name(self, key: str) -> str:
         return f"{self.prefix}.{self.name}.{key}"
 
     def stored_path(self, key: str) -> str:
@@ -53,9 +53,9 @@ class OptimizerBinder:
     def __init__(self, binder: Binder, names: ParamNames) -> None:
         self.binder = binder
         self.names = names
-        self.placer = binder.placer
+        self.shard_table = binder.shard_table
         self.selection = binder.selection
-        self.found = binder.found
+        self.binding = binder.binding
         self._by_param: dict[str, dict[str, dict[str, TensorEntry]]] = {}
         self._flat: dict[tuple[int, str], FlatState] = {}
 
@@ -66,27 +66,27 @@ class OptimizerBinder:
         stored = state_path(self.binder.nodes.origin(groups_path).rpartition(".")[0])
         options = self.stored_options(groups, prefix, stored)
         if options:
-            self.found.values.append(groups_path)
+            self.binding.values.append(groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
             wanted = []
             for name, placed in named:
                 part = placed if isinstance(placed, FlatPart) else None
                 param = placed.owner if isinstance(placed, FlatPart) else placed
-                whole = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
-                if not whole and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
+                complete = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
+                if not complete and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue
-                stored = stored_param_name(self.placer, name, placed)
-                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), whole, part)
+                stored = stored_param_name(self.shard_table, name, placed)
+                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), complete, part)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
-                if whole:
+                if complete:
                     wanted.append(stored)
             if wanted:
                 self.group_options(optimizer, group, wanted, options, groups_path)
 
-    def wants_state(self, optimizer: Optimizer, param: torch.Tensor, said: str, prefix: str) -> bool:
+    def wants_state(self, optimizer: Optimizer, param: torch.Tensor, state_name: str, prefix: str) -> bool:
         """Whether a glob may select some of the state of a parameter that is not wanted as a whole."""
         keys = {key for state in self.states_below(prefix).values() for key in state} | set(optimizer.state.get(param, {}))
-        return any(self.selection.wants(f"{said}.{key}") for key in keys)
+        return any(self.selection.wants(f"{state_name}.{key}") for key in keys)
 
     def stored_options(self, groups: Node, prefix: str, stored: str) -> dict[str, Node]:
         """Options by parameter; groups that name parameters within the module do so below ``stored``, the state's path there."""
@@ -101,26 +101,26 @@ class OptimizerBinder:
         self, optimizer: Optimizer, group: dict[str, Any], names: Sequence[str], options: Mapping[str, Node], path: str
     ) -> None:
         absent = [n for n in names if n not in options]
-        self.found.missing += [f"{path} of {n}" for n in absent]
-        found = {tree.text(options[n]): options[n] for n in names if n in options}
-        if len(found) > 1:
-            alike = {text: [n for n in names if n in options and tree.text(options[n]) == text] for text in found}
+        self.binding.missing += [f"{path} of {n}" for n in absent]
+        by_text = {tree.text(options[n]): options[n] for n in names if n in options}
+        if len(by_text) > 1:
+            alike = {text: [n for n in names if n in options and tree.text(options[n]) == text] for text in by_text}
             fewest = min(alike.values(), key=len)
             whose = f"{fewest[0]!r}" + (f" and {len(fewest) - 1} more" if len(fewest) > 1 else "")
-            self.found.misfits.append(
-                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(found.values()))}; "
+            self.binding.misfits.append(
+                f"{path}: parameters of one group have different options in the checkpoint: {_differences(list(by_text.values()))}; "
                 f"give the optimizer another group for {whose}"
             )
-        elif found and not absent:
-            (node,) = found.values()
+        elif by_text and not absent:
+            (node,) = by_text.values()
             other = _other_kind(group, _options(node))
             if other is not None:
-                self.found.misfits.append(f"{path}: {other}")
+                self.binding.misfits.append(f"{path}: {other}")
                 return
             target = GroupOptions(group)
             take = partial(_take_options, group, node)
-            self.found.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
-            self.found.apply.append(lambda: settle_numbers(optimizer, group))
+            self.binding.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
+            self.binding.apply.append(lambda: settle_numbers(optimizer, group))
 
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
@@ -131,12 +131,15 @@ class OptimizerBinder:
         there = self.states_below(owner.prefix).get(owner.stored, {})
         stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
         for key in dict.fromkeys([*now, *there, *stored]):
-            if not owner.whole and not self.selection.wants(owner.said(key)):
+            if not owner.complete and not self.selection.wants(owner.state_name(key)):
                 continue
             if owner.part is not None and (key in there or (key in tensors and key not in stored)):
                 self.flat_state(owner, owner.part, key, now.get(key) if key in tensors else None, there.get(key))
             elif key in tensors and (key in there or key not in stored):
-                self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), now[key], owner.param, owner.name, owner.prefix))
+                self.binder.target(
+                    owner.state_name(key),
+                    self.shard_table.add_state(owner.state_name(key), now[key], owner.param, owner.name, owner.prefix),
+                )
             elif key in there:
                 self.create_state(owner, key, there[key])
             else:
@@ -149,37 +152,39 @@ class OptimizerBinder:
         if self.lies_like(owner, entry):
             new = real_like(owner.param, dtype)
         else:
-            shape = () if self.placer.layout is not None else entry.logical or entry.shape
+            shape = () if self.shard_table.layout is not None else entry.logical or entry.shape
             host = owner.host and math.prod(shape) == 1
             new = torch.empty(shape, dtype=dtype, device="cpu" if host else real_device(owner.param))
-        self.binder.target(owner.said(key), self.placer.add_state(owner.said(key), new, owner.param, owner.name, owner.prefix))
+        self.binder.target(
+            owner.state_name(key), self.shard_table.add_state(owner.state_name(key), new, owner.param, owner.name, owner.prefix)
+        )
         put = _state_setter(owner, key)
-        self.found.apply.append(lambda: put(new))
+        self.binding.apply.append(lambda: put(new))
 
     def flat_state(self, owner: _Param, part: FlatPart, key: str, now: torch.Tensor | None, entry: TensorEntry | None) -> None:
         flat = self._flat.get((id(owner.param), key))
         if flat is None:
             flat = self._flat[id(owner.param), key] = FlatState(states=owner.states, owner=owner.param, key=key, now=now)
-            self.found.apply.append(flat.apply)
-        said = owner.said(key)
-        self.binder.target(said, self.placer.add(said, flat.target(said, part, entry, host=owner.host)))
+            self.binding.apply.append(flat.apply)
+        state_name = owner.state_name(key)
+        self.binder.target(state_name, self.shard_table.add(state_name, flat.target(state_name, part, entry, host=owner.host)))
 
     def lies_like(self, owner: _Param, entry: TensorEntry) -> bool:
         """Whether a stored tensor of a parameter's state has an element for each of the parameter, so that it lies as that does."""
-        placed = self.placer.param_shape(owner.name, owner.param)
-        if self.placer.layout is None and not is_dtensor(owner.param):
+        placed = self.shard_table.param_shape(owner.name, owner.param)
+        if self.shard_table.layout is None and not is_dtensor(owner.param):
             return placed in (entry.shape, entry.logical)
         return len(entry.shape) == len(placed) and (entry.numel != 1 or math.prod(placed) == 1)
 
     def states_below(self, prefix: str) -> dict[str, dict[str, TensorEntry]]:
         """Stored tensors of an optimizer's state, by parameter and key."""
         if prefix not in self._by_param:
-            found: dict[str, dict[str, TensorEntry]] = {}
+            by_param: dict[str, dict[str, TensorEntry]] = {}
             for name, entry in self.binder.entries.items():
                 if name.startswith(prefix + "."):
                     owner, _, key = name[len(prefix) + 1 :].rpartition(".")
-                    found.setdefault(owner, {})[key] = entry
-            self._by_param[prefix] = found
+                    by_param.setdefault(owner, {})[key] = entry
+            self._by_param[prefix] = by_param
         return self._by_param[prefix]
 
 
@@ -219,8 +224,8 @@ def _on_host(group: Mapping[str, Any], loaded: Node | None) -> bool:
 def _differences(mappings: Sequence[Node]) -> str:
     """What differs between mapping nodes, for a message: ``lr (0.1 and 0.2)``."""
     texts = [{tree.shorten(k): tree.shorten(v) for k, v in tree.pairs_of(node) or ()} for node in mappings]
-    told = {key: list(dict.fromkeys(t.get(key, "nothing") for t in texts)) for key in dict.fromkeys(k for t in texts for k in t)}
-    return ", ".join(f"{key.strip(chr(34))} ({' and '.join(values)})" for key, values in told.items() if len(values) > 1)
+    by_key = {key: list(dict.fromkeys(t.get(key, "nothing") for t in texts)) for key in dict.fromkeys(k for t in texts for k in t)}
+    return ", ".join(f"{key.strip(chr(34))} ({' and '.join(values)})" for key, values in by_key.items() if len(values) > 1)
 
 
 def _state_setter(owner: _Param, key: str) -> Setter:

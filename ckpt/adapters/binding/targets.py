@@ -14,13 +14,13 @@ import torch
 
 from ckpt import tree
 from ckpt.adapters.dtensor import is_dtensor
+from ckpt.adapters.in_place import like
 from ckpt.adapters.memory import raw_view
 from ckpt.adapters.optimizers import decode_inline
-from ckpt.adapters.place import Placer
-from ckpt.adapters.refill import like
+from ckpt.adapters.shard_table import ShardTable
 from ckpt.adapters.sharded import Sharded, is_sharded_tensor
 from ckpt.adapters.stateful import StatefulObject
-from ckpt.adapters.tensors import Held, LocalTensor, torch_dtype
+from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
@@ -57,13 +57,13 @@ class Binding:
 class Binder:
     """Binds single tensors and values; what walks the containers of a state, or an optimizer, calls it."""
 
-    def __init__(self, catalog: Catalog, placer: Placer, selection: Selection, *, cast: bool) -> None:
+    def __init__(self, catalog: Catalog, shard_table: ShardTable, selection: Selection, *, cast: bool) -> None:
         self.catalog = catalog
-        self.placer = placer
+        self.shard_table = shard_table
         self.selection = selection
         self.cast = cast
-        self.found = Binding()
-        self._used = self.found.used.add
+        self.binding = Binding()
+        self._used = self.binding.used.add
         self.entries = selection.view(job_tensors(catalog))
         self.nodes = Nodes(catalog.state, selection)
         self._absent: list[tuple[str, LocalTensor]] = []
@@ -75,33 +75,33 @@ class Binder:
         memory."""
         if not self._absent and not self._meta:
             return
-        filled = {id(local) for local, _ in self.found.targets.values()}
-        self.found.missing += [name for name, local in self._absent if id(local) not in filled]
-        self.found.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
+        filled = {id(local) for local, _ in self.binding.targets.values()}
+        self.binding.missing += [name for name, local in self._absent if id(local) not in filled]
+        self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
 
     def plain(self, node: Node, path: str, put: Setter) -> None:
         if node is MISSING:
-            self.found.missing.append(path)
+            self.binding.missing.append(path)
             return
-        self.found.values.append(path)
+        self.binding.values.append(path)
         if tree.refers(node):
             stored = "a PerRank" if tree.tag_of(node) == "$per_rank" else "tensors"
-            self.found.misfits.append(f"{path}: {stored} in the checkpoint, a plain value in the state")
+            self.binding.misfits.append(f"{path}: {stored} in the checkpoint, a plain value in the state")
             return
-        self.found.apply.append(lambda: put(tree.decode(node, inline_only)))
+        self.binding.apply.append(lambda: put(tree.decode(node, inline_only)))
 
-    def tensor(self, said: str, tensor: torch.Tensor | Sharded) -> None:
+    def tensor(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
-        if self.selection.only and not self.selection.wants(said):
+        if self.selection.only and not self.selection.wants(state_name):
             return
-        local = self.placer.add(said, tensor)
-        self.target(said, local)
+        local = self.shard_table.add(state_name, tensor)
+        self.target(state_name, local)
         if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
-    def target(self, said: str, local: LocalTensor) -> None:
+    def target(self, state_name: str, local: LocalTensor) -> None:
         """Match a placed tensor with its stored one."""
-        name = self.placer.names[said]
+        name = self.shard_table.names[state_name]
         entry = self.entries.get(name)
         if entry is None:
             self._absent.append((name, local))
@@ -111,16 +111,16 @@ class Binder:
         if entry.dtype is not info.dtype or entry.shape != info.shape or entry.logical is not None:  # if not, nothing can be wrong
             problem = misfit(info, entry, cast=self.cast)
             if problem is not None:
-                self.found.misfits.append(f"{name}: {problem}")
+                self.binding.misfits.append(f"{name}: {problem}")
                 return
             if entry.dtype != info.dtype:
-                self.found.cast.append(name)
+                self.binding.cast.append(name)
         for _, memory in local.parts:
             if not memory.is_contiguous():
                 _check_writable(name, memory)
         first, other = self._filled.setdefault(id(local), (name, entry))
         if other is entry:
-            self.found.targets[name] = (local, entry)
+            self.binding.targets[name] = (local, entry)
         elif (entry.alias or entry.name) != (other.alias or other.name):
             self.compare(name, local, entry, first, other)
 
@@ -129,10 +129,10 @@ class Binder:
         same = self.same_bytes(local, entry, other)
         if same is not None:
             if not same:
-                self.found.misfits.append(f"{name}: the state ties it to {first}, the checkpoint has other values for it")
+                self.binding.misfits.append(f"{name}: the state ties it to {first}, the checkpoint has other values for it")
             return
-        beside = LocalTensor(local.info, [Held(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
-        self.found.targets[name] = (beside, entry)
+        beside = LocalTensor(local.info, [LocalShard(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
+        self.binding.targets[name] = (beside, entry)
 
         def check() -> None:
             if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
@@ -142,13 +142,13 @@ class Binder:
                     hint="untie them in the model, or leave one out with only=",
                 )
 
-        self.found.apply.insert(0, check)
+        self.binding.apply.insert(0, check)
 
     def same_bytes(self, local: LocalTensor, one: TensorEntry, other: TensorEntry) -> bool | None:
         """Whether two stored tensors are equal where this rank needs them, by the digests of their chunks; None if these cannot tell."""
         if one.grid.cuts is None or (one.grid.cuts, one.dtype) != (other.grid.cuts, other.dtype):
             return None
-        chunks = sorted({int(n) for held in local.parts for n in one.grid.overlapping(held.box)})
+        chunks = sorted({int(n) for part in local.parts for n in one.grid.overlapping(part.box)})
         pairs = zip(self.catalog.extents(one, chunks), self.catalog.extents(other, chunks), strict=True)
         digests = [(a.digest, b.digest) for a, b in pairs]
         return None if any(None in pair for pair in digests) else all(a == b for a, b in digests)
@@ -165,42 +165,42 @@ class Binder:
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         except RuntimeError as err:
             hint = "module.to_empty(device=...) before the load"
-            raise StateError(f"a meta tensor cannot be given memory: {err}", where=f"tensor {local.said}", hint=hint) from err
-        self.placer.refresh(local, tensor)
+            raise StateError(f"a meta tensor cannot be given memory: {err}", where=f"tensor {local.state_name}", hint=hint) from err
+        self.shard_table.refresh(local, tensor)
 
     def decoded(self, node: Node, path: str, put: Setter, template: object = None, device: str | torch.device = "cpu") -> None:
         """Rebuild a stored value, tensors included, and hand it over. ``template`` shows how its tensors are laid out now, ``device`` where
         those go that it lacks."""
         if node is MISSING:
-            self.found.missing.append(path)
+            self.binding.missing.append(path)
             return
         foreign = {str(tree.tag_of(leaf)) for _, leaf in tree.leaves(node)} & _OWN_WALKS
         if foreign:
-            self.found.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
+            self.binding.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
             return
         fresh: dict[str, torch.Tensor] = {}
         likes = dict(_tensors_in(template, path))
         for where, leaf in tree.leaves(node):
             if isinstance(leaf, dict) and "$tensor" in leaf:
                 self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh, device)
-        self.found.values.append(path)
+        self.binding.values.append(path)
 
         def special(kind: str, payload: Any) -> object:
             return fresh[payload] if kind == "$tensor" else inline_only(kind, payload)
 
-        self.found.apply.append(lambda: put(like(template, tree.decode(node, special))))
+        self.binding.apply.append(lambda: put(like(template, tree.decode(node, special))))
 
     def fresh(self, stored: str, now: torch.Tensor | None, fresh: dict[str, torch.Tensor], device: str | torch.device) -> None:
         """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""
         name = self.selection.renamed(stored)
         entry = self.referred(stored)
-        if now is not None and (is_dtensor(now) or self.placer.layout is not None):
+        if now is not None and (is_dtensor(now) or self.shard_table.layout is not None):
             new = torch.empty_like(now)
         else:
             new = self.room_for(entry, device if now is None else real_device(now))
         fresh[stored] = new
-        if name not in self.placer.tensors:
-            self.target(name, self.placer.add(name, new))
+        if name not in self.shard_table.tensors:
+            self.target(name, self.shard_table.add(name, new))
 
     def referred(self, stored: str) -> TensorEntry:
         """The stored tensor that a value of the checkpoint refers to."""

@@ -190,7 +190,7 @@ class SaveHandle:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
         rank when the save is committed, before the handle says so."""
         watch_steps()
-        if devices_of(prepared.collected.placer.tensors.values()):
+        if devices_of(prepared.collected.shard_table.tensors.values()):
             watch_graphs(fence)
         _in_flight[self._job.call.group] = self
         with _lock:

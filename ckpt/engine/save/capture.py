@@ -25,7 +25,7 @@ from functools import partial
 import torch
 import xxhash
 
-from ckpt.adapters.place import Placer
+from ckpt.adapters.shard_table import ShardTable
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import ConsistencyError
 from ckpt.settings import limits
@@ -54,7 +54,7 @@ class Capture:
     def __init__(
         self,
         plan: RankPlan,
-        placer: Placer,
+        shard_table: ShardTable,
         source: ChunkSource,
         stage: StagedBatches,
         fragments: FragmentExchange | None,
@@ -63,7 +63,7 @@ class Capture:
         meter: SaveMeter,
     ) -> None:
         self.plan = plan
-        self.placer = placer
+        self.shard_table = shard_table
         self.source = source
         self.stage = stage
         self.fragments = fragments
@@ -78,7 +78,7 @@ class Capture:
         self._digests: dict[int, int] = {}
         """XXH3-64 of chunks, by number, as they were in the state after all was captured: of some, all, or none of the doubtful ones."""
         self._caller = threading.get_ident()
-        self._streams = _side_streams(placer)
+        self._streams = _side_streams(shard_table)
         self._follow()
 
     # ---- in the caller's thread
@@ -91,9 +91,9 @@ class Capture:
     def _what_may_change(self) -> None:
         eager = self._eager()
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
-        memories = [(name, part.memory) for name, local in self.placer.tensors.items() for part in local.parts]
-        self._versions = [(n, t, t._version) for n, t in [*memories, *self.placer.originals()] if n not in eager]
-        self.doubtful = {name for name, *_ in self._versions} - self.placer.optimizer_updated
+        memories = [(name, part.memory) for name, local in self.shard_table.tensors.items() for part in local.parts]
+        self._versions = [(n, t, t._version) for n, t in [*memories, *self.shard_table.originals()] if n not in eager]
+        self.doubtful = {name for name, *_ in self._versions} - self.shard_table.optimizer_updated
         self.source.clone_volatile(eager - self._captured_now(eager))
         self._follow()
         self.source.note_addresses()
@@ -138,9 +138,9 @@ class Capture:
                 stream.synchronize()
 
     def _eager(self) -> set[str]:
-        placer, stepped, forwarded = self.placer, self.placer.optimizer_updated, self.placer.forward_mutable
+        shard_table, stepped, forwarded = self.shard_table, self.shard_table.optimizer_updated, self.shard_table.forward_mutable
         found = set()
-        for name, local in placer.tensors.items():
+        for name, local in shard_table.tensors.items():
             memories = [part.memory for part in local.parts]
             small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < limits.SMALL_COPY)
             if small or any(m.is_inference() for m in memories):
@@ -235,7 +235,7 @@ def _changed(names: Sequence[str]) -> ConsistencyError:
     )
 
 
-def _side_streams(placer: Placer) -> list[torch.cuda.Stream]:
+def _side_streams(shard_table: ShardTable) -> list[torch.cuda.Stream]:
     """For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host."""
-    devices = {p.memory.device for local in placer.tensors.values() for p in local.parts if p.memory.is_cuda}
+    devices = {p.memory.device for local in shard_table.tensors.values() for p in local.parts if p.memory.is_cuda}
     return [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]

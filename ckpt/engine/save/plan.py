@@ -95,11 +95,11 @@ class Plans:
         Raises:
             StateError: a name cannot be stored.
         """
-        placer = collected.placer
-        if len(self.shards.known) > 4 * len(placer.tensors) + 1000:
+        shard_table = collected.shard_table
+        if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
         options = rank, position, merge, codec, limits.CHUNK, limits.UNDIVIDED
-        key = _Key(tuple(t.info for t in placer.tensors.values()), dict(placer.aliases), frozenset(placer.own), options)
+        key = _Key(tuple(t.info for t in shard_table.tensors.values()), dict(shard_table.aliases), frozenset(shard_table.own), options)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1

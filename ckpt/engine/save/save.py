@@ -77,7 +77,7 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
     with job.noted():
         with job.spans.span("agree"), job.call.phase("begin"):
             prepared = prepare(job, state)
-            settle_devices(devices_of(prepared.collected.placer.tensors.values()), job.call.url)
+            settle_devices(devices_of(prepared.collected.shard_table.tensors.values()), job.call.url)
             begun = begin(prepared)
         return write_and_commit(begun).report
 
@@ -116,7 +116,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         position = group.ranks.index(group.rank)
         merge = options.merge and group.size > 1
         plan = plans.plan(collected, rank=group.rank, position=position, merge=merge, codec=options.codec)
-        source = ChunkSource(plan, collected.placer.tensors)
+        source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
     return Prepared(
@@ -139,14 +139,14 @@ def stage(prepared: Prepared) -> Capture:
         UsageError: the staging budget is too small, or a CUDA graph is being captured.
         CkptError: there is no memory for it.
     """
-    job, placer, plan = prepared.job, prepared.collected.placer, prepared.plan
+    job, shard_table, plan = prepared.job, prepared.collected.shard_table, prepared.plan
     with job.spans.span("stage"):
         segments, nbytes = lay_out(plan.batches, job.options.staging)
-        devices = devices_of(placer.tensors.values())
+        devices = devices_of(shard_table.tensors.values())
         refuse_in_graph(devices, job.call.url)
         batches = StagedBatches(segments, job.cache.arena.reserve(nbytes, next(iter(devices), None)))
     job.meter.staged = True
-    return Capture(plan, placer, prepared.source, batches, prepared.fragments, prepared.replicas, job.spans, job.meter)
+    return Capture(plan, shard_table, prepared.source, batches, prepared.fragments, prepared.replicas, job.spans, job.meter)
 
 
 # ---- begin: do all ranks' states make one checkpoint?
@@ -187,7 +187,7 @@ def _begin_row(prepared: Prepared) -> Row:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.
         row |= {"own_row": own_row.decode()} if len(own_row) <= _INLINE else {"own_blob": call.share(own_row)}
-        row["own_bytes"] = sum(t.info.nbytes for n, t in collected.placer.tensors.items() if n in collected.placer.own)
+        row["own_bytes"] = sum(t.info.nbytes for n, t in collected.shard_table.tensors.items() if n in collected.shard_table.own)
     elif collected.own:
         row["own"] = call.share(plan.own)
         row["values"] = call.leave(prepared.own_values)
@@ -274,7 +274,7 @@ def _row_of_spans(prepared: Prepared) -> Row:
     row = job.spans.to_json()
     if not row:
         return row
-    layout, meshes = job.options.layout, prepared.collected.placer.meshes
+    layout, meshes = job.options.layout, prepared.collected.shard_table.meshes
     at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
     refused = list(retries.total().since(job.refused_before))
     return {

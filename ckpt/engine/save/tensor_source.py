@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from ckpt.adapters.memory import RAW, as_bytes, raw_view, reads_otherwise
-from ckpt.adapters.tensors import Held, LocalTensor
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import row_major_strides
 from ckpt.settings import limits
@@ -146,7 +146,7 @@ class ChunkSource:
 
 
 def _copied(local: LocalTensor) -> LocalTensor:
-    return LocalTensor(local.info, [Held(part.box, part.memory.clone()) for part in local.parts], local.said)
+    return LocalTensor(local.info, [LocalShard(part.box, part.memory.clone()) for part in local.parts], local.state_name)
 
 
 def _addresses(local: LocalTensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ def is_stateful(value: object) -> bool:
     return has_both and not isinstance(value, type)
 
 
-def refill(old: Any, new: Any) -> Any:
+def restore_in_place(old: Any, new: Any) -> Any:
     """Put ``new`` into the containers that ``old`` is made of, as far as both are alike, and return what stands for it now.
 
     An object with ``state_dict`` and ``load_state_dict`` among the old values takes the new one with ``load_state_dict``. Where the
@@ -25,12 +25,12 @@ def refill(old: Any, new: Any) -> Any:
         old.load_state_dict(new)
         return old
     if isinstance(old, dict) and isinstance(new, dict):
-        items = {key: refill(old.get(key), value) for key, value in new.items()}
+        items = {key: restore_in_place(old.get(key), value) for key, value in new.items()}
         old.clear()
         old.update(items)
         return old
     if isinstance(old, list) and isinstance(new, list):
-        old[:] = [*map(refill, old, new), *new[len(old) :]]
+        old[:] = [*map(restore_in_place, old, new), *new[len(old) :]]
         return old
     if isinstance(old, set) and isinstance(new, set):
         old.clear()

@@ -25,7 +25,7 @@ MeshLike: TypeAlias = Layout | Mesh | DeviceMesh | Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class MeshCoordinate:
     """A rank's coordinates ``at`` in a mesh; ``number`` of ``count`` along the dimensions ``over``."""
 
     names: tuple[str, ...]
@@ -35,11 +35,11 @@ class Seat:
 
     @property
     def number(self) -> int:
-        found = 0
+        number = 0
         for name in self.over:
             axis = self.names.index(name)
-            found = found * self.sizes[axis] + self.at[axis]
-        return found
+            number = number * self.sizes[axis] + self.at[axis]
+        return number
 
     @property
     def count(self) -> int:
@@ -50,15 +50,15 @@ class Seat:
         return {"names": list(self.names), "sizes": list(self.sizes), "at": list(self.at), "over": list(self.over)}
 
     @classmethod
-    def of(cls, node: Node) -> Seat:
+    def of(cls, node: Node) -> MeshCoordinate:
         """The seat that a saved value has under the key ``seat``.
 
         Raises:
             ShapeError: there is none.
         """
-        found = tree.find(node, ["seat"])
+        saved = tree.find(node, ["seat"])
         try:
-            seat = cls(**{key: tuple(found[key]) for key in ("names", "sizes", "at", "over")})  # type: ignore[index]
+            seat = cls(**{key: tuple(saved[key]) for key in ("names", "sizes", "at", "over")})  # type: ignore[index]
             if not 0 <= seat.number < seat.count:
                 raise ValueError(seat)
         except (TypeError, KeyError, ValueError, IndexError) as err:
@@ -66,7 +66,7 @@ class Seat:
         return seat
 
 
-class Seating:
+class StateSharding:
     """The mesh of a job and the dimensions over which states differ.
 
     Args:
@@ -86,7 +86,7 @@ class Seating:
             for name in self.over:
                 self.mesh.axis(name)
 
-    def seat(self, rank: int, ranks: Sequence[int]) -> Seat:
+    def seat(self, rank: int, ranks: Sequence[int]) -> MeshCoordinate:
         """The seat of one of the job's ranks.
 
         Raises:
@@ -98,7 +98,7 @@ class Seating:
             raise LayoutError(f"the mesh {mesh} is not of the {len(ranks)} ranks that make the call", hint=hint)
         at = mesh.coordinate(rank)
         assert at is not None
-        return Seat(names=mesh.names, sizes=mesh.sizes, at=at, over=over)
+        return MeshCoordinate(names=mesh.names, sizes=mesh.sizes, at=at, over=over)
 
 
 def _mesh(mesh: MeshLike) -> Mesh:
@@ -113,13 +113,13 @@ def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:
     Raises:
         ShapeError: the ranks disagree on how many there are.
     """
-    found: dict[int, int] = {}
+    first_ranks: dict[int, int] = {}
     counts = set()
     for rank, node in nodes.items():
-        seat = Seat.of(node)
+        seat = MeshCoordinate.of(node)
         counts.add(seat.count)
         if tree.find(node, [key]) is not tree.MISSING:
-            found.setdefault(seat.number, rank)
+            first_ranks.setdefault(seat.number, rank)
     if len(counts) > 1:
         raise ShapeError(f"ranks saved it with different meshes: of {' and '.join(map(str, sorted(counts)))} distinct states")
-    return counts.pop(), found
+    return counts.pop(), first_ranks

@@ -26,7 +26,7 @@ _TELLING = (*_CONTAINERS, nn.Module, Optimizer)
 
 
 @dataclass(eq=False, slots=True)
-class Survey:
+class StateScan:
     """``modules`` and ``optimizers`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Survey:
     meshes: tuple[Mesh, ...] = ()
 
 
-def survey(state: object) -> Survey:
+def scan_state(state: object) -> StateScan:
     """Look over a state.
 
     Raises:
@@ -43,14 +43,14 @@ def survey(state: object) -> Survey:
     """
     if not isinstance(state, dict):
         raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
-    found = Survey()
+    scan = StateScan()
     meshes: dict[int, DeviceMesh] = {}
-    _look(state, "", frozenset(), found, meshes)
-    found.meshes = in_order(meshes.values())
-    return found
+    _look(state, "", frozenset(), scan, meshes)
+    scan.meshes = in_order(meshes.values())
+    return scan
 
 
-def _look(value: Any, path: str, around: frozenset[int], found: Survey, meshes: dict[int, DeviceMesh]) -> None:
+def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:
     if id(value) in around:
         raise StateError(f"{_at(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
     if len(around) >= MAX_DEPTH:
@@ -67,13 +67,13 @@ def _look(value: Any, path: str, around: frozenset[int], found: Survey, meshes: 
             meshes.setdefault(id(child.device_mesh), child.device_mesh)
         elif isinstance(child, nn.Module):
             _note(meshes, [*child.parameters(), *child.buffers()])
-            found.modules.append((join(path, key), child))
+            scan.modules.append((join(path, key), child))
         elif isinstance(child, Optimizer):
-            found.optimizers.append((join(path, key), child))
+            scan.optimizers.append((join(path, key), child))
             for group in child.param_groups:
                 _note(meshes, group["params"])
         else:
-            _look(child, join(path, key), inside, found, meshes)
+            _look(child, join(path, key), inside, scan, meshes)
 
 
 def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:

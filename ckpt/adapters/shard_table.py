@@ -1,4 +1,22 @@
-"""Gives every tensor of a state its name and layout. Used alike for what is saved and for what is loaded into, so that both agree."""
+"""Gives every tensor of a state its stored name, its layout, and the boxes that lie in this rank's memory. Saving and loading use the same
+table, so they cannot disagree.
+
+How a state becomes boxes::
+
+    {"model": module, "optimizer": optimizer, "extra": tensor}           the state, on this rank
+        │  state_scan    modules, meshes of all DTensors
+        │  collect/bind  a walk: one add() for each tensor, with the name that the state gives it
+        ▼
+    state_name "model.w" ──layout──► stored name "model.w", global shape, TensorLayout    (equal on every rank: Global)
+                                     └─ pieces(shape, rank) ─► boxes + views of memory    (this rank's own: LocalShard)
+
+Where the layout comes from, in this order: the tensor itself (DTensor, ShardedTensor, a part of an FSDP1 flat parameter), the rules of the
+caller's ``Layout``, or replication over all ranks. Optimizer state lies as its parameter does. Two names of one memory and one place are
+one stored tensor and an alias.
+
+Most saves see the state of the save before. So a shard that was complete is remembered under everything that it was derived from
+(``shard_cache``), and the next walk takes it from there without asking layouts again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt.errors import LayoutError, StateError
-from ckpt.layout.layout import Layout, Placed
+from ckpt.layout.layout import Layout, ResolvedShard
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import Global
@@ -19,14 +37,14 @@ from .dtensor import is_dtensor
 from .meshes import widened
 from .shard_cache import CachedShard, ShardCache, alive_of, key_of, memory_of
 from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
-from .tensors import Held, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
+from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 @dataclass(eq=False)
-class Placer:
+class ShardTable:
     """Places tensors for one rank of a job. ``tensors`` by stored name; ``aliases`` maps tied names to the name that is stored."""
 
     rank: int
@@ -64,44 +82,44 @@ class Placer:
         """Place of this rank among those that take part: what a checkpoint knows it by."""
         return self.ranks.index(self.rank)
 
-    def add(self, said: str, tensor: torch.Tensor | Sharded) -> LocalTensor:
+    def add(self, state_name: str, tensor: torch.Tensor | Sharded) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, replicated, or a part whose
         place is known from where it comes."""
         if isinstance(tensor, Sharded):
-            return self._add_sharded(said, tensor)
+            return self._add_sharded(state_name, tensor)
         key = key_of(tensor)
         if key is None and is_sharded_tensor(tensor):
-            return self._add_sharded(said, from_sharded_tensor(tensor, said))
-        known = self.shards.known.get(said)
+            return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
+        known = self.shards.known.get(state_name)
         if known is not None and known.key == key:
-            return self._recall(said, tensor, known)
-        return self._remembered(self._place(said, tensor), tensor, key, tensor)
+            return self._recall(state_name, tensor, known)
+        return self._remembered(self._place(state_name, tensor), tensor, key, tensor)
 
-    def _add_sharded(self, said: str, part: Sharded) -> LocalTensor:
-        placed = Placed(name=said, shape=part.shape, layout=part.layout)
+    def _add_sharded(self, state_name: str, part: Sharded) -> LocalTensor:
+        placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
         if part.blocks:
-            info = Global(said, dtype_of(part.memory, said), part.shape, part.layout)
+            info = Global(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
             boxes = (piece.box for piece in part.layout.pieces(part.shape, self.rank))
-            local = LocalTensor(info, [Held(box, block) for box, block in zip(boxes, part.blocks, strict=True)], said)
+            local = LocalTensor(info, [LocalShard(box, block) for box, block in zip(boxes, part.blocks, strict=True)], state_name)
         else:
-            local = from_placed(said, placed, part.memory, self.rank)
+            local = from_placed(state_name, placed, part.memory, self.rank)
         self._unproven.add(local.info.name)
         registered = self._register(local, part.memory, part.memory)
         self._counted += [(registered.info.name, tensor) for tensor in part.counted]
         return registered
 
-    def _place(self, said: str, tensor: torch.Tensor) -> LocalTensor:
+    def _place(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(said, tensor, self.rank, self.meshes)
+            return from_dtensor(state_name, tensor, self.rank, self.meshes)
         if self.layout is None:
-            return from_plain(said, tensor, self.replicated(), self.rank)
-        dtype_of(tensor, said)  # before its shape is asked for: what cannot be stored may have none
-        return from_placed(said, self.layout.place(said, tuple(tensor.shape), self.rank), tensor, self.rank)
+            return from_plain(state_name, tensor, self.replicated(), self.rank)
+        dtype_of(tensor, state_name)  # before its shape is asked for: what cannot be stored may have none
+        return from_placed(state_name, self.layout.place(state_name, tuple(tensor.shape), self.rank), tensor, self.rank)
 
-    def _recall(self, said: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
+    def _recall(self, state_name: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
         """Place a tensor as the last walk did: nothing that decides it has changed."""
         memory = memory_of(tensor)
-        return self._register(LocalTensor(known.info, [Held(known.box, memory)], said), tensor, memory)
+        return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
 
     def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, *behind: torch.Tensor) -> LocalTensor:
         """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it. ``behind`` are the tensors
@@ -109,7 +127,7 @@ class Placer:
         memory = local_of(tensor)
         self._unproven.add(local.info.name)
         if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
-            self._anew[local.said] = CachedShard(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
+            self._anew[local.state_name] = CachedShard(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
         return self._register(local, tensor, memory)
 
     def unproven(self) -> list[LocalTensor]:
@@ -126,53 +144,53 @@ class Placer:
             self._replicated = TensorLayout.replicated(self.ranks)
         return self._replicated
 
-    def add_own(self, said: str, tensor: torch.Tensor) -> LocalTensor:
+    def add_own(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
         """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
         if is_dtensor(tensor) or is_sharded_tensor(tensor):
             raise StateError(
                 f"a {type(tensor).__name__} in a PerRank value",
-                where=f"tensor {said}",
+                where=f"tensor {state_name}",
                 hint="put it into the state itself, outside PerRank",
             )
-        name = own_name(said, self.position)
-        local = replace_said(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), said)
+        name = own_name(state_name, self.position)
+        local = with_state_name(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), state_name)
         self.own.add(name)
         return self._register(local, tensor, local_of(tensor))
 
     def refresh(self, local: LocalTensor, tensor: torch.Tensor) -> None:
         """Point to the memory that a tensor of the meta device has got."""
-        fresh = Placer(self.rank, self.ranks, self.layout, self.meshes).add(local.said, tensor)
-        memory = {held.box: held for held in fresh.parts}
-        local.parts = [memory.get(held.box, held) for held in local.parts]
+        fresh = ShardTable(self.rank, self.ranks, self.layout, self.meshes).add(local.state_name, tensor)
+        memory = {part.box: part for part in fresh.parts}
+        local.parts = [memory.get(part.box, part) for part in local.parts]
 
-    def add_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
+    def add_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         """State that an optimizer keeps for ``param``, which the state knows as ``param_name``: it lies as the parameter does, or
         is one number.
 
-        The stored name is ``prefix``, the parameter's stored name, and the last segment of ``said``.
+        The stored name is ``prefix``, the parameter's stored name, and the last segment of ``state_name``.
         """
         keys = key_of(tensor), key_of(param)
         key = None if None in keys else (*keys, param_name, prefix)
-        known = self.shards.known.get(said)
+        known = self.shards.known.get(state_name)
         if known is not None and known.key == key:
-            return self._recall(said, tensor, known)
-        local = self._place_state(said, tensor, param, param_name, prefix)
+            return self._recall(state_name, tensor, known)
+        local = self._place_state(state_name, tensor, param, param_name, prefix)
         return self._remembered(local, tensor, key, tensor, param)
 
-    def _place_state(self, said: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
+    def _place_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(said, tensor, self.rank, self.meshes)
+            return from_dtensor(state_name, tensor, self.rank, self.meshes)
         if is_dtensor(param):
-            return self._beside_dtensor(said, tensor, param, param_name)
+            return self._beside_dtensor(state_name, tensor, param, param_name)
         if self.layout is None:
-            return from_plain(said, tensor, self.replicated(), self.rank)
+            return from_plain(state_name, tensor, self.replicated(), self.rank)
         placed = self.layout.place(param_name, tuple(param.shape), self.rank)
-        name = f"{prefix}.{placed.name}.{said.rpartition('.')[2]}"
+        name = f"{prefix}.{placed.name}.{state_name.rpartition('.')[2]}"
         if tensor.shape == param.shape:
-            return from_placed(said, replace(placed, name=name), tensor, self.rank)
+            return from_placed(state_name, replace(placed, name=name), tensor, self.rank)
         if tensor.numel() != 1:
-            raise _ambiguous(said, tensor, param)
-        return from_placed(said, _one_number(placed, name, tensor), tensor, self.rank)
+            raise _ambiguous(state_name, tensor, param)
+        return from_placed(state_name, _one_number(placed, name, tensor), tensor, self.rank)
 
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
@@ -180,17 +198,17 @@ class Placer:
             return tuple(param.shape)
         return self.layout.place(name, tuple(param.shape), self.rank).shape
 
-    def _beside_dtensor(self, said: str, tensor: torch.Tensor, param: DTensor, param_name: str) -> LocalTensor:
+    def _beside_dtensor(self, state_name: str, tensor: torch.Tensor, param: DTensor, param_name: str) -> LocalTensor:
         layout = widened(dtensor_layout(param_name, param), self.meshes, self.rank)
         local = local_of(param)
         if tensor.shape == local.shape and tensor.ndim == param.ndim:
-            return from_placed(said, Placed(name=said, shape=tuple(param.shape), layout=layout), tensor, self.rank)
+            return from_placed(state_name, ResolvedShard(name=state_name, shape=tuple(param.shape), layout=layout), tensor, self.rank)
         if tensor.numel() != 1:
-            raise _ambiguous(said, tensor, param)
-        return from_plain(said, tensor, TensorLayout(layout.mesh), self.rank)
+            raise _ambiguous(state_name, tensor, param)
+        return from_plain(state_name, tensor, TensorLayout(layout.mesh), self.rank)
 
     def _register(self, local: LocalTensor, tensor: torch.Tensor, memory: torch.Tensor) -> LocalTensor:
-        name = self.names[local.said] = local.info.name
+        name = self.names[local.state_name] = local.info.name
         known = self.tensors.get(name)
         if known is not None:
             return self._join(known, local)
@@ -227,10 +245,14 @@ class Placer:
 
     def _join(self, known: LocalTensor, more: LocalTensor) -> LocalTensor:
         """Several local tensors make up one stored tensor: experts that a rule stacks."""
-        if known.said == more.said or known.info != more.info or any(a.box.intersect(b.box) for a in known.parts for b in more.parts):
+        if (
+            known.state_name == more.state_name
+            or known.info != more.info
+            or any(a.box.intersect(b.box) for a in known.parts for b in more.parts)
+        ):
             raise StateError(
                 "two tensors of the state have this name",
-                where=f"tensor {more.info.name} ({known.said} and {more.said})",
+                where=f"tensor {more.info.name} ({known.state_name} and {more.state_name})",
                 hint="rename one of them",
             )
         known.parts.extend(more.parts)
@@ -238,28 +260,28 @@ class Placer:
         return known
 
 
-def replace_said(local: LocalTensor, said: str) -> LocalTensor:
-    return LocalTensor(local.info, local.parts, said)
+def with_state_name(local: LocalTensor, state_name: str) -> LocalTensor:
+    return LocalTensor(local.info, local.parts, state_name)
 
 
-def own_name(said: str, position: int) -> str:
+def own_name(state_name: str, position: int) -> str:
     """The stored name of one rank's own tensor."""
-    return f"{said}@rank{position}"
+    return f"{state_name}@rank{position}"
 
 
-def _one_number(placed: Placed, name: str, tensor: torch.Tensor) -> Placed:
+def _one_number(placed: ResolvedShard, name: str, tensor: torch.Tensor) -> ResolvedShard:
     """The place of a single number kept for a parameter, such as Adam's ``step``: on all ranks that hold any of the parameter."""
     shape = tuple(tensor.shape)
     if placed.stack is None:
-        return Placed(name=name, shape=shape, layout=TensorLayout(placed.layout.mesh, (), placed.layout.at))
+        return ResolvedShard(name=name, shape=shape, layout=TensorLayout(placed.layout.mesh, (), placed.layout.at))
     dim, index = placed.stack
     layout = TensorLayout(placed.layout.mesh, placed.layout.splits[:1], placed.layout.at)
-    return Placed(name=name, shape=(placed.shape[dim], *shape), layout=layout, stack=(0, index))
+    return ResolvedShard(name=name, shape=(placed.shape[dim], *shape), layout=layout, stack=(0, index))
 
 
-def _ambiguous(said: str, tensor: torch.Tensor, param: torch.Tensor) -> LayoutError:
+def _ambiguous(state_name: str, tensor: torch.Tensor, param: torch.Tensor) -> LayoutError:
     return LayoutError(
         f"it has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}: whether it is sharded cannot be told",
-        where=f"tensor {said}",
+        where=f"tensor {state_name}",
         hint="make it a DTensor in the optimizer, or keep it out of the state",
     )
