@@ -312,13 +312,13 @@ ckpt.save_async("memory://first", state).result()
 print("HEAVY", *{"torch.distributed.tensor", "torch._dynamo", "sympy", "fsspec", "pyarrow.compute", "pyarrow.dataset"} & set(sys.modules))
 
 import torch.distributed as dist
-from ckpt.adapters.state_scan import survey
+from ckpt.adapters.state_scan import scan_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 state["later"] = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), [Shard(0)])
 ckpt.save("memory://later", state)
-print("LATER", ckpt.open("memory://later")["later"].read().tolist(), *survey(state).meshes)
+print("LATER", ckpt.open("memory://later")["later"].read().tolist(), *scan_state(state).meshes)
 """
 
 
