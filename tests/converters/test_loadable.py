@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
+from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -136,4 +137,19 @@ def test_deepspeed_into_a_module_and_its_optimizer(tmp_path: Path) -> None:
         ckpt.load(url, {"model": model, "optimizer": optimizer}, only=["model.*", "optimizer.*"], strict=False, cast=True)
         loaded.append((model, optimizer))
     assert loaded[1][1].state and loaded[1][1].param_groups[0]["lr"] == 0.01
+    assert_same(*loaded[1], *loaded[0])
+
+
+def test_megatron_into_a_module_and_its_optimizer(tmp_path: Path) -> None:
+    """A job on tensor and pipeline parallelism: its native copy loads as the source does, masters, moments and steps included."""
+    source = str(unpacked(tmp_path) / "tp2pp2vpp2" / "legacy")
+    ckpt.convert(source, str(tmp_path / "native"), to="native")
+    loaded = []
+    for url in (source, str(tmp_path / "native")):
+        model = nn.Module()
+        model.output_layer = nn.Linear(24, 42, bias=False, dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+        ckpt.load(url, {"model": model, "optimizer": optimizer}, strict=False)
+        loaded.append((model, optimizer))
+    assert {"exp_avg", "exp_avg_sq", "master", "step"} == loaded[1][1].state[loaded[1][0].output_layer.weight].keys()
     assert_same(*loaded[1], *loaded[0])
