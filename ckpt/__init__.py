@@ -4,7 +4,9 @@
 >>> ckpt.save("runs/a/step-100", {"model": model, "optimizer": optimizer, "step": 100})  # doctest: +SKIP
 >>> ckpt.load("runs/a/step-100", {"model": model, "optimizer": optimizer, "step": 0})  # doctest: +SKIP
 
-The names below are the public face; they are imported when first used, so ``import ckpt`` costs nothing.
+What is public: the functions and classes below, and the names in ``__all__`` of the modules in ``FACES``. Functions are verbs and
+belong to ``ckpt`` itself (``ckpt.save``, ``ckpt.convert``, ``ckpt.export``, ``ckpt.copy``); modules are nouns (``ckpt.policies``,
+``ckpt.errors``). Everything else is internal. Names are imported when first used, so ``import ckpt`` costs nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from . import converters as converters
+    from . import data as data
     from . import errors as errors
+    from . import formats as formats
+    from . import integrations as integrations
+    from . import io_backends as io_backends
+    from . import monitors as monitors
     from . import policies as policies
+    from . import rng as rng
     from .adapters.per_rank import PerRank as PerRank
     from .api import load as load
     from .api import open as open
@@ -32,6 +41,8 @@ if TYPE_CHECKING:
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.background import fence as fence
     from .engine.save.job import SaveReport as SaveReport
+    from .engine.verify.verify import VerifyReport as VerifyReport
+    from .engine.verify.verify import verify as verify
     from .errors import CkptError as CkptError
     from .io_backends.storage_options import configure_storage as configure_storage
     from .layout.layout import Layout as Layout
@@ -48,10 +59,14 @@ if TYPE_CHECKING:
     from .layout.placements import Shard as Shard
     from .layout.placements import Stage as Stage
     from .layout.placements import Uneven as Uneven
+    from .maintenance.copy import CopyReport as CopyReport
+    from .maintenance.copy import copy_checkpoint
     from .maintenance.step_listing import list_steps as list_steps
     from .training.begin_from import BeginFrom as BeginFrom
     from .training.checkpointer import Checkpointer as Checkpointer
     from .view import View as View
+
+    copy = copy_checkpoint
 
 _WHERE = {
     "save": "api",
@@ -62,6 +77,8 @@ _WHERE = {
     "load": "api",
     "open": "api",
     "list_steps": "maintenance.step_listing",
+    "copy": "maintenance.copy:copy_checkpoint",
+    "verify": "engine.verify.verify",
     "convert": "converters.convert",
     "export": "converters.export.export",
     "translated": "converters.virtual.translated",
@@ -84,21 +101,28 @@ _WHERE = {
     "SaveReport": "engine.save.job",
     "LoadReport": "engine.load.options",
     "SaveHandle": "engine.save.background",
+    "CopyReport": "maintenance.copy",
+    "VerifyReport": "engine.verify.verify",
     "ConvertReport": "converters.convert",
     "ExportReport": "converters.export.export",
     "MegatronParallel": "converters.pipeline.parallel",
     "View": "view",
     "CkptError": "errors",
 }
+"""Public name → the module that has it, and after a colon its name there, if that is another one."""
 
-__all__ = ["__version__", "errors", "policies", *_WHERE]
+FACES = ("converters", "data", "errors", "formats", "integrations", "io_backends", "monitors", "policies", "rng")
+"""The public modules. Of ``integrations``, each module has its own names and needs its library."""
+
+__all__ = ["__version__", *FACES, *_WHERE]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("errors", "policies"):
+    if name in FACES:
         return import_module(f".{name}", __name__)
     if name in _WHERE:
-        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+        module, _, attribute = _WHERE[name].partition(":")
+        return getattr(import_module(f".{module}", __name__), attribute or name)
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
 from .layout.layout import Layout
 from .tracing.progress_callback import ProgressCallback, callback_of
+from .text.urls import url_text
 from .view import View
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def save(
-    url: str,
+    url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     layout: Layout | None = None,
@@ -65,6 +67,7 @@ def save(
         RankFailedError, DeadlineError: another rank raised, died or hangs.
         ExchangeError: what another rank sent came damaged.
     """
+    url = url_text(url)
     from .engine.save.background import wait_for_pending_save
     from .engine.save.save import save_state
 
@@ -85,7 +88,7 @@ def save(
 
 
 def save_async(
-    url: str,
+    url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     capture: Literal["lazy", "eager"] = "lazy",
@@ -121,6 +124,7 @@ def save_async(
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
+    url = url_text(url)
     from .engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
 
     group = current_group(process_group)
@@ -182,7 +186,7 @@ def _save_options(layout: Layout | None, timeout: float | None, threads: int | N
 
 
 def load(
-    url: str,
+    url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     only: str | Sequence[str] | None = None,
@@ -191,7 +195,7 @@ def load(
     cast: bool = False,
     verify: Literal["full", "partial", "off"] = "full",
     exchange: bool | None = None,
-    sources: Sequence[str] | str | None = None,
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
     layout: Layout | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -230,6 +234,7 @@ def load(
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
+    url = url_text(url)
     from .engine.load.load import load_state
     from .engine.load.options import LoadOptions
     from .engine.save.background import wait_for_pending_save
@@ -258,7 +263,7 @@ def load(
     return load_state(url, state, group, options)
 
 
-def open(url: str, *, sources: Sequence[str] | str | None = None) -> View:
+def open(url: str | os.PathLike[str], *, sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None) -> View:
     """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
 
     Args:
@@ -270,6 +275,7 @@ def open(url: str, *, sources: Sequence[str] | str | None = None) -> View:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint that can be read.
         AccessError: when a tensor is read: its file does not lie below ``sources``.
     """
+    url = url_text(url)
     from .formats.registry import open_catalog
 
     return View(open_catalog(url, sources=settings.sources(sources)))

@@ -35,6 +35,33 @@ from __future__ import annotations
 
 from .text.printable import printable
 
+__all__ = [
+    "AccessError",
+    "BusyError",
+    "CancelledError",
+    "CkptError",
+    "ConflictError",
+    "ConsistencyError",
+    "CorruptError",
+    "CoverageError",
+    "DeadlineError",
+    "ExchangeError",
+    "FormatError",
+    "GroupError",
+    "LayoutError",
+    "MismatchError",
+    "NamesError",
+    "NoSpaceError",
+    "NotCommittedError",
+    "NotFoundError",
+    "RankFailedError",
+    "ReplicaError",
+    "ShapeError",
+    "StateError",
+    "StorageError",
+    "UsageError",
+]
+
 
 class CkptError(Exception):
     """Root of the tree. ``hint`` says what to do about it; ``where`` is the URL, file or tensor it is about.

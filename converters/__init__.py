@@ -1,2 +1,39 @@
-"""Checkpoints of one format in another: written (``convert``), pointed at (``virtual``), in other names (``mapping``), compared
-(``compare``), and the model of a running job (``export``). docs/architecture.md has the rooms and their order."""
+"""Conversions between formats, exports, virtual checkpoints and comparisons.
+
+The names here are for writers of further formats. A distribution adds one by an entry point of the group ``ckpt.converters``, named like
+the format and with a :class:`Target` as its object.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .pipeline.target import OutputFile as OutputFile
+    from .pipeline.target import OutputOptions as OutputOptions
+    from .pipeline.target import OutputPlan as OutputPlan
+    from .pipeline.target import Target as Target
+    from .pipeline.windows import FileItem as FileItem
+    from .select.selection import OutputSet as OutputSet
+    from .select.selection import OutputTensor as OutputTensor
+    from .select.selection import SelectOptions as SelectOptions
+
+_WHERE = {
+    "FileItem": "ckpt.converters.pipeline.windows",
+    "OutputFile": "ckpt.converters.pipeline.target",
+    "OutputOptions": "ckpt.converters.pipeline.target",
+    "OutputPlan": "ckpt.converters.pipeline.target",
+    "OutputSet": "ckpt.converters.select.selection",
+    "OutputTensor": "ckpt.converters.select.selection",
+    "SelectOptions": "ckpt.converters.select.selection",
+    "Target": "ckpt.converters.pipeline.target",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'ckpt.converters' has no attribute {name!r}")

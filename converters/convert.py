@@ -6,6 +6,7 @@ Invariants: nothing can be opened at the destination before all of it is durable
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from ckpt.errors import UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import limits
+from ckpt.text.urls import url_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,8 +60,8 @@ class ConvertReport:
 
 
 def convert(
-    source: str,
-    url: str,
+    source: str | os.PathLike[str],
+    url: str | os.PathLike[str],
     *,
     to: str,
     part: tuple[int, int] = (0, 1),
@@ -101,6 +103,7 @@ def convert(
         UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
     """
+    source, url = url_text(source), url_text(url)
     return _Request(source, url, to, ConvertOptions(**options)).run(part, progress, dry_run=dry_run)
 
 

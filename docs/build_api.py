@@ -13,25 +13,40 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import ckpt  # noqa: E402
-from ckpt import errors, policies  # noqa: E402
+from ckpt import converters, data, errors, formats, io_backends, monitors, policies, rng  # noqa: E402
 
 SECTIONS = (
-    ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "list_steps", "fence", "configure_storage")),
-    ("What they take and give", ckpt, ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "View")),
+    ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "verify", "copy", "list_steps", "fence", "configure_storage")),
+    ("What they take and give", ckpt, ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "VerifyReport", "CopyReport", "View")),
     ("The training loop", ckpt, ("Checkpointer", "BeginFrom")),
     ("Layouts of plain tensors", ckpt, ("Layout", "Mesh")),
     ("Placements", ckpt, ("Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape", "Stage", "OnMesh")),
     ("Numbered layers and experts", ckpt, ("Numbered", "pipeline", "experts")),
     ("Policies: `ckpt.policies`", policies, tuple(name for name in policies.__all__ if name != "Any")),
     ("Other formats and names", ckpt, ("convert", "export", "translated", "ConvertReport", "ExportReport", "MegatronParallel")),
+    ("Data loaders: `ckpt.data`", data, tuple(data.__all__)),
+    ("Random numbers: `ckpt.rng`", rng, tuple(rng.__all__)),
+    ("Monitors: `ckpt.monitors`", monitors, tuple(monitors.__all__)),
+    ("Storage: `ckpt.io_backends`", io_backends, tuple(io_backends.__all__)),
+    ("Reading further formats: `ckpt.formats`", formats, tuple(formats.__all__)),
+    ("Writing further formats: `ckpt.converters`", converters, tuple(converters.__all__)),
     ("Errors: `ckpt.errors`", errors, ()),
 )
 """Title, module, names in it."""
 
+_RULE = """Made from the docstrings by `make api`; do not edit.
+
+Public are the functions and classes of `ckpt`, and the names that this page lists for its modules: `ckpt.errors`, `ckpt.policies`,
+`ckpt.data`, `ckpt.rng`, `ckpt.monitors`, `ckpt.io_backends` (with `ckpt.io_backends.conformance`, tests for a backend of your own),
+`ckpt.formats`, `ckpt.converters`, and the modules of `ckpt.integrations` ([integrations.md](integrations.md)). Functions are
+verbs, as in `ckpt.export`; modules are nouns. Everything else in the package is internal and may change in any release.
+
+Where a parameter is a URL, it takes a URL or path as text, or a local path as `pathlib.Path`."""
+
 
 def page() -> str:
     """The whole of docs/api.md."""
-    lines = ["# API", "", "Made from the docstrings by `make api`; do not edit. Everything else in the package is internal.", ""]
+    lines = ["# API", "", *_RULE.splitlines(), ""]
     for title, module, names in SECTIONS:
         lines += [f"## {title}", ""]
         if not names:
@@ -56,7 +71,10 @@ def _entry(name: str, value: Any) -> list[str]:
 
 def _signature(value: Any) -> str:
     """As it would be written; one parameter a line if it is long. Without ``self``, and without what a class's call returns."""
-    found = inspect.signature(value)
+    try:
+        found = inspect.signature(value)
+    except ValueError:  # an exception class: whatever BaseException takes
+        return "(*args)"
     parts, before = [], None
     for parameter in found.parameters.values():
         if parameter.name in ("self", "cls"):

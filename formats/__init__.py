@@ -1,1 +1,36 @@
-"""Checkpoint formats: bytes in, catalogs out. Never imports torch."""
+"""Checkpoint formats: bytes in, catalogs out. Never imports torch.
+
+The names here are for readers of further formats. A distribution adds one by an entry point of the group ``ckpt.formats``, whose object is
+a :class:`Format`; its ``open`` returns a :class:`Catalog`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.catalog import Catalog as Catalog
+    from ckpt.catalog import Extent as Extent
+    from ckpt.catalog import Grid as Grid
+    from ckpt.catalog import TensorEntry as TensorEntry
+
+    from .protocol import Format as Format
+    from .registry import open_catalog as open_catalog
+
+_WHERE = {
+    "Catalog": "ckpt.catalog",
+    "Extent": "ckpt.catalog",
+    "Format": "ckpt.formats.protocol",
+    "Grid": "ckpt.catalog",
+    "TensorEntry": "ckpt.catalog",
+    "open_catalog": "ckpt.formats.registry",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'ckpt.formats' has no attribute {name!r}")

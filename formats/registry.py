@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
 from ckpt.reread import read_checked
+from ckpt.text.urls import url_text
 
 from .conversion import CONVERTING
 from .protocol import Format
@@ -50,7 +52,9 @@ def formats() -> Iterator[Format]:
         yield point.load()
 
 
-def open_catalog(url: str, *, sources: Sequence[str] | None = None, read: Reading | None = None) -> Catalog:
+def open_catalog(
+    url: str | os.PathLike[str], *, sources: Sequence[str | os.PathLike[str]] | None = None, read: Reading | None = None
+) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
 
     Args:
@@ -63,13 +67,15 @@ def open_catalog(url: str, *, sources: Sequence[str] | None = None, read: Readin
         FormatError: what is there is no checkpoint that we know; the message names what was found.
         CorruptError: it is one, and damaged.
     """
+    url = url_text(url)
     from ckpt.io_backends.registry import open_backend
 
     from .native.catalog import open_native, read_index, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
-        return open_native(native, record, sources, read or read_index)
+        roots = None if sources is None else tuple(map(url_text, sources))
+        return open_native(native, record, roots, read or read_index)
     backend, names = _look(url)
     return read_checked(_Files(url, backend, names), "", partial(_open_foreign, url, backend, names), faults=(CorruptError, FormatError))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
 from .memory import MemoryBackend
 from .posix.backend import PosixBackend
-from .protocol import Backend, ObjectMeta, Writer
+from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 from .registry import join_url, open_backend, wrap_backends
 
 __all__ = [
@@ -16,8 +16,10 @@ __all__ = [
     "Fault",
     "FaultyBackend",
     "FaultyProcess",
+    "IOHints",
     "MemoryBackend",
     "ObjectMeta",
+    "PendingUpload",
     "PosixBackend",
     "SimulatedCrash",
     "Writer",

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.text.urls import url_text
 
 from .checks import check_path
 from .memory import MemoryBackend
@@ -57,12 +58,13 @@ def is_file_system(url: str) -> bool:
     return _scheme(url) in LOCAL
 
 
-def open_backend(url: str) -> Backend:
+def open_backend(url: str | os.PathLike[str]) -> Backend:
     """Open the storage at ``url``: a plain path, or a URL of a known scheme. Nothing is read, made or checked yet.
 
     Raises:
         UsageError: not a str, not a URL or path, an unknown scheme, a password in the URL, or storage options that cannot be honoured.
     """
+    url = url_text(url)
     scheme = _scheme(url)
     check_no_password(url)
     backend = _opened(scheme, scheme + url[len(scheme) :])
@@ -95,12 +97,13 @@ def real_url(url: str) -> str:
     return os.path.realpath(url.partition("://")[2]) if scheme == "local" else canonical(url)
 
 
-def join_url(root: str, *parts: str) -> str:
+def join_url(root: str | os.PathLike[str], *parts: str) -> str:
     """The URL of ``parts``, joined with ``/``, below ``root``; each part is a relative path.
 
     Raises:
         UsageError: ``root`` is no URL, or a part no path below a root.
     """
+    root = url_text(root)
     _scheme(root)
     below = "/".join(check_path(part) for part in parts)
     return (root if root.endswith("/") else f"{root}/") + below if below else root
@@ -129,7 +132,7 @@ def check_url(url: str) -> None:
 def _as_text(url: object) -> str:
     if hasattr(url, "storage_options"):  # universal_pathlib: str() alone would lose its options
         return "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
-    return "pass str(path); a Path would turn s3://bucket into s3:/bucket"
+    return "pass a URL or path as text, or a pathlib.Path"
 
 
 def _scheme(url: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt import settings
 from ckpt.errors import UsageError
+from ckpt.text.urls import url_text
 
 LOCAL = ("", "file", "memory")
 """Schemes whose backends take no options."""
@@ -47,7 +48,7 @@ _file: tuple[Any, dict[str, Configured]] = (None, {})
 """What ``CKPT_STORAGE_OPTIONS`` said, and which state of which file that was."""
 
 
-def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
+def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
     """Say how the storage at ``url`` and everything below it is reached. It holds in this process, for all calls, until it is said anew.
 
     Of several URLs that fit, the longest decides, alone. Without options and file system, what was said of ``url`` is forgotten. Each
@@ -63,6 +64,7 @@ def configure_storage(url: str, storage_options: Mapping[str, Any] | None = None
     Raises:
         UsageError: ``url`` is a path or ``memory://``, which have no options; or both are given; or the file system is one for coroutines.
     """
+    url = url_text(url)
     if storage_options is not None and filesystem is not None:
         raise UsageError("storage_options and a file system at once", where=url, hint="give one; a file system has its options already")
     if storage_options is not None and not isinstance(storage_options, Mapping):

@@ -48,7 +48,7 @@ class Reporter:
         given: tuple[object, ...] = listeners
         for listener in given:
             if not callable(listener):
-                hint = "on_event= takes a function of one ckpt.events.event.Event, one of ckpt.monitors, or a list of these"
+                hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
                 raise UsageError(f"{listener!r} cannot be called with an event", hint=hint)
         if not isinstance(alerts, bool | Alerts):
             raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")

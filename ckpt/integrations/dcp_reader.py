@@ -30,6 +30,7 @@ from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.layout.geometry import Box
+from ckpt.text.urls import url_text
 from ckpt.view import StoredPerRank, StoredTensor, View
 
 from .reading import job
@@ -59,7 +60,10 @@ class CkptReader(StorageReader):
         threads: threads that this rank reads with (``CKPT_THREADS``; its share of the cores, at most 4).
     """
 
-    def __init__(self, url: str | None = None, *, cast: bool = False, verify: Verify = "full", threads: int | None = None) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str] | None = None, *, cast: bool = False, verify: Verify = "full", threads: int | None = None
+    ) -> None:
+        url = None if url is None else url_text(url)
         self.checkpoint_id = url
         self.cast = cast
         self.verify: Verify = verify

@@ -29,6 +29,7 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
+from ckpt.text.urls import url_text
 from ckpt.training.checkpointer import Checkpointer
 
 from .agreed import agreed_latest
@@ -176,7 +177,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 def use(
-    trainer: Trainer, root: str, *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any
+    trainer: Trainer, root: str | os.PathLike[str], *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any
 ) -> CheckpointCallback:
     """Make a trainer save to ``root`` and go on from there.
 
@@ -193,6 +194,7 @@ def use(
     Raises:
         UsageError: the trainer uses something that this does not go with.
     """
+    root = url_text(root)
     limit = trainer.args.save_total_limit
     options["keep"] = keep if keep is not None else Latest(limit) if limit else All()
     _check(trainer)

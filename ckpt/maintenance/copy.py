@@ -6,6 +6,7 @@ have been read and found to be what the digests say, and the record only when al
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.reread import read_checked
+from ckpt.text.urls import url_text
 
 from .copy_files import FileCheck, FileCopy, Job
 from .step_listing import step_number
@@ -55,7 +57,12 @@ class CopyReport:
 
 
 def copy_checkpoint(
-    source: str, target: str, *, threads: int | None = None, progress: Progress | None = None, dry_run: bool = False
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
 ) -> CopyReport:
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it.
 
@@ -71,6 +78,7 @@ def copy_checkpoint(
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
+    source, target = url_text(source), url_text(target)
     began = time.monotonic()
     run = Transfer(source, target)
     if dry_run:

@@ -6,6 +6,7 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.policies import StepInfo
+from ckpt.text.urls import url_text
 
 log = logging.getLogger("ckpt")
 
@@ -68,7 +70,7 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def list_steps(root_url: str) -> list[Step]:
+def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
     """The checkpoint at ``root_url`` itself, else those in the directories right below it; the highest step last, unnumbered ones first.
 
     Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list. A symbolic link
@@ -78,6 +80,7 @@ def list_steps(root_url: str) -> list[Step]:
     Raises:
         StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
     """
+    root_url = url_text(root_url)
     backend = open_backend(root_url)
     itself, names = look(backend, root_url)
     return [itself] if itself is not None else in_order(read_steps(backend, root_url, names).values())

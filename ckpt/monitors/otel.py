@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class OpenTelemetry:
     """Histograms ``ckpt.save.duration``, ``ckpt.save.blocked``, ``ckpt.restore.duration``, ``ckpt.publish.duration`` in seconds; counters
-    ``ckpt.save.bytes`` and ``ckpt.events.event``; and spans ``ckpt.save`` and ``ckpt.restore``, those of failures with the status ERROR.
+    ``ckpt.save.bytes`` and ``ckpt.events``; and spans ``ckpt.save`` and ``ckpt.restore``, those of failures with the status ERROR.
 
     Args:
         meter_provider, tracer_provider: by default the global ones.
@@ -38,7 +38,7 @@ class OpenTelemetry:
             "publish_seconds": meter.create_histogram("ckpt.publish.duration", "s", "From the local commit to the published one."),
         }
         self._bytes = meter.create_counter("ckpt.save.bytes", "By", "Bytes of tensors in committed checkpoints.")
-        self._events = meter.create_counter("ckpt.events.event", "1", "Events by kind.")
+        self._events = meter.create_counter("ckpt.events", "1", "Events by kind.")
 
     def __call__(self, event: Event) -> None:
         run = {"ckpt.root": event.root}

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ckpt.errors import UsageError
+from ckpt.text.urls import url_text
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -88,7 +89,7 @@ def conditional_put() -> Literal["require", "emulate"]:
     return "emulate" if text == "emulate" else "require"
 
 
-def sources(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None) -> tuple[str, ...] | None:
     """Roots below which virtual checkpoints may read; None: wherever they point.
 
     Raises:
@@ -99,7 +100,7 @@ def sources(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
         if text is None:
             return None
         return tuple(root.strip() for root in text.split(";") if root.strip())
-    roots = (given,) if isinstance(given, str) else tuple(given)
+    roots = tuple(map(url_text, (given,) if isinstance(given, str | os.PathLike) else given))
     if not all(isinstance(root, str) and root for root in roots):
         raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
     return roots

@@ -6,6 +6,7 @@ Invariant: what is newest is found by listing commit records; no file that says 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from ckpt.maintenance.step_listing import Step
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
+from ckpt.text.urls import url_text
 from ckpt.tracing.spans import Row
 
 from .begin_from import BeginFrom
@@ -66,7 +68,7 @@ class Checkpointer:
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
-            :class:`ckpt.events.event.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
+            :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
@@ -76,7 +78,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         *,
         save: SavePolicy = EverySteps(1000),  # noqa: B008  a value
         keep: KeepPolicy = All(),  # noqa: B008  a value
@@ -90,7 +92,7 @@ class Checkpointer:
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
-        local: str | None = None,
+        local: str | os.PathLike[str] | None = None,
         local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
         publish_timeout: float | None = None,
         on_event: Listener | Sequence[Listener] | None = None,
@@ -98,6 +100,8 @@ class Checkpointer:
         run_log: bool = True,
         progress: bool | ProgressCallback | None = None,
     ) -> None:
+        root = url_text(root)
+        local = None if local is None else url_text(local)
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         check_choice(codec)
         self.root = root

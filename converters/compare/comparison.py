@@ -27,6 +27,7 @@ from ckpt.layout.geometry import Box
 from ckpt.plan.cache_blocks import pieces
 from ckpt.plan.match import several
 from ckpt.settings import limits
+from ckpt.text.urls import url_text
 
 from .element_differences import ElementDifferences, differing, have_same_bits
 from .element_differences import Tolerance as Tolerance
@@ -89,8 +90,8 @@ class DiffReport:
 
 
 def compare(
-    left: str,
-    right: str,
+    left: str | os.PathLike[str],
+    right: str | os.PathLike[str],
     *,
     views: Views | None = None,
     rename: Mapping[str, str] | None = None,
@@ -119,6 +120,7 @@ def compare(
         NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
         NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
+    left, right = url_text(left), url_text(right)
     began = time.monotonic()
     sides = _sides(left, right, views, rename or {}, root)
     chosen = _NameFilter(several(only))

@@ -9,6 +9,7 @@ Invariants: no rank holds more of other ranks' tensors than windows of bounded s
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import limits
 from ckpt.text import units
+from ckpt.text.urls import url_text
 from ckpt.transport.peers import peers_of
 
 from .delivery import Delivery
@@ -97,7 +99,7 @@ class ExportOptions:
 
 
 def export(
-    url: str,
+    url: str | os.PathLike[str],
     state: Module | Mapping[str, Any],
     *,
     names: str | None = None,
@@ -108,7 +110,7 @@ def export(
     root: str | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str | None = None,
-    config: str | Mapping[str, Any] | ModelConfig | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None = None,
     layout: Layout | None = None,
     overwrite: bool = False,
     memory: int = limits.EXPORT_MEMORY,
@@ -143,6 +145,7 @@ def export(
         NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation.
         StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
     """
+    url = url_text(url)
     options = ExportOptions(
         names=names,
         convention=convention,
@@ -163,7 +166,9 @@ def export(
 class _Export:
     """One rank's side of one export."""
 
-    def __init__(self, call: Call, options: ExportOptions, config: str | Mapping[str, Any] | ModelConfig | None, threads: int) -> None:
+    def __init__(
+        self, call: Call, options: ExportOptions, config: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None, threads: int
+    ) -> None:
         self.began = time.perf_counter()
         self.call = call
         self.options = options

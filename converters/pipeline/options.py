@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -31,7 +32,7 @@ class ConvertKeywords(TypedDict, total=False):
     verify: bool
     repair: bool
     job: Mapping[str, int]
-    config: str | None
+    config: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class ConvertOptions:
     verify: bool = False
     repair: bool = False
     job: Mapping[str, int] = field(default_factory=dict)
-    config: str | None = None
+    config: str | os.PathLike[str] | None = None
 
     @property
     def selection(self) -> SelectOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from ckpt.converters.mapping.model_numbers import of_config
 from ckpt.converters.pipeline.target import parent_and_name
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
+from ckpt.text.urls import url_text
 
 from .hf import CONFIG, small_files
 
@@ -29,7 +31,7 @@ class Configuration:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_configuration(given: str | Mapping[str, Any] | ModelConfig | None) -> Configuration:
+def read_configuration(given: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None) -> Configuration:
     """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it.
 
     Raises:
@@ -38,6 +40,8 @@ def read_configuration(given: str | Mapping[str, Any] | ModelConfig | None) -> C
     """
     if given is None:
         return Configuration()
+    if isinstance(given, os.PathLike):
+        given = url_text(given)
     if not isinstance(given, str):
         files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
     elif given.endswith(".json"):

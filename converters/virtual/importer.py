@@ -37,6 +37,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
+from ckpt.text.urls import url_text
 
 from .references import References
 
@@ -67,8 +68,8 @@ class ImportReport:
 
 
 def import_checkpoint(
-    source: str,
-    url: str,
+    source: str | os.PathLike[str],
+    url: str | os.PathLike[str],
     *,
     views: Views | None = None,
     only: Sequence[str] = (),
@@ -96,6 +97,7 @@ def import_checkpoint(
         UsageError: ``views`` do not fit, take a part of a chunk that is coded, or make one parameter of several whose steps or options
             differ; or ``url`` is the place of what is imported.
     """
+    source, url = url_text(source), url_text(url)
     began = time.monotonic()
     backend = open_backend(url)
     check_no_link(backend)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from ckpt.converters.mapping.convention import translated_views as views_of
+from ckpt.text.urls import url_text
 
 from .importer import import_in_memory
 
 
 def translated(
-    url: str,
+    url: str | os.PathLike[str],
     *,
-    names: str,
+    names: str | os.PathLike[str],
     convention: str,
     numbers: Mapping[str, int] | None = None,
     skip: Sequence[str] = (),
@@ -36,4 +38,5 @@ def translated(
         UsageError: there is no such translation, or the tensors, steps or options do not fit it.
         CoverageError: a tensor would have elements that no file has.
     """
+    url, names = url_text(url), url_text(names)
     return import_in_memory(url, views=views_of(url, names, convention, numbers or {}), only=only, skip=skip)

@@ -133,7 +133,7 @@ def test_opentelemetry(tmp_path: Path) -> None:
     found = {m.name: m.data.data_points for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
     (duration,), (nbytes,) = found["ckpt.save.duration"], found["ckpt.save.bytes"]
     assert duration.count == 2 and duration.sum == pytest.approx(sum(e.seconds or 0 for e in durable(events))) and nbytes.value == 8000
-    assert {p.attributes["ckpt.kind"]: p.value for p in found["ckpt.events.event"]}["save.durable"] == 2
+    assert {p.attributes["ckpt.kind"]: p.value for p in found["ckpt.events"]}["save.durable"] == 2
     made = spans.get_finished_spans()
     assert [s.name for s in made] == ["ckpt.save", "ckpt.save", "ckpt.restore", "ckpt.save"]
     first = durable(events)[0]

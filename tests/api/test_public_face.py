@@ -29,7 +29,7 @@ ERRORS = {name: c for name, c in vars(errors).items() if isinstance(c, type) and
 
 
 def test_there_are_few_names_and_all_exist() -> None:
-    assert len(ckpt.__all__) == len(set(ckpt.__all__)) <= 38
+    assert len(ckpt.__all__) == len(set(ckpt.__all__)) <= 49
     assert all(getattr(ckpt, name) is not None for name in ckpt.__all__)
     assert dir(ckpt) == sorted(ckpt.__all__)
 
@@ -53,8 +53,10 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse((ROOT / "ckpt" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {(a.asname or a.name): node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    seen |= {ast.unparse(node.targets[0]): seen.pop(ast.unparse(node.value)) for node in block.body if isinstance(node, ast.Assign)}
     assert set(seen) == set(ckpt.__all__) - {"__version__"}
-    assert {name: module for name, module in seen.items() if name not in ("errors", "policies")} == ckpt._WHERE
+    known = {name: module.partition(":")[0] for name, module in ckpt._WHERE.items()}
+    assert {name: module for name, module in seen.items() if name not in ckpt.FACES} == known
 
 
 @pytest.mark.parametrize(
@@ -195,3 +197,77 @@ def test_an_error_can_be_caught_as_the_builtin(url: str) -> None:
         ckpt.load(url, {})
     with pytest.raises(KeyError):
         ckpt.open(url)["nope"]
+
+
+# -------------------------------------------------------------------------------------------------------------- faces
+
+
+WITHOUT_CODE = ("architecture.md", "decisions.md", "benchmarks.md")
+"""Pages for people who change the package: they speak of its inside."""
+NOT_NAMES = {
+    "alert",
+    "events",
+    "latest",
+    "publish",
+    "restore",
+    "id",
+    "rank",
+    "shapes",
+    "version",
+    "digests",
+    "wait",
+    "capture",
+    "dtypes",
+    "x",
+}
+"""Keys of metadata and metrics that begin with ``ckpt.`` too."""
+
+
+def _named() -> Iterator[tuple[str, str]]:
+    """Page and dotted name of everything of the package that the users' documents name."""
+    pages = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name not in WITHOUT_CODE)]
+    for page in pages:
+        text = page.read_text()
+        names = re.findall(r"(?<![\w./-])ckpt((?:\.\w+)+)", " ".join(re.findall(r"`[^`\n]+`|```python\n.*?```", text, re.DOTALL)))
+        yield from ((page.name, name[1:]) for name in names)
+        for module, listed in re.findall(r"from ckpt((?:\.\w+)*) import ([\w, ]+)", text):
+            yield from ((page.name, f"{module}.{name}".strip(".")) for name in re.split(r", *", listed.strip(", ")))
+
+
+def _is_public(name: str) -> bool:
+    first, *rest = name.split(".")
+    if first == "integrations":
+        return not rest or (ROOT / "ckpt" / "integrations" / f"{rest[0]}.py").exists()
+    if first not in ckpt.FACES:
+        return first in ckpt.__all__ or first in NOT_NAMES
+    return not rest or rest[0] == "conformance" or rest[0] in getattr(ckpt, first).__all__
+
+
+def test_what_the_documents_name_is_public() -> None:
+    """Each name is one of ``ckpt`` or of a face, so it can be imported from where the page says."""
+    named = set(_named())
+    assert len({name for _, name in named}) > 60
+    assert sorted((page, name) for page, name in named if not _is_public(name)) == []
+
+
+def test_a_name_of_the_inside_is_noticed() -> None:
+    inner = ("maintenance.copy.copy_checkpoint", "events.event.Event", "data.batches.Batches", "converters.pipeline.target.Target")
+    assert [name for name in inner if _is_public(name)] == []
+
+
+@pytest.mark.parametrize("face", ckpt.FACES)
+def test_a_face_has_what_it_lists(face: str) -> None:
+    module = getattr(ckpt, face)
+    assert module.__doc__ and module.__name__ == f"ckpt.{face}"
+    for name in getattr(module, "__all__", ()):
+        assert getattr(module, name) is not None
+    if face != "integrations":
+        assert module.__all__
+    assert not hasattr(module, "nothing_of_this_name")
+
+
+def test_functions_are_verbs_and_modules_are_nouns() -> None:
+    """No name is both, so ``import ckpt.x`` never hides a function."""
+    modules = {path.stem for path in (ROOT / "ckpt").glob("*.py")} | {path.parent.name for path in (ROOT / "ckpt").glob("*/__init__.py")}
+    functions = {name for name in ckpt._WHERE if inspect.isfunction(getattr(ckpt, name))}
+    assert functions >= {"save", "load", "convert", "export", "copy", "verify"} and not functions & modules

@@ -187,13 +187,11 @@ def test_a_view_that_was_opened_before_a_replacement_fails_loudly(url: str) -> N
 
 
 @pytest.mark.parametrize("call", [lambda u: ckpt.save(u, {}), lambda u: ckpt.load(u, {}), ckpt.open], ids=["save", "load", "open"])
-@pytest.mark.parametrize("bad", [Path("/tmp/x"), "", "nosuch://bucket/x", "s3:/bucket/x", None, b"/tmp/x"], ids=repr)
+@pytest.mark.parametrize("bad", [Path("s3://bucket/x"), "", 7, "nosuch://bucket/x", "s3:/bucket/x", None, b"/tmp/x"], ids=repr)
 def test_what_is_no_url(call: Callable[[Any], object], bad: object) -> None:
     with pytest.raises(UsageError) as caught:
         call(bad)
     assert isinstance(caught.value, ValueError)
-    if isinstance(bad, Path):
-        assert "str(path)" in str(caught.value)
 
 
 def test_urls_of_the_same_place(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

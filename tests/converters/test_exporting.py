@@ -51,19 +51,19 @@ class Configured:
 
 
 def test_what_is_at_hand_in_a_training_script(tmp_path: Path) -> None:
-    """``model.config``, a dtype of torch, one glob; paths are refused by name."""
+    """``model.config``, a dtype of torch, one glob."""
     weights = {"a": torch.arange(3.0), "b": torch.ones(2)}
     config: Any = Configured()
     export(str(tmp_path / "out"), weights, config=config, dtype=torch.bfloat16, only="a")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config.to_dict()
     written = load_file(str(tmp_path / "out" / "model.safetensors"))
     assert set(written) == {"a"} and torch.equal(written["a"], weights["a"].bfloat16())
-    path: Any = tmp_path / "other"
+    path = tmp_path / "other"
     wrong: Any = 5
     with pytest.raises(UsageError, match="a URL is a str, not"):
-        export(path, weights)
+        export(wrong, weights)
     with pytest.raises(UsageError, match="a configuration is a mapping"):
-        export(str(path), weights, config=wrong)
+        export(path, weights, config=wrong)
     assert not path.exists()
 
 

@@ -27,6 +27,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.reads import group_ranges
 from ckpt.settings import limits
+from ckpt.text.urls import url_text
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
@@ -88,7 +89,7 @@ class _Result:
     problems: list[Problem]
 
 
-def verify(url: str, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
+def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
     """Read a checkpoint whole and compare it with its digests.
 
     Args:
@@ -99,6 +100,7 @@ def verify(url: str, *, threads: int | None = None, progress: Progress | None = 
             but reported.
         ConflictError: it was replaced or removed meanwhile.
     """
+    url = url_text(url)
     began = time.monotonic()
     try:
         catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
