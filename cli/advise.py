@@ -1,4 +1,4 @@
-"""``ckpt advise``: how often a run should save."""
+"""``ckpt advise``: recommends how often a run should save."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _LIMIT = 256 << 20
 
 @click.command("advise", short_help="Recommend how often a run should save.")
 @click.argument("root", type=URL)
-@click.option("--mtbf", required=True, metavar="TIME", help="Mean time between two failures of the job: 6h, 1d12h, 90min.")
-@click.option("--ranks", type=click.IntRange(1), help="For so many ranks: failures are that much more or less frequent.")
-@click.option("--load", metavar="TIME", help="What a load takes, if no event tells.")
-@click.option("--events", metavar="FILE", help=f"What JsonLines has written; by default {EVENTS} in ROOT, if it is there.")
-@click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="So many saves count.")
+@click.option("--mtbf", required=True, metavar="TIME", help="Mean time between failures of the job, e.g. 6h, 1d12h, 90min.")
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="Scale the failure rate to N ranks.")
+@click.option("--load", metavar="TIME", help="Duration of a load, if the events have none.")
+@click.option("--events", metavar="FILE", help=f"Events written by JsonLines. [default: {EVENTS} in ROOT]")
+@click.option("--last", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Number of saves to use.")
 @options
 def command(
     root: str, *, mtbf: str, ranks: int | None, load: str | None, events: str | None, last: int, as_json: bool, quiet: bool
 ) -> None:
-    """Say how often the run at ROOT should save, by the formula of Daly.
+    """Recommend how often the run at ROOT should save, by Daly's formula.
 
-    What a save costs is measured: from the events that ckpt.monitors.JsonLines has kept, or else from the spans of the last
-    checkpoints, which do not tell how long training waited for the save before. -q prints the interval in seconds.
+    The cost of a save is measured: from events that ckpt.monitors.JsonLines recorded, or else from the spans of the last checkpoints.
+    Spans do not include the time that training waited for an earlier save. -q prints the interval in seconds.
 
     \b
     Example:
@@ -55,7 +55,7 @@ def command(
     saves = measured[-last:] or _of_spans(steps[-last:])
     if not saves:
         hint = f"save with CKPT_SPANS=on, or with on_event=ckpt.monitors.JsonLines({root!r} + '/{EVENTS}')"
-        raise NotFoundError("nothing tells what the saves of this run took", where=root, hint=hint)
+        raise NotFoundError("the durations of this run's saves are not recorded", where=root, hint=hint)
     ranks_of_run = steps[-1].world_size or 1
     took = given if given is not None else median(loads) if loads else None
     moments = [(s.number, moment_of(s.created)) for s in steps[-last:] if s.number is not None and s.created]
@@ -98,7 +98,7 @@ def _of_events(root: str, file: str | None) -> tuple[list[MeasuredSave], list[fl
             with open(file, encoding="utf-8") as lines:
                 return of_events(lines.read(), file)
         except OSError as err:
-            raise StorageError(f"the events cannot be read: {err.strerror or err}", where=file, hint="name a file that is there") from err
+            raise StorageError(f"the events cannot be read: {err.strerror or err}", where=file, hint="name an existing file") from err
     try:
         data = open_backend(root).read_whole(EVENTS, _LIMIT)
     except NotFoundError:
@@ -129,7 +129,7 @@ def _of_spans(steps: list[Step]) -> list[MeasuredSave]:
 def _seconds(text: str, option: str) -> float:
     seconds = units.seconds(text)
     if not seconds:
-        raise UsageError(f"{option} is a time such as 6h, 1d12h, 90min or 30s, not {text!r}", hint=f"{option} 6h")
+        raise UsageError(f"{option} expects a time such as 6h, 1d12h, 90min or 30s, not {text!r}", hint=f"{option} 6h")
     return seconds
 
 

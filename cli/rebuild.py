@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--id", "id", metavar="ID", help="The save to rebuild: what its files in data/ begin with. Only needed without a commit record."
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be rebuilt.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be rebuilt.")
 @options
 def command(url: str, *, id: str | None, dry_run: bool, as_json: bool, quiet: bool) -> None:
     """Make the index of the checkpoint at URL again: checkpoint.json, and the files in index-*/ that are missing or damaged.

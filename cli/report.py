@@ -1,4 +1,4 @@
-"""``ckpt report``: saves as pictures, in one HTML file."""
+"""``ckpt report``: draws saves as one HTML file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @click.command("report", short_help="Draw saves as one HTML file.")
 @click.argument("urls", metavar="URL...", nargs=-1, required=True, type=URL)
-@click.option("-o", "--out", metavar="FILE", required=True, help="Where the report goes; - is stdout.")
-@click.option("--price", metavar="NUMBER", help="What one rank costs for an hour, such as 2.50 or €2.50.")
-@click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Neighbouring ranks that share a machine.")
-@click.option("--mesh", metavar="NAME=SIZE,...", help="Parallel dimensions, the last one's ranks are neighbours: pp=4,dp=8,tp=8.")
+@click.option("-o", "--out", metavar="FILE", required=True, help="File to write; - is stdout.")
+@click.option("--price", metavar="NUMBER", help="Price of one rank for an hour, e.g. 2.50 or €2.50.")
+@click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Consecutive ranks that share a host.")
+@click.option("--mesh", metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8.")
 @options
 def command(
     urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: str | None, as_json: bool, quiet: bool
 ) -> None:
-    """Draw where the time of saves went. URL is a run, or one or more checkpoints, which are compared.
+    """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
 
-    The report is one file that needs no network and no script: figures, advice, a heat map of ranks and phases, threads over time,
-    what is stored. The newest save is looked at closely.
+    The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
+    and what is stored. The newest save is shown in detail.
 
     \b
     Example:
@@ -77,7 +77,7 @@ def _price(text: str | None) -> tuple[str, float | None]:
         price = float(number)
         if math.isfinite(price) and 0 <= price < 1e9:
             return text[: len(text) - len(number)], price
-    raise UsageError(f"{text!r} is no price such as 2.50 or €2.50", where="--price")
+    raise UsageError(f"{text!r} is not a price such as 2.50 or €2.50", where="--price")
 
 
 def _mesh(text: str | None) -> Mesh | None:
@@ -89,10 +89,10 @@ def _mesh(text: str | None) -> Mesh | None:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name or name in sizes or not (size.isascii() and size.isdecimal() and 0 < int(size) < 1 << 24):
-            raise UsageError(f"{text!r} is no mesh such as pp=4,dp=8,tp=8", where="--mesh")
+            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where="--mesh")
         sizes[name] = int(size)
     if math.prod(sizes.values()) >= 1 << 24:
-        raise UsageError("a mesh of so many ranks is not known", where="--mesh")
+        raise UsageError("a mesh has fewer than 16,777,216 ranks", where="--mesh")
     return Mesh.of(sizes)
 
 
@@ -113,5 +113,5 @@ def _write(path: str, page: bytes) -> None:
         if isinstance(err, BrokenPipeError):
             raise
         raise StorageError(
-            f"the report cannot be written: {err.strerror or err}", where=path, hint="name a file in a directory that is there"
+            f"the report cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
         ) from err

@@ -1,4 +1,4 @@
-"""``ckpt stats``: where the time of a save went, by phase and rank, and how the saves of a run went one after another."""
+"""``ckpt stats``: shows where the time of a save went, by phase and rank, and the saves of a run one after another."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _MENTIONED = 0.01
-"""Share of a save that no span covers from which on people are told."""
+"""Least share of a save without any span that is worth a row."""
 
 
 @click.command("stats", short_help="Show where the time of a save went.")
 @click.argument("url", type=URL)
 @click.option("--ranks", "by_rank", is_flag=True, help="Show each rank, the slowest first.")
-@click.option("--heatmap", is_flag=True, help="Show all ranks at once, a line for each phase: dark is slow.")
+@click.option("--heatmap", is_flag=True, help="Show all ranks at once, one line per phase; dark is slow.")
 @click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @options
 def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_json: bool, quiet: bool) -> None:
-    """Show how long the phases of the save of URL took, the slowest first. If URL is a run: a line for each of its saves.
+    """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
-    SECONDS are those that the threads of the slowest rank were busy, MEDIAN
-    those of the median rank; WALL is from the first start to the last end.
+    SECONDS is how long the threads of the slowest rank were busy and MEDIAN that of the median rank. WALL is the time from the first start
+    to the last end.
 
     \b
     Example:
@@ -56,7 +56,9 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
         if history.saves or history.log:
             if by_rank or heatmap or trace is not None:
                 newest = history.saves[-1].url if history.saves else "none is committed"
-                raise UsageError("--ranks, --heatmap and --trace are of one save, and this is a run", where=url, hint=f"name one: {newest}")
+                raise UsageError(
+                    "--ranks, --heatmap and --trace apply to one save, and this is a run", where=url, hint=f"name one: {newest}"
+                )
             _show_run(history, output)
             return
     saved = read_save(url)
@@ -86,7 +88,7 @@ def _write_trace(path: str, tables: Mapping[int, SpanTable]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(trace_lines(tables))
     except OSError as err:
-        hint = "name a file in a directory that is there"
+        hint = "name a file in an existing directory"
         raise StorageError(f"the trace cannot be written: {err.strerror or err}", where=path, hint=hint) from err
 
 

@@ -1,4 +1,4 @@
-"""``ckpt tag``: names that a checkpoint is kept by."""
+"""``ckpt tag``: adds and removes tags, which protect a checkpoint from removal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .console.parameters import URL
 @click.command("tag", short_help="Add or remove tags, which protect a checkpoint from removal.")
 @click.argument("url", type=URL)
 @click.argument("tags", nargs=-1)
-@click.option("-d", "--delete", is_flag=True, help="Take the TAGS away.")
+@click.option("-d", "--delete", is_flag=True, help="Remove the TAGS.")
 @options
 def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, quiet: bool) -> None:
-    """Give the checkpoint at URL the TAGS; without any, show those that it has. A tagged checkpoint is never removed.
+    """Add TAGS to the checkpoint at URL; without TAGS, list those that it has. Tagged checkpoints are never removed.
 
     \b
     Example:
@@ -30,11 +30,11 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
 
     output = Output(json=as_json, quiet=quiet)
     if any(not tag or tag != tag.strip() for tag in tags):
-        raise UsageError("a tag is a word without spaces around it")
+        raise UsageError("a tag must not be empty or begin or end with a space")
     open_catalog(url)  # so that a tag never keeps what cannot be opened
     steps = list_steps(url)
     if not steps:
-        hint = "`ckpt import` makes one of ckpt's own that points into this one"
+        hint = "`ckpt import` creates a checkpoint of ckpt's own format that references this one"
         raise FormatError("only checkpoints of ckpt's own format have tags", where=url, hint=hint)
     has = set(steps[0].tags)
     missing = sorted(set(tags) - has) if delete else []

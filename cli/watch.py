@@ -1,4 +1,4 @@
-"""``ckpt watch``: what a save does while it goes on, and how it ends."""
+"""``ckpt watch``: follows a save in progress to its end."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ _LEAST = 0.05
 
 @click.command("watch", short_help="Follow a save in progress.")
 @click.argument("url", type=URL)
-@click.option("--once", is_flag=True, help="Say what goes on now, and end.")
-@click.option("--interval", type=float, metavar="SECONDS", help="Seconds between two looks. [default: 1, on object stores 5]")
-@click.option("--timeout", default="10min", metavar="TIME", help="End if for TIME no save begins, or one does not move. [default: 10min]")
+@click.option("--once", is_flag=True, help="Report the current state and exit.")
+@click.option("--interval", type=float, metavar="SECONDS", help="Polling interval. [default: 1, on object stores 5]")
+@click.option(
+    "--timeout", default="10min", metavar="TIME", show_default=True, help="Exit if no save starts, or one makes no progress, for TIME."
+)
 @options
 def command(url: str, *, once: bool, interval: float | None, timeout: str, as_json: bool, quiet: bool) -> None:
-    """Show how far the save is that goes on at URL, a run or a checkpoint: phase, bytes, and the ranks that are waited for. Without one,
-    wait for the next. Ends with the save's result.
+    """Show the progress of the save at URL, a run or a checkpoint: phase, bytes, and the ranks that it waits for. Exits with its result.
 
-    A save is seen when it has taken a second, on object stores five. With --json, each look is a document of one line.
-    Exit code 0 if the save was committed (with --once: or goes on), 10 if there is none, 11 if it failed, 31 if it hangs.
+    Without a save in progress, wait for the next. A save becomes visible after one second, on object stores after five. With --json, each
+    poll prints one line. Exit code: 0 if the save is committed (with --once: or in progress), 10 if there is none, 11 if it failed, 31 if
+    it hangs.
 
     \b
     Example:
@@ -51,9 +53,9 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
 
     patience = units.seconds(timeout)
     if patience is None:
-        raise UsageError(f"{timeout!r} is no time", where="--timeout", hint="90min, 36h, 1d12h, or 0")
+        raise UsageError(f"{timeout!r} is not a time", where="--timeout", hint="90min, 36h, 1d12h, or 0")
     if interval is not None and not _LEAST <= interval < 1e6:
-        raise UsageError(f"an interval is {_LEAST:g} seconds or more, not {interval:g}", where="--interval")
+        raise UsageError(f"the interval must be at least {_LEAST:g} seconds, not {interval:g}", where="--interval")
     watcher = SaveWatcher(url)
     screen = _Screen(Output(json=as_json, quiet=quiet))
     if once:
@@ -63,7 +65,9 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
     else:
         seen = _follow(watcher, screen, interval or (5.0 if watcher.backend.io_hints.coalesce_gap else 1.0), patience)
     if seen.state == "idle":
-        raise NotFoundError("no save goes on here", where=url, hint="saves of less than a second are not seen; CKPT_PROGRESS=off hides all")
+        raise NotFoundError(
+            "no save is in progress here", where=url, hint="saves shorter than a second are not visible; CKPT_PROGRESS=off hides all"
+        )
     code = HANGS if seen.state == "hangs" else 0 if seen.state in ("committed", "saving") else NOT_COMMITTED
     if once and seen.state == "committing":
         code = 0
@@ -121,7 +125,7 @@ class _Screen:
     def _text(self, seen: Look) -> str:
         name = seen.url.rstrip("/").rpartition("/")[2]
         if seen.state == "idle":
-            return f"{name}: no save goes on; waiting for the next"
+            return f"{name}: no save in progress; waiting for the next"
         if seen.state == "committed":
             size = "" if seen.tensor_bytes is None else f", {units.size(seen.tensor_bytes)}"
             took = "" if seen.seconds is None else f" after {seen.seconds:.1f} s"

@@ -98,7 +98,9 @@ def _parameter(parameter: inspect.Parameter) -> str:
         text += f": {_annotation(parameter.annotation)}"
     if parameter.default is parameter.empty:
         return text
-    default = re.sub(r"<\w+\.(\w+): \d+>", r"\1", repr(parameter.default)).replace("<factory>", "…")  # members of enumerations by name
+    default = re.sub(
+        r"<\w+\.(\w+): \d+>", r"\1", re.sub(r"<function [^>]*>+ at 0x\w+>|<function \S+ at 0x\w+>", "…", repr(parameter.default))
+    ).replace("<factory>", "…")  # members of enumerations by name
     return f"{text} = {default}"
 
 
