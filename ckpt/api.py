@@ -12,8 +12,8 @@ from . import settings
 from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
 from .layout.layout import Layout
-from .tracing.progress_callback import ProgressCallback, callback_of
 from .text.urls import url_text
+from .tracing.progress_callback import ProgressCallback, callback_of
 from .view import View
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from ckpt.layout.layout import Layout
 from ckpt.maintenance.step_listing import Step
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
-from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
 from .begin_from import BeginFrom
