@@ -1,10 +1,24 @@
-"""Who writes what. Every rank computes it from the layouts alone; ranks that see the same layouts always agree, without talking.
+"""Ownership: which rank writes which chunk. Every rank computes it from the layouts alone, so ranks that see the same layouts agree without
+a message.
 
-Replicas of a cell split it by rows, so bytes are balanced by construction; a cell under ``limits.UNDIVIDED`` bytes goes whole to one
-replica, the least loaded of those that hold the same tensors. Cells are cut further so that no chunk exceeds ``limits.CHUNK`` bytes.
+    layout: rows over 2 ranks, each replicated twice     cells        chunks               owners
+                                                         ┌──────────┐ ┌──────────┐
+    ranks 0 and 2 have the upper half,                   │ cell 0   │ │  chunk 0 │         0
+                                                         │          │ │  chunk 1 │         2
+    ranks 1 and 3 the lower one                          ├──────────┤ ├──────────┤
+                                                         │ cell 1   │ │  chunk 2 │         1
+                                                         │          │ │  chunk 3 │         3
+                                                         └──────────┘ └──────────┘
 
-Flat ranges are stored as the boxes that they are made of, or *merged*: then the grid is regular, its chunks are whole rows, and ranks
-send each other the edges of their ranges (``merge.py``).
+1. A layout cuts a tensor into *cells*: the boxes that a set of ranks, its replicas, have in common.
+2. Replicas of a cell divide it by rows, so bytes are balanced by construction. A cell under ``limits.UNDIVIDED`` bytes goes whole to one
+   replica: the least loaded of those that hold the same tensors. For that, tensors are taken largest first, in an order that names decide.
+3. What is left is cut further until no chunk has more than ``limits.CHUNK`` bytes.
+
+The result for a tensor depends on nothing but the tensors with the same replicas, so pipeline stages need not know each other's.
+
+Flat ranges are stored as the boxes that they are made of, or *merged*: then the grid is regular, its chunks are whole rows, and ranks send
+each other the edges of their ranges (``flat_fragments.py``).
 """
 
 from __future__ import annotations
