@@ -1,7 +1,18 @@
 """The index: tensors.arrow, grids.arrow, files.arrow and state.json (docs/format.md §4, §5, §8).
 
-Invariant: its size grows with tensors plus distinct grids plus files, not with tensors times ranks; tensors that are cut alike share one
-``Grid``.
+How two small tables say where every chunk is::
+
+    tensors.arrow               grids.arrow                                 files.arrow
+    name   shape    grid        cuts                  boxes   files         path          header digest
+    w1     [8, 4]    0 ──────►  0: [[0, 4, 8], [0, 4]]  -     [0, 1] ──┬──►  0: data/…-00000
+    w2     [8, 4]    0 ──┘                                             └──►  1: data/…-00001
+    flat   [7, 3]    1 ──────►  1: -          3 offsets, shapes  [0, 0, 1]
+
+A grid says how a shape is cut, by boundaries along each dimension (the chunks are all cells, numbered row-major) or by listed boxes, and
+which file has each chunk. It says nothing of bytes: the header of a data file has the offset of each of its chunks, by a key that is made
+of name and box. So the layers of a model, which are cut alike, share one row.
+
+Invariant: the size grows with tensors plus distinct grids plus files, not with tensors times ranks.
 """
 
 from __future__ import annotations
