@@ -146,8 +146,8 @@ class ControlChannel:
         if self._size > FEW:
             keys = [self._key(f"{self.turn}/rows/{team}") for team in sorted({p // TEAM for p in positions})]
             self._frames = {mark: row for data in self._store.appended(keys, there=True) for mark, row in _frames(data)}
-        found, self._frames = self._frames, {}
-        rows = {mark % _FAILED: row for mark, row in found.items()}
+        frames, self._frames = self._frames, {}
+        rows = {mark % _FAILED: row for mark, row in frames.items()}
         return {p: rows[p] or self._store.peek(self._key(f"{self.turn}/row/{p}")) or b"" for p in sorted(rows)}
 
     def failure(self) -> bytes | None:
@@ -172,8 +172,8 @@ class ControlChannel:
         if data is None:
             return None
         self._words += 1
-        found: dict[str, Any] = json.loads(data)
-        return found
+        word: dict[str, Any] = json.loads(data)
+        return word
 
     def confirm(self) -> None:
         """This rank has heard the last word of this turn, or does not wait for it."""
@@ -229,8 +229,8 @@ class ControlChannel:
     def beats(self, positions: Collection[int]) -> dict[int, int]:
         """How many signs of life each of these ranks has given in this call."""
         teams = sorted({p // TEAM for p in positions})
-        found = dict(zip(teams, self._store.appended([self._key(f"beats/{team}") for team in teams]), strict=True))
-        return {p: found[p // TEAM].count(p % TEAM) for p in positions}
+        beats = dict(zip(teams, self._store.appended([self._key(f"beats/{team}") for team in teams]), strict=True))
+        return {p: beats[p // TEAM].count(p % TEAM) for p in positions}
 
 
 def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:

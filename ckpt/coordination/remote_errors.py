@@ -1,4 +1,4 @@
-"""What ranks tell each other of errors, and what a rank raises that is told of one."""
+"""Errors on their way between ranks: what a rank reports of its own, and what another one raises for it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ckpt.plan.tables import ranks_text
 
 
 def failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
-    """One error for what failed on other ranks; equal texts are told once."""
+    """One error for what failed on other ranks; ranks with equal texts are named together."""
     by_text: dict[str, list[int]] = {}
     for rank, err in failed.items():
         by_text.setdefault(f"{err['type']}: {err['message']}" + (f" ({err['where']})" if err["where"] else ""), []).append(rank)
-    told = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
+    failures = "; ".join(f"{ranks_text(ranks)} raised {text}" for text, ranks in by_text.items())
     hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
-    error = RankFailedError(f"{kind} failed in phase {phase!r}: {told}", hint=hint)
+    error = RankFailedError(f"{kind} failed in phase {phase!r}: {failures}", hint=hint)
     error.ranks = tuple(sorted(failed))
     return error
 
 
-def failed_on(rank: int, told: dict[str, Any]) -> CkptError:
+def failed_on(rank: int, report: dict[str, Any]) -> CkptError:
     """What to raise for an error of another rank that this one waits for. Damage stays what it is, whoever finds it."""
-    if told["type"] == CorruptError.__name__:
-        return CorruptError(f"{told['message']} (found by rank {rank})", where=told["where"], hint=told["hint"])
-    error = RankFailedError(f"rank {rank} failed: {told['message']}", where=told["where"], hint=told["hint"])
+    if report["type"] == CorruptError.__name__:
+        return CorruptError(f"{report['message']} (found by rank {rank})", where=report["where"], hint=report["hint"])
+    error = RankFailedError(f"rank {rank} failed: {report['message']}", where=report["where"], hint=report["hint"])
     error.ranks = (rank,)
     return error
 
@@ -39,7 +39,7 @@ def error_to_json(err: BaseException) -> dict[str, Any]:
 def error_of(kind: str, phase: str, verdict: dict[str, Any]) -> CkptError:
     """What the leader decided for all, as the same class on every rank if it is one of ours; or what happened on one rank."""
     data = verdict["error"]
-    found = getattr(errors, data["type"], None)
-    if verdict["decided"] and isinstance(found, type) and issubclass(found, CkptError):
-        return found(data["message"], where=data["where"], hint=data["hint"])
+    kind_of_error = getattr(errors, data["type"], None)
+    if verdict["decided"] and isinstance(kind_of_error, type) and issubclass(kind_of_error, CkptError):
+        return kind_of_error(data["message"], where=data["where"], hint=data["hint"])
     return failure(kind, phase, {verdict["rank"]: data})

@@ -1,5 +1,9 @@
 """How all ranks of a job come to save after the same step when only one of them knows why: a clock, or a signal.
 
+    rank 0, leads    ends step 41: due ── proposes 41, waits ──── answers: 41, 44, 43 ── fixes 44 ── goes on, saves after 44
+    rank 1           has ended step 43 ── answers 44 ── ends step 44, waits ──────────────────────── sees 44, saves after 44
+    rank 2           has ended step 42 ── answers 43 ── ends step 43, waits ──────────── sees 44 ── goes on, saves after 44
+
 A thread on each rank looks into the job's store now and then, at one key, so a training step costs no message. The leader proposes a step;
 every rank answers with the first step after which it can save, and waits from the proposed step on; the leader then fixes the first step
 that no rank has passed. Looks go on for as long as the job does, and the store has one thread for all of its ranks: the more ranks, the

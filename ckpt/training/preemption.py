@@ -1,5 +1,9 @@
 """Notices that the job will be stopped: signals set a flag, and the handlers that were there before still run.
 
+    SIGTERM on any rank ──► flag ──► that rank's next step() passes it to the leader ──► OnPreemption is due
+    all ranks agree on a step that none has passed ──► save ──► committed ──► Checkpointer.preempted is True on every rank
+
+The handler itself only sets the flag: it may run between any two bytecodes, also while the job's store or a lock is in use.
 Handlers can be set in the main thread only; elsewhere nothing is watched, and ``watch`` says so.
 """
 

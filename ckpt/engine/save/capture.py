@@ -1,5 +1,10 @@
 """Capture: when the bytes of a save in the background are copied out of the state.
 
+    version of a parameter    7 ────────────────────────────────────────┐ 7 → 8
+    training          save_async() │ forward │ backward │ optimizer.step() waits │ changes parameters
+    ckpt-capture                   └── copy chunk after chunk into the stage ──► compare versions: still 7? ──► "captured"
+    ckpt-save                          └── write each batch as soon as it is captured ──────────────────────────► "durable"
+
 *Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, which do not change
 parameters; an optimizer's step waits for the rest. What a forward pass may change is set aside before the call returns: buffers of
 modules, and small tensors that belong to no module or optimizer.
@@ -139,13 +144,13 @@ class Capture:
 
     def _eager(self) -> set[str]:
         shard_table, stepped, forwarded = self.shard_table, self.shard_table.optimizer_updated, self.shard_table.forward_mutable
-        found = set()
+        eager = set()
         for name, local in shard_table.tensors.items():
             memories = [part.memory for part in local.parts]
             small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < limits.SMALL_COPY)
             if small or any(m.is_inference() for m in memories):
-                found.add(name)
-        return found
+                eager.add(name)
+        return eager
 
     # ---- in any thread
 

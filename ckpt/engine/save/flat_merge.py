@@ -1,5 +1,15 @@
 """Merging: ranks send each other the edges of flat shards, so that every stored chunk is whole rows (docs/decisions.md).
 
+A flat shard begins and ends anywhere in the flattening of a tensor, here of 4 rows of 6 elements over 3 ranks:
+
+    row 0   000000      rank 0 has elements 0 to 7, rank 1 has 8 to 15, rank 2 has 16 to 23
+    row 1   001111      rank 0 sends its 2 elements of row 1 to rank 1, which writes rows 1 and 2
+    row 2   111122      rank 2 sends its 2 elements of row 2 to rank 1
+    row 3   222222      stored: row 0 by rank 0, rows 1 to 2 by rank 1, row 3 by rank 2: three boxes instead of six
+
+Who writes a mixed row follows from the plan, which every rank has (``plan/flat_fragments.py``), so nobody asks. Fragments are copied out of the
+state before it may change; they travel beside the writing, and only a mixed chunk waits for them.
+
 ByteCheckpoint moves whole tensors to one rank (v1) or stores up to 2d-1 boxes per shard (arXiv 2407.20143, section 3.2). Here less than a
 row moves at each boundary between two ranks.
 """
@@ -26,18 +36,15 @@ class FragmentExchange:
         self.plan = plan
         self.source = source
         self.peers = peers
-        self.mixed = self._numbers()
+        wanted = {(f.name, f.chunk) for f in plan.receives}
+        self.mixed = {(c.name, c.number): i for i, c in enumerate(plan.chunks) if (c.name, c.number) in wanted}
+        """Number in this rank's plan of each chunk that gets fragments."""
         self.moved = 0
         """Bytes that this rank sent."""
         self._outgoing: dict[int, list[memoryview]] = {}
         self._taken = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
-
-    def _numbers(self) -> dict[tuple[str, int], int]:
-        """Number in this rank's plan of each chunk that gets fragments."""
-        wanted = {(f.name, f.chunk) for f in self.plan.receives}
-        return {(c.name, c.number): i for i, c in enumerate(self.plan.chunks) if (c.name, c.number) in wanted}
 
     def take(self) -> None:
         """Copy what other ranks need out of the state."""

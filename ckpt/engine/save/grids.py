@@ -42,12 +42,12 @@ class Grids:
     def of(self, name: str) -> Grid:
         owned, numbers = self.owned[name], self.numbers.get(name)
         key = id(owned), None if numbers is None or not numbers.any() else numbers.tobytes()
-        found = self.made.get(key)
-        if found is None:
+        grid = self.made.get(key)
+        if grid is None:
             files: Numbers = self.by_rank[owned.owners] if numbers is None else self.by_rank[owned.owners] + numbers
             files = files[:1] if len(files) and (files == files[0]).all() else files
-            found = self.made[key] = Grid(cuts=owned.cuts, boxes=owned.boxes, files=files)
-        return found
+            grid = self.made[key] = Grid(cuts=owned.cuts, boxes=owned.boxes, files=files)
+        return grid
 
     def _coded(self) -> dict[str, Numbers]:
         """Which chunks share a file where some may be coded follows from their sizes, in the order in which every rank lists its chunks.
@@ -58,7 +58,7 @@ class Grids:
         files = CodedFiles(len(self.by_rank))
         rounds: dict[int, list[IntArray]] = {}
         sizes: dict[tuple[int, int], IntArray] = {}
-        found = {}
+        file_of = {}
         for name in sorted(self.owned):
             owned, itemsize = self.owned[name], self.tensors[name].dtype.itemsize
             if id(owned) not in rounds:
@@ -71,18 +71,18 @@ class Grids:
             numbers: Numbers = np.zeros(len(owned.owners), dtype=np.int32)
             for chunks in rounds[id(owned)]:
                 numbers[chunks] = files.put(owned.owners[chunks], sizes[key][chunks])
-            found[name] = numbers
-        return found
+            file_of[name] = numbers
+        return file_of
 
     def _split(self, ranks: Sequence[int]) -> dict[str, Numbers]:
         """For ranks whose headers are too long for one file, which are few: each one's own plan, made again."""
-        found: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.owned.items()}
+        file_of: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.owned.items()}
         for rank in ranks:
             chunks = chunks_of(self.owned, rank)
             for n, plan in enumerate(plan_data_files(specs_of(chunks, self.tensors), id=NO_ID, rank=self.positions[rank])):
                 for c in chunks[plan.first : plan.first + len(plan)]:
-                    found[c.name][c.number] = n
-        return found
+                    file_of[c.name][c.number] = n
+        return file_of
 
 
 def _rounds(owners: IntArray) -> list[IntArray]:

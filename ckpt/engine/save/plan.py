@@ -129,8 +129,8 @@ def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | 
     shared, own = split_own(key)
     owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
     sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
-    held = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
-    replicated = [(name, numbers) for name, o in owned.items() if (numbers := held.get(id(o)))]
+    compared = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
+    replicated = [(name, numbers) for name, o in owned.items() if (numbers := compared.get(id(o)))]
     plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
     plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated)
     parts = [part.to_bytes() for part in shared.parts()]

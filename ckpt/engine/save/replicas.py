@@ -32,7 +32,7 @@ class Replicas:
 
     def elsewhere(self) -> frozenset[str]:
         """Names of the tensors of which this rank has bytes that only other ranks write."""
-        return frozenset(name for name, held in self.plan.replicated if any((name, i) not in self._written for i in held))
+        return frozenset(name for name, numbers in self.plan.replicated if any((name, i) not in self._written for i in numbers))
 
     def hash(self, threads: int, beat: Callable[[], None]) -> None:
         """Hash what other ranks write. Reads the state's memory, so it must come before the state changes."""
@@ -40,9 +40,9 @@ class Replicas:
         run_tasks([partial(self._hash, todo[i : i + GROUP], beat) for i in range(0, len(todo), GROUP)], threads, "ckpt-hash")
 
     def _hash(self, group: Sequence[tuple[str, Sequence[int]]], beat: Callable[[], None]) -> None:
-        for name, held in group:
+        for name, numbers in group:
             owned = self.plan.owned[name]
-            for i in held:
+            for i in numbers:
                 if owned.merged:
                     self._digests[name, i] = self._flat(name)
                 elif (name, i) not in self._written:
@@ -65,18 +65,18 @@ class Replicas:
 
         A set of ranks goes by the digest of its ranks: the ranks themselves would be as many as the job's, on each of them.
         """
-        found: dict[str, dict[str, str]] = {}
+        by_ranks: dict[str, dict[str, str]] = {}
         ids: dict[tuple[int, int], str] = {}
-        for name, held in self.plan.replicated:
+        for name, numbers in self.plan.replicated:
             owned = self.plan.owned[name]
-            cell = self._cell(name) if owned.merged else int(owned.cell[held[0]])
+            cell = self._cell(name) if owned.merged else int(owned.cell[numbers[0]])
             key = id(owned.cell_holders), cell
             if key not in ids:
                 ids[key] = xxhash.xxh3_64_hexdigest(owned.cell_holders[cell].tobytes())
-            each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in held)
+            each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in numbers)
             digests = b"".join(d.to_bytes(8, "big") for d in each)
-            found.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)
-        return dict(found)
+            by_ranks.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)
+        return dict(by_ranks)
 
     def _cell(self, name: str) -> int:
         return int(np.flatnonzero((self.plan.owned[name].cell_holders == self.rank).any(axis=1))[0])

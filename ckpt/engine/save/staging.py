@@ -1,5 +1,13 @@
 """Staging: the bytes of a save, copied out of the state into host memory so that training may go on (DataStates-LLM, arXiv 2406.10707).
 
+    arena, without a limit     │ image of file 0 ............ │ image of file 1 ...... │      every batch has a place of its own
+    arena, with staging_bytes  │ half A: segments 0, 2, 4, … │ half B: segments 1, 3, … │   a half is filled while the other is written
+
+    segment 2 waits until segment 0 is written:   capture 0 │ capture 1 │ (wait) │ capture 2 │ capture 3 │ …
+                                                             write 0 ────────────► write 1 ──► write 2 ───► …
+
+There is no deadlock: capturing waits for writing of an earlier segment only, and writing for capturing of the same one.
+
 Invariants: one copy per byte, but for what is set aside before (``capture.py``); the arena is allocated once and used again by the next
 save; a batch is written only after it was captured, and its memory is used again only after it was written. The image of a data file lies
 in the arena as in the file: addresses and file offsets are congruent modulo the page, which direct I/O needs.

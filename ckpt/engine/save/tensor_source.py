@@ -92,8 +92,8 @@ class ChunkSource:
         parts = (self.tensor(name) if self._addresses else self.tensors[name]).parts
         if len(parts) != 1:
             return 0
-        held, memory = parts[0]
-        if held.shape != box.shape or held.offset != box.offset or not (memory.is_cpu and memory.is_contiguous()):
+        box_here, memory = parts[0]
+        if box_here.shape != box.shape or box_here.offset != box.offset or not (memory.is_cpu and memory.is_contiguous()):
             return 0
         return 0 if reads_otherwise(memory) else memory.data_ptr()
 
@@ -156,10 +156,10 @@ def _addresses(local: LocalTensor) -> tuple[int, ...]:
 def flat_parts(local: LocalTensor, start: int, stop: int) -> list[tuple[int, int, torch.Tensor]]:
     """What a rank has of the elements ``[start, stop)`` of a tensor that is cut into flat ranges: first, last, and raw memory."""
     strides = row_major_strides(local.info.shape)
-    found = []
+    overlaps = []
     for part in local.parts:
         at = sum(o * s for o, s in zip(part.box.offset, strides, strict=True))
         first, last = max(at, start), min(at + part.box.numel, stop)
         if first < last:
-            found.append((first, last, raw_view(part.memory).reshape(-1)[first - at : last - at]))
-    return found
+            overlaps.append((first, last, raw_view(part.memory).reshape(-1)[first - at : last - at]))
+    return overlaps
