@@ -7,8 +7,9 @@ A flat shard begins and ends anywhere in the flattening of a tensor, here of 4 r
     row 2   111122      rank 2 sends its 2 elements of row 2 to rank 1
     row 3   222222      stored: row 0 by rank 0, rows 1 to 2 by rank 1, row 3 by rank 2: three boxes instead of six
 
-Who writes a mixed row follows from the plan, which every rank has (``plan/flat_fragments.py``), so nobody asks. Fragments are copied out of the
-state before it may change; they travel beside the writing, and only a mixed chunk waits for them.
+Boundaries move to the nearest whole row, so who writes a mixed row follows from the plan (``plan/flat_fragments.py``), which every rank
+has, and nobody asks. Fragments are copied out of the state before it may change; they travel beside the writing, and only a mixed chunk
+waits for them.
 
 ByteCheckpoint moves whole tensors to one rank (v1) or stores up to 2d-1 boxes per shard (arXiv 2407.20143, section 3.2). Here less than a
 row moves at each boundary between two ranks.

@@ -62,10 +62,10 @@ class ChunkSource:
         if not chunk.box.numel:
             return memoryview(b"")
         if self.plan.owned[chunk.name].merged:
-            whole = torch.empty(self.nbytes(number), dtype=torch.uint8)
-            self.fill(number, whole)
-            self.patch(number, whole)
-            return as_bytes(whole)
+            chunk_bytes = torch.empty(self.nbytes(number), dtype=torch.uint8)
+            self.fill(number, chunk_bytes)
+            self.patch(number, chunk_bytes)
+            return as_bytes(chunk_bytes)
         local = self.tensor(chunk.name)
         if len(local.parts) == 1 and local.parts[0].box == chunk.box:
             return as_bytes(local.parts[0].memory)  # most chunks are all that a rank has of a tensor
