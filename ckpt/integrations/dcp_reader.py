@@ -42,6 +42,7 @@ Verify = Literal["full", "partial", "off"]
 class _Known:
     """What a checkpoint has, under the names that DCP gives it: tensors by their stored names, and values, small tensors among them."""
 
+    catalog: Catalog
     metadata: Metadata
     tensors: dict[str, str]
     values: dict[str, Any]
@@ -68,13 +69,12 @@ class CkptReader(StorageReader):
         self.cast = cast
         self.verify: Verify = verify
         self.threads = settings.threads(threads)
-        self._catalog: Catalog | None = None
         self._known: _Known | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
-        self._catalog = self._known = None
+        self._known = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -89,17 +89,14 @@ class CkptReader(StorageReader):
         if self._known is None:
             if self.checkpoint_id is None:
                 raise UsageError("where to load from is not said", hint="CkptReader(url), or checkpoint_id= for dcp.load")
-            self._catalog = open_catalog(self.checkpoint_id)
-            self._known = _know(self._catalog)
+            self._known = _know(open_catalog(self.checkpoint_id))
         return self._known
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  DCP's
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self.known()
-        assert self._catalog is not None
-        return replace(plan, storage_data=identity(self._catalog))
+        return replace(plan, storage_data=identity(self.known().catalog))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
@@ -108,13 +105,11 @@ class CkptReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         known = self.known()
-        assert self._catalog is not None
-        reading = Reading(
-            catalog=self._catalog, source=source_of(self._catalog), verify=self.verify, threads=self.threads, beat=lambda: None
-        )
+        catalog = known.catalog
+        reading = Reading(catalog=catalog, source=source_of(catalog), verify=self.verify, threads=self.threads, beat=lambda: None)
         stored = [item for item in plan.items if item.type is LoadItemType.TENSOR and item.storage_index.fqn in known.tensors]
         targets = [planner.resolve_tensor(item).detach() for item in stored]
-        with replacement_noticed(self._catalog):
+        with replacement_noticed(catalog):
             reading.run(reading.plan([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)]))
         for item, target in zip(stored, targets, strict=True):
             planner.commit_tensor(item, target)
@@ -126,9 +121,8 @@ class CkptReader(StorageReader):
         return done
 
     def _job(self, item: ReadItem, target: torch.Tensor, known: _Known) -> Job:
-        assert self._catalog is not None
         name = item.storage_index.fqn
-        entry = self._catalog.tensors[known.tensors[name]]
+        entry = known.catalog.tensors[known.tensors[name]]
         kind = dtype_of(target, name)
         if kind != entry.dtype and not self.cast:
             raise ShapeError(
@@ -164,7 +158,7 @@ def _know(catalog: Catalog) -> _Known:
     tensors = {name: names[id(value)] for name, value in flat.items() if id(value) in names}
     values = {name: value for name, value in flat.items() if id(value) not in names}
     metadata = {name: _told(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()}
-    return _Known(metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
+    return _Known(catalog=catalog, metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
 
 
 def _with_placeholders(value: Any, names: dict[int, str]) -> Any:

@@ -123,8 +123,7 @@ class CheckpointManager:
             return False
         model_only = self.config.initial_load_model_only if latest is None else latest == 0
         only = self._wanted(state, model_only=model_only)
-        if latest is None:
-            assert path is not None
+        if latest is None and path is not None:
             load_checkpoint(path, state, only=only)
         else:
             self.checkpointer.restore(state, step=None if step == -1 and latest else latest, only=only)

@@ -135,8 +135,7 @@ def _name(saved: SavedSpans) -> str:
 
 
 def _tiles(detail: Detail, report: Report) -> Markup:
-    save, record = detail.saved.summary, detail.saved.record
-    assert save is not None and record is not None
+    save, record = detail.save, detail.record
     rate = f"{units.size(record.tensor_bytes / save.seconds)}/s" if save.seconds > 0 else "–"
     tiles = [
         ("durable after", f"{brief(save.seconds)} s", "the slowest rank's wall time"),
@@ -176,8 +175,7 @@ def _cost(saves: Sequence[SavedSpans], setting: Setting) -> str | None:
 
 
 def _advice(detail: Detail) -> Markup:
-    save = detail.saved.summary
-    assert save is not None
+    save = detail.save
     verdict = tag("p", f"{save.verdict[0].upper()}{save.verdict[1:]}.", class_="big")
     items = [tag("li", tag("b", advice.what), " ", tag("span", advice.why)) for advice in detail.advice]
     rest = tag("ul", *items, class_="advice") if items else tag("p", "Nothing stands out that would be worth changing.", class_="about")
@@ -224,8 +222,7 @@ def _over_steps(report: Report) -> Markup:
 
 
 def _of_one(detail: Detail) -> Iterator[Markup]:
-    save, heat = detail.saved.summary, detail.heat
-    assert save is not None
+    save, heat = detail.save, detail.heat
     about = "The bar is the slowest rank, the mark the median rank. Threads that work at once count each: phases do not add up to the save."
     yield _section(f"Phases of {_name(detail.saved)}", charts.phase_rows(save), about=about)
     about = "Colour compares a rank with the median rank of the phase. "
@@ -268,8 +265,7 @@ def _kind_cells(nbytes: int, tensors: int, total: int) -> list[Markup]:
 
 def _slowest(detail: Detail) -> Markup:
     """The slowest ranks as a table: for print, and where no script runs."""
-    save, tables = detail.saved.summary, detail.saved.tables
-    assert save is not None
+    save, tables = detail.save, detail.saved.tables
     names = list(detail.heat.rows)
     rows = []
     for rank in save.slowest[:12]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import CkptError, UsageError
+from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.runlog import LogEntry, entry_line
 from ckpt.layout.mesh import Mesh
 from ckpt.text import units
@@ -16,7 +17,7 @@ from .heat import HeatMap, blocks, heat_map
 from .history import History, SavedSpans, is_checkpoint, read_history, read_save
 from .lanes import Timeline, timeline
 from .sizes import KindSize, LayerSize, kinds_of
-from .summary import brief
+from .summary import SaveSummary, brief
 
 ROWS = 64
 """Ranks that have a row each in a heat map; of more, each is a cell of a block."""
@@ -64,6 +65,8 @@ class Detail:
     """One save looked at closely. ``rows`` are the rows of a block, if the heat map has blocks of ranks in place of a row for each."""
 
     saved: SavedSpans
+    save: SaveSummary
+    record: CommitRecord
     heat: HeatMap
     rows: int | None
     groups: tuple[GroupHeat, ...]
@@ -112,8 +115,9 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
     detail = None
     if known:
         newest = known[-1] if known[-1].tables else read_save(known[-1].url)
-        if newest.summary is not None:
-            detail = _detail(newest, [s for s in known if s.url != newest.url], setting, notes)
+        if newest.summary is not None and newest.record is not None:
+            others = [s.summary for s in known if s.url != newest.url and s.summary is not None]
+            detail = _detail(newest, newest.summary, newest.record, others, setting, notes)
     return Report(
         urls=tuple(urls),
         setting=setting,
@@ -154,12 +158,13 @@ def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
     return tuple(s for s in known if s.url in chosen)
 
 
-def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> Detail:
-    save, record, tables = saved.summary, saved.record, saved.tables
-    assert save is not None and record is not None
+def _detail(
+    saved: SavedSpans, save: SaveSummary, record: CommitRecord, earlier: Sequence[SaveSummary], setting: Setting, notes: list[str]
+) -> Detail:
+    tables = saved.tables
     groups = _groups(record.world_size, setting, tables)
     cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
-    kinds, layers = _sizes(saved, notes)
+    kinds, layers = _sizes(saved.url, record, notes)
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
     if save.folded:
@@ -167,14 +172,16 @@ def _detail(saved: SavedSpans, earlier: Sequence[SavedSpans], setting: Setting, 
     facts = Facts(
         save=save,
         tables=tables,
-        earlier=[s.summary for s in earlier if s.summary is not None] + [save],
+        earlier=[*earlier, save],
         groups={f"{title} {label}": ranks for title, labelled in groups.items() for label, ranks in labelled.items()},
     )
     return Detail(
         saved=saved,
+        save=save,
+        record=record,
         heat=heat_map(save, tables, cells),
         rows=rows,
-        groups=tuple(_group_heat(title, labelled, saved) for title, labelled in groups.items()),
+        groups=tuple(_group_heat(title, labelled, save, tables) for title, labelled in groups.items()),
         times=timeline(save, tables),
         advice=advise(facts),
         kinds=kinds,
@@ -234,10 +241,8 @@ def _ranks_per_host(hosts: Mapping[str, Sequence[int]]) -> int | None:
     return size if size > 1 and [tuple(ranks) for ranks in hosts.values()] == even else None
 
 
-def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedSpans) -> GroupHeat:
+def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], save: SaveSummary, tables: Mapping[int, SpanTable]) -> GroupHeat:
     """The slowest groups, in their order, if there are too many to see: a group is as slow as its median rank."""
-    save = saved.summary
-    assert save is not None
     work = {label: sorted(save.work.get(rank, 0.0) for rank in ranks)[len(ranks) // 2] for label, ranks in labelled.items()}
     slowest = (
         set(sorted(labelled, key=lambda label: (-work[label], list(labelled).index(label)))[:_GROUPS])
@@ -249,20 +254,19 @@ def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], saved: SavedS
     return GroupHeat(
         title=title,
         labels=tuple(f"{title} {label}" for label in shown),
-        heat=heat_map(save, saved.tables, groups, typical=True),
+        heat=heat_map(save, tables, groups, typical=True),
         left_out=len(labelled) - len(shown),
     )
 
 
-def _sizes(saved: SavedSpans, notes: list[str]) -> tuple[tuple[KindSize, ...], tuple[LayerSize, ...]]:
+def _sizes(url: str, record: CommitRecord, notes: list[str]) -> tuple[tuple[KindSize, ...], tuple[LayerSize, ...]]:
     """From the index; nothing if it is damaged, which a note says."""
     from ckpt.formats.native.paths import STATE
     from ckpt.formats.registry import open_catalog
 
-    assert saved.record is not None
     try:
-        entries = open_catalog(saved.url).tensors.values()
+        entries = open_catalog(url).tensors.values()
     except CkptError as err:
         notes.append(f"What the save consists of is not known: {err.message}")
         return (), ()
-    return kinds_of(entries, saved.record.index[STATE].size)
+    return kinds_of(entries, record.index[STATE].size)

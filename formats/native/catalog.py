@@ -222,8 +222,8 @@ def _join(url: str, path: str) -> str:
 def _boxes(grid: Grid, numbers: IntArray) -> tuple[IntArray, IntArray]:
     """Offsets and shapes ``[n, d]`` of these chunks alone."""
     if grid.cuts is None:
-        assert grid.boxes is not None
-        return grid.boxes[0][numbers], grid.boxes[1][numbers]
+        offsets, shapes = grid.all_boxes()
+        return offsets[numbers], shapes[numbers]
     if not grid.cuts:
         none = np.zeros((len(numbers), 0), dtype=np.int64)
         return none, none

@@ -142,8 +142,7 @@ def _cuts_problem(cuts: Sequence[Sequence[int]], shape: tuple[int, ...]) -> str 
 
 
 def _boxes_problem(grid: Grid, shape: tuple[int, ...]) -> str | None:
-    assert grid.boxes is not None
-    offsets, shapes = grid.boxes
+    offsets, shapes = grid.all_boxes()
     if not shape or offsets.shape != shapes.shape or offsets.ndim != 2 or offsets.shape[1] != len(shape) or len(offsets) == 0:
         return f"the boxes of its grid are not boxes of a tensor of shape {shape}"
     size = np.array(shape, dtype=np.int64)

@@ -155,8 +155,7 @@ def _value(grid: Grid) -> tuple[object, ...]:
 
 def _box_rows(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Boxes as they are stored, ``[n, 2d]``."""
-    assert grid.boxes is not None
-    return np.concatenate(grid.boxes, axis=1, dtype=np.int64)
+    return np.concatenate(grid.all_boxes(), axis=1, dtype=np.int64)
 
 
 def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict[str, pa.Array]:
