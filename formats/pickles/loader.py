@@ -15,7 +15,8 @@ The value is made of None, bool, int, float, str, bytes, bytearray, list, tuple,
 #     SETITEM* DICT ADDITEMS FROZENSET       a value becomes a key only if it hashes quickly and collides with few (``Keys``).
 #     APPEND*                                only lists and ``Made`` grow: nothing is asked for a method by name.
 #     BYTEARRAY8 FRAME LONG4                 a length is compared with what is left before anything is made of that size.
-#     INT LONG PUT GET                       decimal digits take quadratic time: at most 4,300.
+#     INT LONG                               decimal digits take quadratic time: at most 4,300.
+#     PUT GET                                at most 10 digits: of longer numbers any number have one hash, and the memo is a dict.
 #
 # OPCODES names each inherited handler, so one that a later Python adds is "no opcode" here until somebody has looked at it. Stand-ins
 # cannot be called and have no ``__new__`` that takes them: an inherited handler that tried to run one would only fail.
@@ -40,6 +41,8 @@ MAX_NAME = 512
 """Characters of a module's or a class's name."""
 MAX_DIGITS = 4300
 """Decimal digits of an integer, as in Python itself: longer ones take quadratic time."""
+MAX_MEMO_DIGITS = 10
+"""Decimal digits of a place in the memo: LONG_BINPUT knows no more of them."""
 _STOP, _MEMOIZE = pickle.STOP, pickle.MEMOIZE
 _MAX_LONG = 1786  # bytes of the largest such integer
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -263,11 +266,11 @@ class InertUnpickler(pickle._Unpickler):
     def load_buffer(self) -> NoReturn:
         self._refuse("buffers that are kept apart from it")
 
-    def check_digits(self) -> None:
-        """The rest of the line is a number of so few digits that Python reads it in no time."""
+    def check_digits(self, most: int) -> None:
+        """The rest of the line is a number of at most so many digits."""
         at = self._file.tell()
-        if self._data.find(b"\n", at, at + MAX_DIGITS + 3) < 0:
-            self.fail(f"an integer of more than {MAX_DIGITS:,} digits")
+        if self._data.find(b"\n", at, at + most + 3) < 0:  # with a sign and the L of Python 2
+            self.fail(f"an integer of more than {most:,} digits")
 
     def _decode_string(self, value: bytes) -> str | bytes:
         """A ``str`` of Python 2: text, or bytes if it is none."""
@@ -285,10 +288,10 @@ def _inherited(names: str) -> dict[bytes, Handler]:
     return {(code := getattr(pickle, name)): table[code[0]] for name in names.split()}
 
 
-def _of_few_digits(names: str) -> dict[bytes, Handler]:
+def _of_few_digits(names: str, most: int) -> dict[bytes, Handler]:
     def checked(handler: Handler) -> Handler:
         def check_and_read(unpickler: InertUnpickler) -> None:
-            unpickler.check_digits()
+            unpickler.check_digits(most)
             handler(unpickler)
 
         return check_and_read
@@ -298,7 +301,8 @@ def _of_few_digits(names: str) -> dict[bytes, Handler]:
 
 OPCODES: dict[bytes, Handler] = {
     **_inherited("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 FLOAT BINFLOAT"),
-    **_of_few_digits("INT LONG PUT GET"),
+    **_of_few_digits("INT LONG", MAX_DIGITS),
+    **_of_few_digits("PUT GET", MAX_MEMO_DIGITS),
     **_inherited("STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"),
     **_inherited("SHORT_BINBYTES BINBYTES BINBYTES8"),
     **_inherited("EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 LIST"),

@@ -260,6 +260,14 @@ def test_a_huge_place_in_the_memo_takes_no_memory():
     assert read(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.") is None
 
 
+def test_places_in_the_memo_have_few_digits():
+    """Numbers that differ by multiples of 2**61 - 1 have one hash: a dict of n of them takes n² steps."""
+    assert read(b"I7\np4294967295\n0g4294967295\n.") == 7
+    for code in (b"p", b"g"):
+        with pytest.raises(CorruptError, match="more than 10 digits"):
+            read(b"N" + code + b"%d\n." % ((1 << 61) - 1))
+
+
 def laughs(unit: bytes, times: int) -> bytes:
     """Lists of ten references to the list before."""
     body = b"(" + unit * 10 + b"l" + b"q\x00"
