@@ -148,22 +148,10 @@ def save_async(
         refuse_if_busy(group, url, options.timeout)
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
-    try:
-        handle = start_save(url, state, group, options, capture)
-    except BaseException as err:
-        _note_failure(group, url, err, "begin", None)
-        raise
-    handle.durable.add_done_callback(lambda durable: _note_ended(group, handle))
-    return handle
+    return start_save(url, state, group, options, capture, failed=partial(_note_failure, group, url))
 
 
-def _note_ended(group: Group, handle: SaveHandle) -> None:
-    error = handle.durable.error()
-    if error is not None:
-        _note_failure(group, handle.url, error, handle.failed_in, handle.ran)
-
-
-def _note_failure(group: Group, url: str, error: BaseException, phase: str | None, seconds: float | None) -> None:
+def _note_failure(group: Group, url: str, error: BaseException, phase: str, seconds: float) -> None:
     """Note a failed save in the log of its run, if it has one."""
     from .events.failed_saves import note_failed_save
 

@@ -259,7 +259,7 @@ class Checkpointer:
         durable: Future[Any] | None = None
         try:
             wait_for_pending_save(self.group)
-            handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, self._tiers.retain)
+            handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, then=self._tiers.retain)
             self.handle, durable = handle, handle.durable
             self._schedule.costs.begun(handle, self._schedule.now)
             self._reporter.begun(n, handle)

@@ -172,6 +172,12 @@ def test_reports_and_stats_show_it(tmp_path: Path) -> None:
     assert "the log of the run is damaged" in (tmp_path / "r.html").read_text()
 
 
+def wait_for_entries(run: Path, count: int) -> None:
+    until = time.monotonic() + 20
+    while len(log_of(run)) < count and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def test_a_save_that_failed_outside_of_a_checkpointer(tmp_path: Path) -> None:
     """It is noted if its URL is that of a step, beside others or a log; anywhere else there is no run that it could belong to."""
     run, bad = tmp_path / "run", {"x": object()}
@@ -183,14 +189,13 @@ def test_a_save_that_failed_outside_of_a_checkpointer(tmp_path: Path) -> None:
         ckpt.save(f"{run}/step-00000002", bad)
     with pytest.raises(CkptError):
         ckpt.save_async(f"{run}/step-00000003", bad)
+    wait_for_entries(run, 2)  # whatever writes them must not meet the fault
     with wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
         handle = ckpt.save_async(f"{run}/step-00000004/", state(4))
         assert isinstance(handle.durable.exception(), CkptError)
     with pytest.raises(CkptError):
         ckpt.save(f"{run}/best", bad)
-    until = time.monotonic() + 20
-    while len(log_of(run)) < 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for_entries(run, 3)
     noted = sorted(log_of(run), key=lambda entry: entry.step or 0)
     assert [(e.step, e.phase, e.error) for e in noted] == [
         (2, "begin", "StateError"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.coordination.group import Group, current_group
 
 
 @pytest.fixture
@@ -48,3 +50,24 @@ def test_memory_is_free_afterwards(tmp_path: Path, operation: str) -> None:
     while any(ref() is not None for ref in tensors) and time.monotonic() < end:
         time.sleep(0.01)
     assert [ref() for ref in tensors] == [None] * 3
+
+
+def test_the_group_of_a_job_is_free_although_its_last_handle_is_kept(tmp_path: Path) -> None:
+    """A group keeps the job's store, and the leader's is a server. Each thread without torch.distributed has a group of its own."""
+    handles: list[ckpt.SaveHandle] = []
+    groups: list[weakref.ref[Group]] = []
+
+    def job() -> None:
+        handles.append(ckpt.save_async(tmp_path / "a", {"x": torch.ones(3)}))
+        handles[0].result(30)
+        groups.append(weakref.ref(current_group()))
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join(30)
+    end = time.monotonic() + 5  # the thread of the save may still be on its way out
+    while groups[0]() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert groups[0]() is None
+    assert handles[0].progress().phase == "done"

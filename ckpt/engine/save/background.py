@@ -33,7 +33,7 @@ from .capture import Capture
 from .job import BlockedTime, SaveJob, SaveOptions, SaveReport
 from .phases import Committed, Prepared
 from .quiescence import quiescent
-from .save import begin, prepare, stage, write_and_commit
+from .save import OnFailure, begin, prepare, stage, write_and_commit
 from .throttle import Throttle
 
 log = logging.getLogger("ckpt")
@@ -99,9 +99,14 @@ class SaveHandle:
         """What the storage refused on all ranks; on the leader, when the save is committed."""
         self.busy: Mapping[int, float] = {}
         """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
-        self._job = job
+        self.failed_in: str | None = None
+        """The phase that it failed in, if it failed."""
+        self.ran: float | None = None
+        """Seconds from the call to the failure, if it failed."""
+        # Not the job: whoever keeps a handle, ``_in_flight`` among them, would keep the group, and with it the job's store.
+        self._meter = job.meter
+        self._cancelled = job.heartbeat.cancelled
         self._throttle = throttle
-        self._ended = 0.0
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -136,19 +141,6 @@ class SaveHandle:
         """Whether somebody asked for the error that this save ended with."""
         return self.durable.error_reported or self.captured.error_reported
 
-    @property
-    def failed_in(self) -> str | None:
-        """The phase that it failed in, if it failed."""
-        return self._job.call.phase_name if self._failed() else None
-
-    @property
-    def ran(self) -> float | None:
-        """Seconds from the call to the failure, if it failed."""
-        return self._ended - self._job.began if self._failed() else None
-
-    def _failed(self) -> bool:
-        return self.durable.done() and self.durable.error() is not None
-
     def done(self) -> bool:
         """Whether the save ended, well or not."""
         return self.durable.done()
@@ -170,9 +162,9 @@ class SaveHandle:
 
     def progress(self) -> Progress:
         """How far it is. Cheap."""
-        meter = self._job.meter
+        meter = self._meter
         if self.durable.done():
-            failed = self._failed()
+            failed = self.durable.error() is not None
             full = 0 if failed else meter.total
             return Progress(captured=full, written=full, total=meter.total, phase="failed" if failed else "done")
         phase: Literal["capture", "write"] = "write" if self.captured.done() else "capture"
@@ -180,33 +172,41 @@ class SaveHandle:
 
     def cancel(self) -> None:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
-        self._job.heartbeat.cancelled.set()
+        self._cancelled.set()
 
     # ---- the work
 
     def start(
-        self, prepared: Prepared, capture: Capture, threads: int, then: Callable[[], None] | None = None, *, now: bool = False
+        self,
+        prepared: Prepared,
+        capture: Capture,
+        threads: int,
+        *,
+        then: Callable[[], None] | None = None,
+        failed: OnFailure | None = None,
+        now: bool = False,
     ) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
-        rank when the save is committed, before the handle says so."""
+        rank when the save is committed, before the handle says so; ``failed`` is called when it has said why the save failed."""
         watch_steps()
         if devices_of(prepared.collected.shard_table.tensors.values()):
             watch_graphs(fence)
-        _in_flight[self._job.call.group] = self
+        _in_flight[prepared.job.call.group] = self
         with _lock:
             _capturing.add(self)
-        copy = partial(self._capture, capture, threads)
+        copy = partial(self._capture, capture, threads, prepared.job.heartbeat.give)
         if now:
             self.hurry()
             copy()
         # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
-        threading.Thread(target=self._run, args=(prepared, capture, None if now else copy, then), name="ckpt-save").start()
+        run = partial(self._run, prepared, capture, None if now else copy, then=then, failed=failed)
+        threading.Thread(target=run, name="ckpt-save").start()
 
-    def _capture(self, capture: Capture, threads: int) -> None:
+    def _capture(self, capture: Capture, threads: int, alive: Callable[[], None]) -> None:
         error: BaseException | None = None
         try:
-            capture.run(threads, self._job.heartbeat.give)
+            capture.run(threads, alive)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
         self._captured(error)
@@ -219,12 +219,21 @@ class SaveHandle:
         else:
             self.captured.set_exception(error)
 
-    def _run(self, prepared: Prepared, capture: Capture, copy: Callable[[], None] | None, then: Callable[[], None] | None) -> None:
+    def _run(
+        self,
+        prepared: Prepared,
+        capture: Capture,
+        copy: Callable[[], None] | None,
+        *,
+        then: Callable[[], None] | None,
+        failed: OnFailure | None,
+    ) -> None:
+        job = prepared.job
         try:
             copying = None if copy is None else Pending(copy, "ckpt-capture")
             try:
                 committed = _agree_and_write(prepared)
-                if then is not None and self._job.call.is_leader:
+                if then is not None and job.call.is_leader:
                     then()
             except BaseException as err:
                 capture.stage.fail(err)
@@ -234,10 +243,13 @@ class SaveHandle:
                     copying.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
             log.error("the save of %s in the background failed: %s", self.url, err)
-            self._ended = time.perf_counter()
+            phase, seconds = job.call.phase_name, time.perf_counter() - job.began
+            self.failed_in, self.ran = phase, seconds
             if not self.captured.done():  # no thread could be started for it
                 self._captured(err)
             self.durable.set_exception(err)
+            if failed is not None:
+                failed(err, phase, seconds)
         else:
             self.busy, self.retries = committed.busy, committed.retries
             self.durable.set_result(committed.report)
@@ -315,9 +327,17 @@ def wait_for_pending_save(group: Group) -> None:
 
 @in_trace("ckpt.save")
 def start_save(
-    url: str, state: object, group: Group, options: SaveOptions, when: When, then: Callable[[], None] | None = None
+    url: str,
+    state: object,
+    group: Group,
+    options: SaveOptions,
+    when: When,
+    *,
+    then: Callable[[], None] | None = None,
+    failed: OnFailure | None = None,
 ) -> SaveHandle:
-    """Begin a save in the background; collective over ``group``. ``then``: see ``SaveHandle.start``."""
+    """Begin a save in the background; collective over ``group``. ``then``, ``failed``: see ``SaveHandle.start``; ``failed`` is also called
+    where the save fails here."""
     began = time.perf_counter()
     blocked = _blocked[group] = BlockedTime(_blocked.get(group))
     job = SaveJob.begin(group.call("save", url, options.timeout), options, blocked)
@@ -329,11 +349,14 @@ def start_save(
                 capture.capture_volatile()
     except BaseException as err:
         job.call.fail("begin", err)
+        if failed is not None:
+            failed(err, job.call.phase_name, time.perf_counter() - began)
         raise
     handle = SaveHandle(job, blocked, capture.stage.throttle)
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
     now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
-    handle.start(replace(prepared, capture=capture), capture, 1 if when == "lazy" else options.threads, then, now=now)
+    threads = 1 if when == "lazy" else options.threads
+    handle.start(replace(prepared, capture=capture), capture, threads, then=then, failed=failed, now=now)
     if when == "eager":
         handle.hurry()
         handle.captured.error()  # waits
