@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +12,7 @@ from ckpt import tree
 from ckpt.errors import UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import sources as checked_sources
+from ckpt.text.urls import url_text
 
 from .save_schedule import check_step
 
@@ -25,7 +27,7 @@ class BeginFrom:
     """A checkpoint to begin a run from, for :meth:`ckpt.Checkpointer.restore`. Any format that ``ckpt.load`` reads.
 
     Args:
-        url: the checkpoint.
+        url: path or URL of the checkpoint.
         step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
             ``global_step3``, ``checkpoint-500``), or else a whole number that its state has as ``step``, ``global_step``, ``global_steps``
             or ``iteration``.
@@ -33,27 +35,32 @@ class BeginFrom:
             ``restore`` was given it.
     """
 
-    url: str
+    url: str | os.PathLike[str]
     step: int | None = None
     only: str | Sequence[str] | None = None
     rename: Mapping[str, str] | None = None
     strict: bool | None = None
     cast: bool | None = None
-    sources: Sequence[str] | str | None = None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None
 
     @classmethod
-    def of(cls, given: str | BeginFrom) -> BeginFrom:
+    def of(cls, given: str | os.PathLike[str] | BeginFrom) -> BeginFrom:
         """A URL alone stands for itself with no options.
 
         Raises:
             UsageError: it is neither, or the step is no whole number.
         """
         origin = given if isinstance(given, BeginFrom) else cls(given)
-        if not isinstance(origin.url, str):
+        if not isinstance(origin.url, str | os.PathLike):
             raise UsageError(f"begin_from= takes a path, a URL or a ckpt.BeginFrom, not {given!r}")
         if origin.step is not None:
             check_step(origin.step)
         return origin
+
+    @property
+    def location(self) -> str:
+        """The text of ``url``."""
+        return url_text(self.url)
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -70,7 +77,7 @@ class BeginFrom:
         """
         if self.step is not None:
             return self.step
-        catalog = open_catalog(self.url, sources=checked_sources(self.sources))
+        catalog = open_catalog(self.location, sources=checked_sources(self.sources))
         number = _NUMBER.search(catalog.url)  # not ours: of a directory above several, the catalog's is the latest of them
         if number is not None:
             return int(number[1])
@@ -80,7 +87,7 @@ class BeginFrom:
             what = f"its state has {counted}" if counted else "neither its path nor its state has a number"
             raise UsageError(
                 f"which step this checkpoint was saved after is not clear: {what}",
-                where=self.url,
+                where=self.location,
                 hint="give the number: restore(state, begin_from=ckpt.BeginFrom(url, step=…))",
             )
         return steps.pop()

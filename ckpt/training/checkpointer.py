@@ -104,6 +104,7 @@ class Checkpointer:
         local = None if local is None else url_text(local)
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         check_choice(codec)
+        callback_of(progress=progress, leads=False, title="")  # whether it is one
         self.root = root
         self.policy = save
         self.keep = keep
@@ -142,7 +143,12 @@ class Checkpointer:
     # ---- going on
 
     def restore(
-        self, state: Mapping[str, Any], *, step: int | None = None, begin_from: str | BeginFrom | None = None, **options: Any
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        begin_from: str | os.PathLike[str] | BeginFrom | None = None,
+        **options: Any,
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
@@ -151,7 +157,8 @@ class Checkpointer:
         those of :func:`ckpt.load`.
 
         ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
-        another run, by its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count from it.
+        another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count
+        from it.
 
         Raises:
             NotFoundError: ``step`` is not there; or ``begin_from`` is not.

@@ -62,11 +62,11 @@ def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[
     Raises:
         CkptError: as :meth:`ckpt.Checkpointer.restore`.
     """
-    call = group.call("restore", origin.url, timeout)
+    call = group.call("restore", origin.location, timeout)
     step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
-    load(origin.url, **origin.load_options)
-    log.info("the run begins after step %d: %s", step, origin.url)
-    return step, origin.url
+    load(origin.location, **origin.load_options)
+    log.info("the run begins after step %d: %s", step, origin.location)
+    return step, origin.location
 
 
 def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:

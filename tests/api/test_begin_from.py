@@ -106,6 +106,8 @@ def test_which_step_it_was(tmp_path: Path) -> None:
         assert c.restore(Job().state, begin_from=named) == 2  # as the state counts it
         assert c.restore(Job().state, begin_from=ckpt.BeginFrom(named, step=40)) == 40
         assert c.restore(Job().state, begin_from=str(tmp_path / "last") + "/") == 2
+        assert c.restore(Job().state, begin_from=tmp_path / "last") == 2
+        assert c.restore(Job().state, begin_from=ckpt.BeginFrom(tmp_path / "last")) == 2
     misleading = dcp_save(old, tmp_path / "llama-3")  # the number of something else
     with ckpt.Checkpointer(str(tmp_path / "c")) as c:
         assert c.restore(Job().state, begin_from=misleading) == 2
