@@ -32,7 +32,7 @@ class MemorySource:
             raise NotFoundError("no buffer has this name", where=where, hint="list the paths of the source, and compare")
         stored, wanted = self.buffers[path].cast("B"), buffer.cast("B")
         stop = offset + len(wanted)
-        if stop > len(stored):
+        if not 0 <= offset <= stop <= len(stored):
             message = f"bytes {offset} to {stop} are wanted, and it has {len(stored)}"
             raise CorruptError(message, where=where, hint="the table of chunks does not fit these buffers")
         for at in range(0, len(wanted), BLOCK):

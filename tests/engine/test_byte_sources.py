@@ -128,3 +128,5 @@ def test_what_memory_has_not_is_an_error() -> None:
         reader.fill("q", 0, memoryview(bytearray(1)))
     with pytest.raises(CorruptError, match="bytes 90 to 101 are wanted, and it has 100"):
         reader.fill("p", 90, memoryview(bytearray(11)))
+    with pytest.raises(CorruptError, match="bytes -8 to 3 are wanted"):  # a slice would begin at the end
+        reader.fill("p", -8, memoryview(bytearray(11)))

@@ -167,10 +167,6 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes
     return id, int(rank), digits
 
 
-def _is_hex(text: str) -> bool:
-    return text.isascii() and not text.encode().translate(None, b"0123456789abcdef")
-
-
 def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str) -> HeaderLayout:
     keys = list(entries)
     dtypes, shapes, spans = _columns(entries, where)
