@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import settings
 from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
-from .layout.layout import Layout
+from .layout.layout import Layout, check_layout
 from .text.urls import url_text
 from .tracing.progress_callback import ProgressCallback, callback_of
 from .view import View
@@ -74,7 +74,7 @@ def save(
     group = current_group(process_group)
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
-        _check_layout(layout, group)
+        check_layout(layout, group.ranks)
         options = _save_options(
             layout,
             timeout,
@@ -126,14 +126,14 @@ def save_async(
     """
     url = url_text(url)
     from .engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
+    from .engine.save.job import check_capture
 
     group = current_group(process_group)
     with _fails_together(group, "save", url):
-        if capture not in ("lazy", "eager") or when_busy not in ("wait", "refuse"):
-            raise UsageError(f"capture is 'lazy' or 'eager', when_busy 'wait' or 'refuse', not {capture!r} and {when_busy!r}")
-        if staging_bytes is not None and staging_bytes <= 0:
-            raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")
-        _check_layout(layout, group)
+        check_capture(capture, staging_bytes)
+        if when_busy not in ("wait", "refuse"):
+            raise UsageError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
+        check_layout(layout, group.ranks)
         options = _save_options(
             layout,
             timeout,
@@ -232,7 +232,7 @@ def load(
     group = current_group(process_group)
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
-        _check_layout(layout, group)
+        check_layout(layout, group.ranks)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
         selection = Selection(only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()))
@@ -267,14 +267,6 @@ def open(url: str | os.PathLike[str], *, sources: Sequence[str | os.PathLike[str
     from .formats.registry import open_catalog
 
     return View(open_catalog(url, sources=settings.sources(sources)))
-
-
-def _check_layout(layout: Layout | None, group: Group) -> None:
-    if layout is None:
-        return
-    if not isinstance(layout, Layout):
-        raise UsageError(f"layout must be a ckpt.Layout, not {type(layout).__name__}", hint="see docs/layouts.md")
-    layout.check_ranks(group.ranks)
 
 
 @contextmanager

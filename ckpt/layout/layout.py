@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt.errors import LayoutError
+from ckpt.errors import LayoutError, UsageError
 
 from .mesh import Mesh
 from .numbering import Numbered
@@ -196,6 +196,20 @@ class Layout:
         grown = (*shape[:dim], len(flat), *shape[dim:])
         real = None if logical is None else (*logical[:dim], len(flat), *logical[dim:])
         return ResolvedShard(name=name, shape=grown, layout=stacked, logical=real, stack=(dim, number.value))
+
+
+def check_layout(layout: object, ranks: Sequence[int]) -> None:
+    """What a call is given as its layout.
+
+    Raises:
+        UsageError: it is neither a Layout nor None.
+        LayoutError: it is for other ranks than those of the call.
+    """
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise UsageError(f"layout must be a ckpt.Layout, not {type(layout).__name__}", hint="see docs/layouts.md")
+    layout.check_ranks(ranks)
 
 
 def _check_rules(rules: Sequence[Any]) -> None:

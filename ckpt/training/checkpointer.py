@@ -20,14 +20,14 @@ from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.job import SaveOptions, check_capture
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
 from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.registry import join_url
-from ckpt.layout.layout import Layout
+from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
@@ -105,6 +105,7 @@ class Checkpointer:
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         check_choice(codec)
         callback_of(progress=progress, leads=False, title="")  # whether it is one
+        check_capture(capture, staging_bytes)
         self.root = root
         self.policy = save
         self.keep = keep
@@ -123,6 +124,7 @@ class Checkpointer:
             staging=staging_bytes,
         )
         self.group = current_group(process_group)
+        check_layout(layout, self.group.ranks)
         self.restored_from: str | None = None
         """The copy that :meth:`restore` has loaded."""
         self._tiers = Tiers(root, keep, local, local_keep)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CorruptError, NamesError, NoSpaceError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, NamesError, NoSpaceError, NotFoundError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -277,3 +277,19 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
             with pytest.raises(UsageError, match="this is a checkpoint, not a run") as raised:
                 ask()
             assert str(tmp_path) in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"capture": "egaer"}, "capture is 'lazy' or 'eager', not 'egaer'"),
+        ({"staging_bytes": 0}, "staging_bytes must be a positive number, not 0"),
+        ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
+        ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
+        ({"codec": "gzip"}, "gzip"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_found_before_the_first_save(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(CkptError, match=text):
+        ckpt.Checkpointer(str(tmp_path), **options)
+    assert list(tmp_path.iterdir()) == []

@@ -140,7 +140,7 @@ def test_what_cannot_be_advised(tmp_path: Path) -> None:
     assert advise(tmp_path, "--mtbf", "6h").exit_code == 10
     write_checkpoint(str(tmp_path / "step-1"), sample())
     result = advise(tmp_path, "--mtbf", "6h")
-    assert result.exit_code == 10 and "nothing tells what the saves of this run took" in result.stderr
+    assert result.exit_code == 10 and "the durations of this run's saves are not recorded" in result.stderr
     for wrong in ("soon", "0", "-3h"):
         assert advise(tmp_path, f"--mtbf={wrong}").exit_code == 2
     assert advise(tmp_path).exit_code == 2

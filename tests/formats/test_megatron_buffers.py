@@ -92,19 +92,19 @@ def test_displaced_elements_are_found_again(numels, bucket_size, ranks):
     truth = [compact[layout.compact(s) : layout.compact(s) + n] for s, n in zip(layout.slots, numels, strict=True)]
     repaired = [np.full(n, -1) for n in numels]
     for shift in shifts(layout, numels):
-        if shift.found is None:
+        if shift.written_as is None:
             lost = truth[shift.member][shift.start : shift.stop]
             assert not any(np.isin(lost, w).any() for w in written)
             repaired[shift.member][shift.start : shift.stop] = lost
         else:
-            repaired[shift.member][shift.start : shift.stop] = written[shift.found][shift.at : shift.at + shift.stop - shift.start]
+            repaired[shift.member][shift.start : shift.stop] = written[shift.written_as][shift.at : shift.at + shift.stop - shift.start]
     for found, expected in zip(repaired, truth, strict=True):
         assert np.array_equal(found, expected)
 
 
 def test_nothing_moves_in_one_bucket():
     layout = BufferLayout((Slot(64, 0), Slot(0, 0)), (Bucket(256, 164),))
-    assert all(s.found == s.member and s.start == s.at == 0 for s in shifts(layout, [100, 64]))
+    assert all(s.written_as == s.member and s.start == s.at == 0 for s in shifts(layout, [100, 64]))
 
 
 # -------------------------------------------------------------------------------------------------- layers and names

@@ -256,7 +256,7 @@ def test_many_ranks_make_no_longer_note_and_cost_little() -> None:
         cpu = (time.process_time() - began) / 2
         sizes.append(len(json.dumps(SaveProgress.from_json(found).to_json())))
     assert sizes[1] < sizes[0] + 200 < 4096
-    assert cpu < 0.5  # of 8 s between two notes
+    assert cpu < 2  # of 8 s between two notes
 
 
 def _fields(value: Any) -> dict[str, Any]:

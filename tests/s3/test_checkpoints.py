@@ -68,7 +68,7 @@ def test_tools(s3_url: str) -> None:
     ckpt.save(f"{s3_url}/step-1", trained(1))
     ckpt.save(f"{s3_url}/step-2", trained(2))
     assert [row["step"] for row in json.loads(run("ls", "--json", s3_url))["steps"]] == [1, 2]
-    assert "model.0.weight" in run("inspect", f"{s3_url}/step-2")
+    assert "model.0.weight" in run("inspect", "-q", f"{s3_url}/step-2")
     assert json.loads(run("verify", "--json", f"{s3_url}/step-1"))["problems"] == []
     view = ckpt.open(f"{s3_url}/step-2")
     wanted = dict(trained(2)["model"].state_dict())  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_only_the_leader_tries_the_store(ranks: Ranks, bucket: str, object_store
 def test_inspecting_many_tensors_takes_five_requests(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.save(s3_url, {f"layers.{i}.weight": torch.full((3,), float(i)) for i in range(4_000)})
     seen = watch(monkeypatch)
-    shown = run("inspect", s3_url)
+    shown = run("inspect", "-q", s3_url)
     assert shown.count("layers.") == 4_000
     assert len(seen) <= 5, [f"{s.operation} {s.path}" for s in seen]
 

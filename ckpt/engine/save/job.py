@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from ckpt import settings
 from ckpt.coordination.call import Call
 from ckpt.coordination.members import Members
-from ckpt.errors import CancelledError
+from ckpt.errors import CancelledError, UsageError
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
@@ -56,6 +56,18 @@ class SaveOptions:
     progress: ProgressCallback | None = None
     earlier: Callable[[], str | None] | None = None
     """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+
+
+def check_capture(capture: object, staging_bytes: int | None) -> None:
+    """What a save in the background is asked for, before anything is done for it.
+
+    Raises:
+        UsageError: there is no such way to capture, or no room for a copy.
+    """
+    if capture not in ("lazy", "eager"):
+        raise UsageError(f"capture is 'lazy' or 'eager', not {capture!r}")
+    if staging_bytes is not None and staging_bytes <= 0:
+        raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")
 
 
 @dataclass(eq=False)
