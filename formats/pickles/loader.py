@@ -50,6 +50,7 @@ _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _FAILURES = (
     *(pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError),
     *(ValueError, TypeError, OverflowError, RecursionError, struct.error),
+    DeprecationWarning,  # of an escape that Python does not know, where warnings are errors
 )
 """What the handlers raise for bytes that no pickler writes."""
 

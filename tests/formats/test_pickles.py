@@ -268,6 +268,12 @@ def test_places_in_the_memo_have_few_digits():
             read(b"N" + code + b"%d\n." % ((1 << 61) - 1))
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_unknown_escape_is_damage_where_warnings_are_errors():
+    with pytest.raises(CorruptError, match="invalid escape"):
+        read(b"S'\\d'\n.")
+
+
 def laughs(unit: bytes, times: int) -> bytes:
     """Lists of ten references to the list before."""
     body = b"(" + unit * 10 + b"l" + b"q\x00"
