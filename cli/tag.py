@@ -42,7 +42,7 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
         raise UsageError(f"the checkpoint has no tag {', '.join(missing)}", where=url, hint=f"it has {', '.join(sorted(has)) or 'none'}")
     wanted = has - set(tags) if delete else has | set(tags)
     if wanted != has:
-        set_tags(open_backend(url), wanted)
+        set_tags(open_backend(url), wanted, id=steps[0].id, instead_of=has)
     if output.json:
         output.document({"url": url, "tags": sorted(wanted)})
     else:

@@ -10,10 +10,10 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import APART, COMMIT_PATH, VIRTUAL, CommitRecord
-from ckpt.formats.native.index import decode_index, encode_index
+from ckpt.formats.native.index import Kept, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
-from ckpt.formats.native.writer import set_tags, write_index
+from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 
@@ -22,7 +22,7 @@ from ckpt.io_backends.registry import open_backend
 #   each data file's header     name, dtype, box, place and digest of every chunk in it: the tables of tensors, grids and files
 #   index files whose digest    stay as they are. If the three tables are among them, aliases and padding are kept with them; if state.json
 #   the commit record confirms  is, the values are
-#   the commit record           number of ranks, metrics, tags
+#   the commit record           number of ranks, metrics, tags; and the bytes of all tensors, which shows that no data file is missing
 #
 # Headers alone are read, and none of the chunks' bytes: `ckpt verify` compares these afterwards. The new index has the id of the data files
 # and replaces the old one file by file, the record last. So a rebuild that is killed is begun again by the same command.
@@ -68,7 +68,8 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
         NotFoundError: there are no data files.
         UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
         FormatError: a virtual checkpoint, or one of a later version.
-        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
+        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype. Or a commit record says that
+            there were more tensors, or fewer.
         ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
         StorageError: the storage failed.
     """
@@ -87,7 +88,7 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
         rebuilt=not index.is_whole,
         files=len(rebuilt.contents.files),
         tensors=sum(t.alias is None for t in rebuilt.contents.tensors),
-        bytes=sum(t.nbytes for t in rebuilt.contents.tensors if t.alias is None),
+        bytes=_tensor_bytes(rebuilt.contents),
         lost=lost,
         dry_run=dry_run,
     )
@@ -146,19 +147,31 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     where = f"{backend.url.rstrip('/')}/index-{id}"
     known = () if index.record is None else index.record.features
     lost: tuple[str, ...] = ("metrics and tags",) if index.record is None else ()
-    apart = APART in known  # tensors of ranks are in files of their own
-    if {*_TABLES} <= index.files.keys() and not apart:
+    if _has_tables(index):
         tables = {name: index.files[name] for name in _TABLES}
         rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where), features=known)
     else:
         rebuilt, lost = rebuild(backend, id), ("aliases and padding", *lost)
     contents = rebuilt.contents
+    _check_bytes(contents, index, backend.url)
     if STATE in index.files:
         values = decode_index({**of_nothing, STATE: index.files[STATE]}, where)
         contents = replace(contents, state=values.state, ranks=values.ranks)
-    if STATE not in index.files or apart:
+    if STATE not in index.files or APART in known:
         lost = ("values", *lost)
     return replace(rebuilt, contents=contents), lost
+
+
+def _check_bytes(contents: Contents, index: _Index, url: str) -> None:
+    """Raise CorruptError unless the tensors are as large as the record says: the last rows of a tensor, and whole tensors, leave no trace
+    where their data file is gone."""
+    nbytes = _tensor_bytes(contents)
+    if index.record is not None and nbytes != index.record.tensor_bytes:
+        raise CorruptError(
+            f"the data files have {nbytes:,} bytes of tensors, the commit record says {index.record.tensor_bytes:,}",
+            where=url,
+            hint=f"restore the missing data files, or move {COMMIT_PATH} away and take what is left: `ckpt rebuild --id {index.record.id}`",
+        )
 
 
 def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, id: str) -> None:
@@ -171,7 +184,26 @@ def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, id: str) -> None:
         rebuilt.contents,
         world_size=ranks if record is None else record.world_size,
         features=rebuilt.features,
+        kept=_as_they_are(index, rebuilt),
         metrics=None if record is None else record.metrics,
+        tags=() if record is None else record.tags,
     )
-    if record is not None and record.tags:
-        set_tags(backend, record.tags)
+
+
+def _has_tables(index: _Index) -> bool:
+    """Whether the tables that are left say all: with ``APART``, tensors of ranks are in files of their own."""
+    return {*_TABLES} <= index.files.keys() and (index.record is None or APART not in index.record.features)
+
+
+def _as_they_are(index: _Index, rebuilt: Rebuilt) -> Kept:
+    """Index files that stay byte for byte: only so does the record confirm them for the next attempt, if this one is killed."""
+    kept = Kept(state=index.files.get(STATE))
+    if _has_tables(index):
+        kept.tables = {name: index.files[name] for name in (TENSORS, GRIDS)}
+        kept.tensor_bytes = _tensor_bytes(rebuilt.contents)
+    return kept
+
+
+def _tensor_bytes(contents: Contents) -> int:
+    """Of all tensors, before coding."""
+    return sum(t.nbytes for t in contents.tensors if t.alias is None)

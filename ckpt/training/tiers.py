@@ -159,10 +159,12 @@ class Tiers:
 
         Raises:
             NotFoundError: there is none of ``step``.
+            CorruptError: there is something, but no commit record of it can be read: a run that has checkpoints does not begin anew.
             StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
             UsageError: a tier is itself a checkpoint.
         """
         there = False
+        damaged: Step | None = None
         for number, near, far in _levels(self._newest_local(step), self._far(step)):
             if step not in (None, number):
                 continue
@@ -171,10 +173,15 @@ class Tiers:
             for s in (*near, *far):
                 if not s.committed and (s.damaged or not committed):
                     log.warning("%s is passed over: %s", s.url, s.reason)
+                if s.damaged:
+                    damaged = damaged or s
             there = there or bool(committed)
             rows: list[list[Any]] = [[s.number, s.url, s.id] for s in committed if (s.url, s.id) not in tried]
             if rows:
                 return rows
+        if damaged is not None and not there:
+            hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
+            raise CorruptError(f"no checkpoint here can be read: {damaged.reason}", where=damaged.url, hint=hint)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.journal import CheckpointJournal
 
 from .catalog import read_record
@@ -34,15 +34,16 @@ def write_index(
     features: tuple[str, ...] = (),
     kept: Kept | None = None,
     metrics: Mapping[str, float] | None = None,
+    tags: tuple[str, ...] = (),
     listed: list[str] | None = None,
 ) -> CommitRecord:
     """Write the index of the journal's save and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded, ``commit.APART``
     if the contents have ``rows``.
-    ``kept``: see ``encode_index``. ``metrics``: what the job says of this checkpoint. ``listed`` takes what ``CheckpointJournal.commit``
-    gives. If this raises, the save is not committed, and its index files are removed unless the journal is resumable; the case that
-    ``CheckpointJournal.commit`` leaves open is open here, too.
+    ``kept``: see ``encode_index``. ``metrics``, ``tags``: what the job says of this checkpoint. ``listed`` takes what
+    ``CheckpointJournal.commit`` gives. If this raises, the save is not committed, and its index files are removed unless the
+    journal is resumable; the case that ``CheckpointJournal.commit`` leaves open is open here, too.
 
     Raises:
         ConsistencyError, StateError: the contents cannot be an index.
@@ -53,7 +54,7 @@ def write_index(
     files = encode_index(contents, kept)
     record = _record(files, kept.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
-    record = replace(record, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
+    record = replace(record, tags=tags, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
     try:
         for name, data in files.items():
             (journal.put if journal.resumable else journal.write)(record.index[name].path, data)
@@ -67,8 +68,9 @@ def write_index(
     return record
 
 
-def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
-    """Give a committed checkpoint these tags in place of those that it has.
+def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, instead_of: Collection[str] = ()) -> CommitRecord:
+    """Give a committed checkpoint these tags in place of those that it has. With ``id`` and ``instead_of``, those that it had when somebody
+    decided, nothing is changed if it has others now: a tag of somebody else would be lost.
 
     Raises:
         NotFoundError: there is no commit record.
@@ -79,9 +81,12 @@ def set_tags(backend: Backend, tags: Collection[str]) -> CommitRecord:
     data = read_record(backend)
     if data is None:
         raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
-    record = replace(CommitRecord.from_bytes(data, _where(backend)), tags=tuple(sorted(set(tags))))
-    backend.put_if(COMMIT_PATH, record.to_bytes(), expected=data)
-    return record
+    record = CommitRecord.from_bytes(data, _where(backend))
+    if id is not None and (record.id != id or set(record.tags) != set(instead_of)):
+        raise ConflictError("the checkpoint was replaced or tagged meanwhile", where=backend.url, hint="look at its tags, and try again")
+    tagged = replace(record, tags=tuple(sorted(set(tags))))
+    backend.put_if(COMMIT_PATH, tagged.to_bytes(), expected=data)
+    return tagged
 
 
 def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = None, tags: Collection[str] = ()) -> bool:

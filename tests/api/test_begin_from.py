@@ -140,6 +140,12 @@ def test_a_damaged_run_does_not_begin_again(tmp_path: Path) -> None:
             path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
         with pytest.raises(CorruptError):
             c.restore(Job().state, begin_from=url)
+        record = tmp_path / "run/step-00000009/checkpoint.json"
+        record.write_bytes(record.read_bytes()[:-9])
+        for options in ({"begin_from": url}, {}, {"step": 9}):
+            with pytest.raises(CorruptError, match="no checkpoint here can be read") as raised:
+                c.restore(Job().state, **options)
+            assert "ckpt rebuild" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])

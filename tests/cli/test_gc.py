@@ -15,8 +15,10 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
+from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.registry import wrap_backends
+from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.maintenance import step_listing
 from ckpt.text import units
 
 
@@ -155,3 +157,20 @@ def test_a_single_checkpoint_is_refused(root: str) -> None:
         assert refused.exit_code == 2 and "this is a single checkpoint; gc works on the run that contains it" in refused.stderr
         assert f"  try: ckpt gc {root}; or `rm -r`" in refused.stderr
     assert numbers(root) == [1, 2, 3, 4]
+
+
+def test_two_that_tag_at_once_lose_no_tag(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag keeps a checkpoint from removal, so one that is lost may cost the checkpoint."""
+    url = f"{root}/step-00000002"
+    list_now = step_listing.list_steps
+
+    def list_and_lose_the_race(root_url: str) -> list[step_listing.Step]:
+        steps = list_now(root_url)
+        set_tags(open_backend(url), ["theirs"])
+        return steps
+
+    monkeypatch.setattr(step_listing, "list_steps", list_and_lose_the_race)
+    lost = run("tag", url, "mine")
+    assert lost.exit_code == 30 and "tagged meanwhile" in lost.stderr
+    monkeypatch.undo()
+    assert json.loads(run("tag", "--json", url, "mine").stdout)["tags"] == ["mine", "theirs"]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.writer import read_record
 from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
+from ckpt.io_backends.registry import open_backend
 from ckpt.maintenance.rebuild import rebuild_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 
@@ -102,6 +108,19 @@ def test_what_is_not_there_is_said(url: str, tmp_path: Path) -> None:
     assert run("rebuild", str(tmp_path / "empty")).exit_code == 10
 
 
+@pytest.mark.parametrize("lost", ["tensors.arrow", "grids.arrow", "files.arrow"])
+def test_rows_that_no_header_misses_are_missed(tmp_path: Path, lost: str) -> None:
+    """The last of three data files is gone: what is left would make smaller tensors without a hole."""
+    url = str(tmp_path / "c")
+    write_checkpoint(url, {"w": np.arange(24.0).reshape(8, 3)}, ranks=3)
+    index_file(url, lost).unlink()
+    next(Path(url, "data").glob("*-00002.safetensors")).unlink()
+    before = {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()}
+    refused = run("rebuild", url)
+    assert refused.exit_code == 20 and "144 bytes" in refused.stderr and "192" in refused.stderr and "--id" in refused.stderr
+    assert {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()} == before
+
+
 def test_another_save_is_not_rebuilt_over_the_committed_one(url: str) -> None:
     index_file(url, "grids.arrow").unlink()
     refused = run("rebuild", "--id", "0" * 16, url)
@@ -125,5 +144,35 @@ def test_killed_anywhere_it_is_begun_again(url: str) -> None:
         except CkptError as err:
             pytest.fail(f"at {process.log[-1]}: {err}")
         else:
+            break
+    assert not process.crashed and at > 10
+
+
+def test_tags_and_values_outlast_a_killed_rebuild(url: str) -> None:
+    """The record that confirms them is replaced once, by one that has the tags; until then, it goes on to confirm what it did."""
+    backend = open_backend(url)
+    data = read_record(backend)
+    assert data is not None
+    record = CommitRecord.from_bytes(data, url)
+    spaced = index_file(url, "state.json").read_bytes().replace(b":", b": ")  # as another writer of the format may encode it
+    row = replace(record.index["state.json"], size=len(spaced), digest=xxhash.xxh3_128_hexdigest(spaced))
+    index_file(url, "state.json").write_bytes(spaced)
+    index_file(url, "grids.arrow").unlink()
+    tagged = replace(record, tags=("release",), index={**record.index, "state.json": row}, inline={})
+    Path(url, "checkpoint.json").write_bytes(tagged.to_bytes())
+    kept = {p: p.read_bytes() for p in Path(url).rglob("*") if p.is_file()}
+    lost = {"aliases and padding"}
+    for at in range(3, 200):
+        for path, content in kept.items():
+            path.write_bytes(content)
+        for path in Path(url).glob("index-*/grids.arrow"):
+            path.unlink()
+        process = FaultyProcess(Fault(at=at, kind="crash"))
+        with wrap_backends(process.wrap), suppress(SimulatedCrash):
+            rebuild_checkpoint(url)
+        assert {*rebuild_checkpoint(url).lost} <= lost, process.log[-1]
+        after = json.loads(Path(url, "checkpoint.json").read_text())
+        assert after["tags"] == ["release"] and index_file(url, "state.json").read_bytes() == spaced, process.log[-1]
+        if not process.crashed:
             break
     assert not process.crashed and at > 10
