@@ -121,7 +121,9 @@ class View(Mapping[str, StoredTensor]):
         if path not in nodes:
             known = ", ".join(sorted(nodes)[:5]) or "none"
             raise NotFoundError(
-                f"rank {rank} saved no PerRank value {path!r}", where=self._catalog.url, hint=f"its values are {known}; ranks count from 0"
+                f"rank {rank} saved no PerRank value {path!r}",
+                where=self._catalog.url,
+                hint=f"PerRank values of this rank: {known}; ranks count from 0",
             )
         return tree.decode(nodes[path], self._special)
 

@@ -145,7 +145,8 @@ def _print(advice: Advice, fields: dict[str, Any], output: Output) -> None:
     output.line(f"measured: a save takes {_time(advice.save)} and blocks training for {_time(advice.blocked)}{waits}; {per}")
     output.line(f"a load takes {_time(advice.load)}{guessed}")
     output.line(f"a failure every {_time(advice.mtbf)} on {units.plural(fields['ranks'], 'rank')}, which loses {_time(advice.wasted)} each")
-    output.line(f"saves and failures take {100 * advice.lost:.2g} % of the time; ETTR {advice.ettr:.3f} (ByteCheckpoint, appendix C)")
+    ettr = f"ETTR {advice.ettr:.3f} if every interval had a failure (ByteCheckpoint, appendix C)"
+    output.line(f"saves and failures take {100 * advice.lost:.2g} % of the time; {ettr}")
 
 
 def _time(seconds: float) -> str:

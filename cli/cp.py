@@ -18,7 +18,7 @@ from .console.requirements import require_torch
 if TYPE_CHECKING:
     from ckpt.maintenance.copy import CopyReport
 
-_INTERRUPTED = "run the same command again to resume: files that are complete are not copied again; `ckpt gc` removes them"
+_INTERRUPTED = "run the same command again to resume: complete files are not copied again; to give up, remove them with `ckpt gc --yes`"
 
 
 @click.command("cp", short_help="Copy a checkpoint to another storage.")

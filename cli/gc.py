@@ -56,7 +56,7 @@ def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dr
         raise UsageError("--yes and --dry-run contradict each other")
     least_age = units.seconds(older_than)
     if least_age is None:
-        raise UsageError(f"{older_than!r} is not a time", where="--older-than", hint="90min, 36h, 1d12h, or 0")
+        raise UsageError(f"{older_than!r} is not a time with a unit", where="--older-than", hint="30s, 90min, 36h, 1d12h, or 0")
     output = Output(json=as_json, quiet=quiet)
     collection = _collect(root, rules, least_age)
     if not output.json:

@@ -53,7 +53,7 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
 
     patience = units.seconds(timeout)
     if patience is None:
-        raise UsageError(f"{timeout!r} is not a time", where="--timeout", hint="90min, 36h, 1d12h, or 0")
+        raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="30s, 90min, 36h, 1d12h, or 0")
     if interval is not None and not _LEAST <= interval < 1e6:
         raise UsageError(f"the interval must be at least {_LEAST:g} seconds, not {interval:g}", where="--interval")
     watcher = SaveWatcher(url)

@@ -115,7 +115,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
     below = _below(url, names)
     if below is not None:
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
-        raise FormatError("checkpoints lie below this directory, which is none itself", where=url, hint=hint)
+        raise FormatError("this directory is not a checkpoint, but holds some", where=url, hint=hint)
     raise FormatError(
         f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )

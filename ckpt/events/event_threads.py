@@ -73,7 +73,10 @@ class ListenerThread(Generic[T]):
                 self.failed += 1
                 if self.failed == 1:
                     log.warning(
-                        "the listener %s has raised for %s; it is called again", self._name, getattr(event, "kind", event), exc_info=True
+                        "the listener %s raised an error for %s; it still receives later events",
+                        self._name,
+                        getattr(event, "kind", event),
+                        exc_info=True,
                     )
 
 

@@ -59,8 +59,8 @@ class SaveWatcher:
         self.url = url
         self.backend = open_backend(url)
         if not self.backend.list_dir(""):
-            hint = "name the directory of the run; the first save of a job makes it"
-            raise NotFoundError("nothing is here, so no save goes on", where=url, hint=hint)
+            hint = "name the directory of the run; the first save of a job creates it"
+            raise NotFoundError("nothing exists here, so no save is in progress", where=url, hint=hint)
         self._single = is_checkpoint(url) or step_number(url.rstrip("/").rpartition("/")[2]) is not None
         self._known: set[str] | None = None
         """Directories that were there at the first look."""

@@ -201,7 +201,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
 def _hole(name: str, claim: _Claim, absent: list[int]) -> str:
     lost = np.flatnonzero(np.isin(claim.owned.owners, absent))
     boxes = f"{claim.owned.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
-    return f"tensor {name}: {ranks_text(absent)} should hold {boxes}, but do not have it"
+    return f"tensor {name}: {ranks_text(absent)} should hold {boxes}, but {'does' if len(absent) == 1 else 'do'} not have it"
 
 
 def ranks_of(tables: Sequence[tuple[Sequence[int], Table]], numbers: Iterable[int]) -> list[int]:

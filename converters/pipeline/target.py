@@ -111,7 +111,7 @@ def target(name: str) -> Target:
         if point.name == name:
             given: Target = point.load()
             return given
-    raise UsageError(f"{name!r} is no format to convert to", hint=f"one of {', '.join(_BUILTIN)}")
+    raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join(_BUILTIN)}")
 
 
 def apart(url: str, *, file: bool) -> tuple[str, str | None]:

@@ -253,7 +253,7 @@ def _dtype(name: str | None) -> DType | None:
         return None
     kind = DTYPES.get(name)
     if kind is None or not _floating(kind):
-        raise UsageError(f"{name!r} is no dtype to convert to", hint="float16, bfloat16, float32 or float64")
+        raise UsageError(f"cannot convert to dtype {name!r}", hint="float16, bfloat16, float32 or float64")
     return kind
 
 

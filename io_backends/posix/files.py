@@ -26,7 +26,7 @@ _NAMELESS = getattr(os, "O_TMPFILE", 0)
 _NO_NAMELESS = {errno.EISDIR, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOENT}
 _KEEP_DIRECTORY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_ACCESS}
 _HINTS = {
-    errno.ENOENT: "the file system lets nobody make files or directories here, or somebody removes them: choose another URL",
+    errno.ENOENT: "the file system does not allow new files or directories here, or another process removes them: choose another URL",
     errno.ENOTDIR: "a part of the path is a file, not a directory: choose another URL",
     errno.EFBIG: "the file system or a limit (`ulimit -f`) refuses files of this size",
     errno.ENAMETOOLONG: "the file system refuses names of this length: choose a shorter URL",

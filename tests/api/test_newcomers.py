@@ -37,7 +37,7 @@ def test_rules_may_be_a_dict_and_must_be_rules() -> None:
 def test_a_pattern_that_no_name_fits(url: str, given: dict[str, Any]) -> None:
     ckpt.save(url, {"model": {"w": torch.ones(2), "bias": torch.ones(2)}, "n": 1})
     state = {"model": {"w": torch.zeros(2), "bias": torch.zeros(2)}, "n": 0}
-    with pytest.raises(NamesError, match=r"fit no name \(1\)"):
+    with pytest.raises(NamesError, match=r"match no name \(1\)"):
         ckpt.load(url, state, **given)
     assert state["model"]["w"].sum() == 0  # type: ignore[index]
     ckpt.load(url, state, strict=False, **given)

@@ -204,7 +204,7 @@ def test_ranks_that_cut_a_tensor_in_different_ways_are_named() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (STAGE[1], r"tensor w: rank 3 should hold \[4:8,0:4\], but do(es)? not have it"),
+        (STAGE[1], r"tensor w: rank 3 should hold \[4:8,0:4\], but does not have it"),
         (TensorLayout(PP_DP, (Shard(1, "dp"), Shard(0, "pp"))), r"tensor w: rank 3 should hold \[4:8,2:4\], but do"),
         (TensorLayout(PP_DP, (Flat("dp"),), (("pp", (1,)),)), r"tensor w: rank 3 should hold \[4:8,0:4\], but do"),
         (EVERYWHERE, "tensor w: rank 3 should hold a replica, but do"),

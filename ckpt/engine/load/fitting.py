@@ -151,7 +151,7 @@ def _mismatch(
     lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
     lines += report_names("unexpected in the checkpoint", (_moved(n, select) for n in unexpected))
     lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
-    lines += report_names("fit no name", idle)
+    lines += report_names("match no name", idle)
     kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
     return kind(
         "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
