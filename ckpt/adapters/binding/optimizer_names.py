@@ -6,9 +6,9 @@
     DCP has stored        optimizer.state.layers.0.weight.exp_avg
 
 The path that is in front in the state and not in the checkpoint, here ``model``, is found by trying: it has to be in front of the name of
-a parameter that is asked for, and without it that name, and no other reading of it, must be stored. If the names match as they are, if
-several paths would do, or if the caller's own renames say where the names go, nothing is mapped. A mapping becomes a rename rule like any
-other, behind the caller's own.
+a parameter that is asked for, and without it that name must be stored. If the names match as they are, if several paths would do and none
+of them explains all names, or if the caller's own renames say where the names go, nothing is mapped. A mapping becomes a rename rule like
+any other, behind the caller's own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def optimizer_renames(
 def _module(wanted: Collection[str], owners: Collection[str]) -> str | None:
     """The path that, put in front of stored names, gives names that are wanted; None if there is none, or more than one.
 
-    ``1.0.weight`` may be ``0.weight`` of module 1 as well. So the path counts that explains all that any other one explains, and more.
+    ``1.0.weight`` may be ``0.weight`` of module 1 as well. So where several paths would do, the one counts that explains all that any other
+    one explains, and more, and every name that is wanted: else moments of one parameter could go to another.
     """
     if not owners or any(name in owners for name in wanted):
         return None
@@ -67,4 +68,4 @@ def _module(wanted: Collection[str], owners: Collection[str]) -> str | None:
     best = max(explained, key=lambda path: len(explained[path]), default=None)
     if best is None or any(path != best and not explained[path] < explained[best] for path in explained):
         return None
-    return best
+    return best if len(explained) == 1 or len(explained[best]) == len(wanted) else None
