@@ -358,10 +358,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(url, {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2, dtype=torch.complex128)}})
     for error, match, options in (
-        (UsageError, "no format to convert to", {"to": "gguf"}),
+        (UsageError, "cannot convert to 'gguf': no such format", {"to": "gguf"}),
         (NamesError, "'z\\*'", {"to": "native", "only": ["z*"]}),
         (NamesError, "'y\\*'", {"to": "native", "exclude": ["y*"]}),
-        (UsageError, "no dtype to convert to", {"to": "native", "dtype": "int8"}),
+        (UsageError, "cannot convert to dtype 'int8'", {"to": "native", "dtype": "int8"}),
         (UsageError, "no tensor of a model", {"to": "hf", "root": "c"}),
         (UsageError, "several parts", {"to": "hf"}),
         (UsageError, "have no complex128", {"to": "hf", "root": "b"}),
