@@ -108,7 +108,8 @@ def _nothing_is_left_but(root: str, urls: list[str]) -> None:
     assert list(backend.pending_uploads()) == []
     assert find_orphans(backend, older_than=0, now=0) == []
     expected = {f"{url.rpartition('/')[2]}/{path}" for url in urls for path in _reached(url)}
-    assert everything(backend).keys() - {p for p in everything(backend) if p.endswith("/spans.json")} == expected
+    kept = {p for p in everything(backend) if not p.endswith("/spans.json") and p != "ckpt-log.json"}  # of saves that failed
+    assert kept == expected
 
 
 def _reached(url: str) -> set[str]:
