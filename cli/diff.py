@@ -36,7 +36,7 @@ DIFFERENT = 3
     metavar="[GLOB=]ABS[,REL]",
     help="Elements may differ by ABS + REL times the larger one. The first rule that matches a tensor applies. Repeatable.",
 )
-@click.option("--values/--no-values", default=True, show_default=True, help="Also compare what is not a tensor.")
+@click.option("--values/--no-values", default=True, show_default=True, help="Also compare plain values.")
 @mapping_options
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B. Repeatable.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Comparing threads. [default: one per core, 2 to 16]")

@@ -77,7 +77,7 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
 
 @dataclass(kw_only=True, slots=True)
 class _NameTree:
-    """The tensors whose names begin alike: a module, say."""
+    """Tensors with a common name prefix, such as those of one module."""
 
     tensors: int = 0
     bytes: int = 0

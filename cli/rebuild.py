@@ -45,6 +45,9 @@ def command(url: str, *, id: str | None, dry_run: bool, as_json: bool, quiet: bo
         output.document(asdict(report))
     elif not output.quiet:
         output.line(_sentence(report))
+        if "values" in report.lost:
+            output.talk("without its values a full state does not match it: load the tensors with `only=`, or with `strict=False`,")
+            output.talk("and remove it if `Checkpointer.restore` is to go back to an earlier step")
         if report.rebuilt and not dry_run:
             output.talk(f"`ckpt verify {url}` compares every byte")
 

@@ -97,7 +97,7 @@ def _mesh(text: str | None) -> Mesh | None:
 
 
 def _write(path: str, page: bytes) -> None:
-    """All of the file or none of it: what was there stays if there is no room."""
+    """Write the whole file or nothing. An earlier file stays if the disk is full."""
     part = f"{path}.{secrets.token_hex(4)}.part"
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, a pipe

@@ -10,13 +10,14 @@ hears the decision:
 
 ``map_reduce(phase, local, on_leader)`` is that in one line. A call whose parts are longer spells it out, and reads from top to bottom:
 
-    with call.phase("write"):                    # an error in this block, on any rank, ends the call on all of them
+    with call.phase("write"):                    # an error before lead or follow, on any rank, ends the call on all of them
         row = ...                                # this rank's part
         decision = call.lead(row, decide) if call.is_leader else call.follow(row)
 
 An error before the row is out takes the row's place: the leader reports it, and every other rank raises RankFailedError with the rank's
 name. An error of ``decide`` is raised on every rank, as the same class. While the leader decides it may ask ranks for bytes of which it
-has only the digests (``offers.py``). Every wait ends after ``timeout`` seconds without a sign of life (``liveness.py``).
+has only the digests (``offers.py``). An error after the decision is the rank's own: the others notice at the next phase. Every wait
+ends after ``timeout`` seconds without a sign of life (``liveness.py``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a command that knows what is left; ``hint`` says so, and what to do."""
+    """Ctrl-C in a command that can say which files remain. ``hint`` names them and the next step."""
 
     def __init__(self, hint: str) -> None:
         super().__init__()
