@@ -219,7 +219,8 @@ def load(
         NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed, unless the message says that the state is
             partly overwritten.
         StateError, LayoutError: as for :func:`save`; or something cannot be filled in place.
-        CorruptError: bytes are damaged; the state may be partly overwritten, as the message says.
+        CorruptError: bytes are damaged; the state may be partly overwritten, as the message says. Or it does not fit the state, and a
+            rebuild could not recover all of it (``ckpt rebuild``); then nothing was changed.
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     url = url_text(url)

@@ -200,6 +200,9 @@ class SaveRecord(Protocol):
     @property
     def tags(self) -> tuple[str, ...]: ...
 
+    @property
+    def lost(self) -> tuple[str, ...]: ...
+
 
 class CatalogDefaults:
     """The answers of a format that does not know: catalogs inherit them, and override what their format tells."""

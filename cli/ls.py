@@ -82,5 +82,5 @@ def _row(step: Step, stored: int | None) -> tuple[str, ...]:
         " ".join(f"{name}={value:.4g}" for name, value in step.metrics.items()),
         ", ".join(step.tags),
         ", ".join([*([f"leads to {step.link}"] if step.link else []), *step.also]),
-        step.reason or "",
+        step.reason or (f"lost: {', '.join(step.lost)}" if step.lost else ""),
     )

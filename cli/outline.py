@@ -73,6 +73,8 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
         yield "metrics", ", ".join(f"{name}={value:.6g}" for name, value in record.metrics.items())
     if record is not None and record.tags:
         yield "tags", ", ".join(record.tags)
+    if record is not None and record.lost:
+        yield "lost", f"{', '.join(record.lost)}: `ckpt rebuild` could not recover them"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -46,17 +46,17 @@ def command(url: str, *, id: str | None, dry_run: bool, as_json: bool, quiet: bo
     elif not output.quiet:
         output.line(_sentence(report))
         if "values" in report.lost:
-            output.talk("without its values a full state does not match it: load the tensors with `only=`, or with `strict=False`,")
-            output.talk("and remove it if `Checkpointer.restore` is to go back to an earlier step")
+            output.talk("`Checkpointer.restore` passes over it if the state needs its values, and takes an older step with a warning;")
+            output.talk("`restore(state, step=…, strict=False)` and `ckpt.load(…, strict=False)` load its tensors")
         if report.rebuilt and not dry_run:
             output.talk(f"`ckpt verify {url}` compares every byte")
 
 
 def _sentence(report: RebuildReport) -> str:
     size = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) in {units.plural(report.files, 'data file')}"
+    lost = f"; lost: {', '.join(report.lost)}" if report.lost else "; nothing is lost" if report.rebuilt else ""
     if not report.rebuilt:
-        return f"{style('ok', 'green')}: {report.url}: the index of save {report.id} is intact: {size}"
-    lost = f"; lost: {', '.join(report.lost)}" if report.lost else "; nothing is lost"
+        return f"{style('ok', 'green')}: {report.url}: the index of save {report.id} is intact: {size}{lost}"
     if report.dry_run:
         return f"would rebuild the index of save {report.id} at {report.url}: {size}{lost}"
     return f"{style('ok', 'green')}: {report.url}: the index of save {report.id} is rebuilt: {size}{lost}"

@@ -9,7 +9,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
-from ckpt.formats.native.commit import APART, COMMIT_PATH, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import ALIASES, APART, COMMIT_PATH, LABELS, VALUES, VIRTUAL, CommitRecord
 from ckpt.formats.native.index import Kept, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
@@ -42,7 +42,7 @@ class RebuildReport:
     bytes: int
     """Of all tensors, before coding."""
     lost: tuple[str, ...]
-    """What could not be had again: ``values``, ``aliases and padding``, ``metrics and tags``."""
+    """What could not be recovered, now or by an earlier rebuild: ``values``, ``aliases and padding``, ``metrics and tags``."""
     dry_run: bool
 
 
@@ -80,8 +80,10 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
         hint = "import it again: `ckpt import`"
         raise FormatError("a virtual checkpoint has no data files to rebuild its index from", where=url, hint=hint)
     rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
+    if index.record is not None:  # the values of an earlier rebuild are whole, but they are none
+        lost = tuple(dict.fromkeys((*lost, *index.record.lost)))
     if not index.is_whole and not dry_run:
-        _write(backend, index, rebuilt, chosen)
+        _write(backend, index, rebuilt, lost, chosen)
     return RebuildReport(
         url=url,
         id=chosen,
@@ -146,19 +148,19 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     of_nothing = encode_index(Contents(tensors=(), files=()))
     where = f"{backend.url.rstrip('/')}/index-{id}"
     known = () if index.record is None else index.record.features
-    lost: tuple[str, ...] = ("metrics and tags",) if index.record is None else ()
+    lost: tuple[str, ...] = (LABELS,) if index.record is None else ()
     if _has_tables(index):
         tables = {name: index.files[name] for name in _TABLES}
         rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where), features=known)
     else:
-        rebuilt, lost = rebuild(backend, id), ("aliases and padding", *lost)
+        rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)
     contents = rebuilt.contents
     _check_bytes(contents, index, backend.url)
     if STATE in index.files:
         values = decode_index({**of_nothing, STATE: index.files[STATE]}, where)
         contents = replace(contents, state=values.state, ranks=values.ranks)
     if STATE not in index.files or APART in known:
-        lost = ("values", *lost)
+        lost = (VALUES, *lost)
     return replace(rebuilt, contents=contents), lost
 
 
@@ -174,7 +176,7 @@ def _check_bytes(contents: Contents, index: _Index, url: str) -> None:
         )
 
 
-def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, id: str) -> None:
+def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, lost: tuple[str, ...], id: str) -> None:
     backend.prepare()
     record = index.record
     ranks = len({file.rank for file in rebuilt.contents.files})
@@ -187,6 +189,7 @@ def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, id: str) -> None:
         kept=_as_they_are(index, rebuilt),
         metrics=None if record is None else record.metrics,
         tags=() if record is None else record.tags,
+        lost=lost,
     )
 
 

@@ -54,6 +54,8 @@ class Step:
     """Why it is not committed; None if it is."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """What `ckpt rebuild` could not recover: ``values``, ``aliases and padding``, ``metrics and tags``."""
     id: str | None = None
     """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
     sources: tuple[str, ...] = ()
@@ -304,6 +306,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         world_size=record.world_size,
         metrics=record.metrics,
         tags=record.tags,
+        lost=record.lost,
         id=record.id,
         sources=sources,
         link=link,

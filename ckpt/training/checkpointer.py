@@ -155,8 +155,9 @@ class Checkpointer:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
         With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
-        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. ``options`` are
-        those of :func:`ckpt.load`.
+        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
+        ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
+        ``options`` are those of :func:`ckpt.load`.
 
         ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
         another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count

@@ -20,9 +20,12 @@ _GONE = (NotFoundError, NotCommittedError, ConflictError)
 """What a step gives that was removed or replaced after it was listed."""
 
 
-def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str], object], step: int | None) -> tuple[int, str] | None:
+def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[..., object], step: int | None) -> tuple[int, str] | None:
     """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; step and URL of that, or None
     if there is none. Collective, and so is ``load``.
+
+    A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
+    has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
 
     Raises:
         CkptError: as :meth:`ckpt.Checkpointer.restore`.
@@ -35,12 +38,14 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[[str
         copies: list[list[Any]] = call.map_reduce("list", dict, lambda rows: tiers.copies(step, tried))
         if not copies:
             break
-        number, url, id = copies[0]
+        number, url, id, lost = copies[0]
         tried.add((url, id))
         again = len(copies) > 1
         try:
-            load(url)
+            load(url, **({"strict": True} if lost and step is None else {}))
         except CkptError as err:
+            if lost and step is None and isinstance(err, CorruptError):
+                err.hint = f"restore(state, step={number}, strict=False) takes what is left of it"
             kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise

@@ -153,9 +153,9 @@ class Tiers:
         return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
 
     def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
-        """Step, URL and id of the copies of the newest step that has some beside those ``tried``, by URL and id, or of ``step``: what was
-        saved last first, the local copy before the other. Records are read from the newest on, and no more than it takes; but going on from
-        ``step``, later ones may be saved again, so the ids that these have at the root are seen first.
+        """Step, URL, id and losses of the copies of the newest step that has some beside those ``tried``, by URL and id, or of ``step``:
+        what was saved last first, the local copy before the other. Records are read from the newest on, and no more than it takes; but
+        going on from ``step``, later ones may be saved again, so the ids that these have at the root are seen first.
 
         Raises:
             NotFoundError: there is none of ``step``.
@@ -176,7 +176,7 @@ class Tiers:
                 if s.damaged:
                     damaged = damaged or s
             there = there or bool(committed)
-            rows: list[list[Any]] = [[s.number, s.url, s.id] for s in committed if (s.url, s.id) not in tried]
+            rows: list[list[Any]] = [[s.number, s.url, s.id, s.lost] for s in committed if (s.url, s.id) not in tried]
             if rows:
                 return rows
         if damaged is not None and not there:

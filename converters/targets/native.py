@@ -90,7 +90,8 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
         return  # by a process that died before it had told
     journal = CheckpointJournal(backend, id=layout.id, previous=layout.previous, resumable=True)
     try:
-        write_index(journal, contents, world_size=chosen.catalog.world_size)
+        record = chosen.catalog.record
+        write_index(journal, contents, world_size=chosen.catalog.world_size, lost=() if record is None else record.lost)
     except ConflictError:
         if committed_id(backend) != layout.id:  # else another process has just finished it
             raise

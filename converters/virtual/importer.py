@@ -118,7 +118,7 @@ def import_checkpoint(
     if not stamps.are_as_they_were(contents.sources):
         _check_same(source, selection, references)
     backend.prepare()
-    write_index(journal, contents, world_size=catalog.world_size, features=(VIRTUAL,))
+    write_index(journal, contents, world_size=catalog.world_size, features=(VIRTUAL,), lost=_lost(catalog))
     journal.remove_replaced()
     seconds = time.monotonic() - began
     return _report(references, contents, url=url, id=journal.id, format=catalog.format, digested=digest, seconds=seconds)
@@ -168,8 +168,18 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     id = _id_of(contents)
     backend = open_backend(f"memory://imported/{id}")
     if read_record(backend) is None:
-        write_index(CheckpointJournal(backend, id=id, previous=None), contents, world_size=catalog.world_size, features=(VIRTUAL,))
+        write_index(
+            CheckpointJournal(backend, id=id, previous=None),
+            contents,
+            world_size=catalog.world_size,
+            features=(VIRTUAL,),
+            lost=_lost(catalog),
+        )
     return backend.url
+
+
+def _lost(catalog: Catalog) -> tuple[str, ...]:
+    return () if catalog.record is None else catalog.record.lost
 
 
 def _opened(source: str) -> Catalog:

@@ -32,6 +32,8 @@ APART = "ranks"
 """The extension of checkpoints whose values and tensors of single ranks have index files of their own."""
 FEATURES = frozenset({CODED, VIRTUAL, APART})
 """Extensions that this reader knows."""
+VALUES, ALIASES, LABELS = "values", "aliases and padding", "metrics and tags"
+"""What a rebuild may not recover, as ``lost`` in the record says it."""
 
 INLINE_LIMIT = 8 << 10
 """Bytes of index files that a record repeats at most: it is read with every listing of a run."""
@@ -69,6 +71,8 @@ class CommitRecord:
     tensor_bytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """What a rebuild of the index could not recover (``VALUES``, …)."""
     inline: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -94,6 +98,7 @@ class CommitRecord:
             "tensor_bytes": self.tensor_bytes,
             **({"metrics": {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}} if self.metrics else {}),
             **({"tags": list(self.tags)} if self.tags else {}),
+            **({"lost": list(self.lost)} if self.lost else {}),
             **({"inline": dict(self.inline)} if self.inline else {}),
             "digest": _ZEROS.decode(),
         }
@@ -277,7 +282,8 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         index={n: _index_file(index[n], n, where) for n in names},
         tensor_bytes=_member(members, "tensor_bytes", int, where),
         metrics=_metrics(members.get("metrics", {}), where),
-        tags=_tags(members.get("tags", []), where),
+        tags=_strings(members.get("tags", []), "its tags", where),
+        lost=_strings(members.get("lost", []), "its losses", where),
         inline=_inline(members.get("inline")),
     )
 
@@ -298,9 +304,9 @@ def _metrics(metrics: object, where: str) -> dict[str, float]:
         _damaged("one of its metrics is not a number, or none that fits a float", where)
 
 
-def _tags(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(tag, str) for tag in value):
-        _damaged("its tags are not an array of strings", where)
+def _strings(value: object, what: str, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        _damaged(f"{what} are not an array of strings", where)
     return tuple(value)
 
 

@@ -35,13 +35,15 @@ def write_index(
     kept: Kept | None = None,
     metrics: Mapping[str, float] | None = None,
     tags: tuple[str, ...] = (),
+    lost: tuple[str, ...] = (),
     listed: list[str] | None = None,
 ) -> CommitRecord:
     """Write the index of the journal's save and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded, ``commit.APART``
     if the contents have ``rows``.
-    ``kept``: see ``encode_index``. ``metrics``, ``tags``: what the job says of this checkpoint. ``listed`` takes what
+    ``kept``: see ``encode_index``. ``metrics``, ``tags``: what the job says of this checkpoint. ``lost``: what is not in
+    it any more (``CommitRecord.lost``). ``listed`` takes what
     ``CheckpointJournal.commit`` gives. If this raises, the save is not committed, and its index files are removed unless the
     journal is resumable; the case that ``CheckpointJournal.commit`` leaves open is open here, too.
 
@@ -54,7 +56,7 @@ def write_index(
     files = encode_index(contents, kept)
     record = _record(files, kept.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
-    record = replace(record, tags=tags, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
+    record = replace(record, tags=tags, lost=lost, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
     try:
         for name, data in files.items():
             (journal.put if journal.resumable else journal.write)(record.index[name].path, data)

@@ -16,6 +16,7 @@ from ckpt.errors import CkptError
 from ckpt.events.event import Event
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.maintenance.rebuild import rebuild_checkpoint
 from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, OnPreemption
 from tests.distributed.ranks import Ranks
 
@@ -125,6 +126,21 @@ def test_damage_that_only_one_rank_reads_sends_all_ranks_back(ranks: Ranks, tmp_
     data[-1] ^= 1
     path.write_bytes(data)
     assert ranks.run(2, passed_over, str(tmp_path)) == [(1, 1.0)] * 2
+
+
+def loses_values_of_one_rank(root: str) -> int | None:
+    """Both ranks go back where the values that only one of them needs are lost."""
+    state: dict[str, object] = {"x": torch.zeros(3), **({"own": 0} if dist.get_rank() else {})}
+    with ckpt.Checkpointer(root, timeout=30) as c:
+        return c.restore(state)
+
+
+def test_values_that_a_rebuild_lost_send_all_ranks_back(ranks: Ranks, tmp_path: Path) -> None:
+    for n in (1, 2):
+        ckpt.save(tmp_path / f"step-{n:08d}", {"x": torch.full((3,), float(n)), "own": n})
+    (tmp_path / "step-00000002" / "checkpoint.json").write_bytes(b"{")
+    assert "values" in rebuild_checkpoint(str(tmp_path / "step-00000002")).lost
+    assert ranks.run(2, loses_values_of_one_rank, str(tmp_path)) == [1, 1]
 
 
 def noticed_where_a_save_is_due_anyway(root: str, every: int, who: int) -> tuple[list[int], int]:

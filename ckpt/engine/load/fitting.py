@@ -4,13 +4,15 @@ ranks go into one error."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 from ckpt import tree
 from ckpt.adapters.binding.targets import Binding
 from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.coordination.rows import Row
-from ckpt.errors import MismatchError, NamesError, ShapeError
+from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
+from ckpt.formats.native.commit import LABELS
 from ckpt.plan import machines
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
@@ -19,6 +21,8 @@ from ckpt.transport.shm_pool import machine
 
 from .job import LoadJob
 from .shared_reads import SharedReads, refused
+
+log = logging.getLogger("ckpt")
 
 _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 """Kinds of nodes that stand for tensors: these count by their names."""
@@ -73,6 +77,7 @@ def judge(
 
     Raises:
         NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
+        CorruptError: nor can it, perhaps: it has lost something that a rebuild of its index could not recover.
     """
     missing: dict[str, list[int]] = {}
     misfits: dict[str, list[int]] = {}
@@ -94,10 +99,20 @@ def judge(
         values.update(usage["values"])
     unexpected = _unexpected(catalog, select, names - used, values)
     idle = select.idle(_paths(catalog, select), missing) if strict else []
+    lost = ", ".join(part for part in (catalog.record.lost if catalog.record is not None else ()) if part != LABELS)
     if misfits or idle or (strict and (missing or unexpected)):
         err = _mismatch(catalog, select, len(rows), missing, unexpected, misfits, idle)
         err.where = url
+        if lost and not idle:
+            message = f"{err.message}\n  a rebuild of its index could not recover the checkpoint's {lost}"
+            hint = (
+                "load an older step; or strict=False takes what is left, and leaves in the state what is missing; only=[...] loads a part"
+            )
+            raise CorruptError(message, where=url, hint=hint) from err
         raise err
+    if lost and missing:
+        named = "\n".join(report_names("missing, and left in the state as they are", missing))
+        log.warning("%s: a rebuild of its index could not recover the checkpoint's %s\n%s", url, lost, named)
     return {"missing": sorted(missing), "unexpected": unexpected}
 
 
