@@ -197,7 +197,7 @@ EXAMPLES = DEMO.parent
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -271,6 +271,35 @@ def test_a_running_job_is_exported(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert all(0 < d < 0.05 for d in ranks.run(2, call, "export_hf", "run", str(tmp_path / "out"), 2))
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+
+
+def llama(folder: Path, **options: Any) -> Any:
+    """A small random Llama, also as files in ``folder``."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 70, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, **options)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def engine_answers(url: str, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: the logits of a prompt, and how it goes on."""
+    import torch.distributed as dist
+
+    engine = example("tiny_engine").engine_of(url, dist.group.WORLD)
+    return engine(prompt), engine.generate(prompt, 5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_engine_answers_as_transformers_does(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
+    model = llama(tmp_path, tie_word_embeddings=tied)
+    prompt = torch.randint(70, (2, 6))
+    with torch.no_grad():
+        logits, answer = model(prompt).logits, model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    for size in (1, 2, 4):  # with 4 ranks, two share each head of keys and values
+        for its_logits, its_answer in ranks.run(size, engine_answers, str(tmp_path), prompt):
+            assert torch.allclose(its_logits, logits, atol=1e-5) and torch.equal(its_answer, answer)
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole
