@@ -20,7 +20,7 @@ from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native.datafiles.datafile import HEADER_BLOCK, LENGTH_BYTES, DataFilePlan, plan_data_files
 from ckpt.formats.native.datafiles.keys import box_text
 from ckpt.formats.native.paths import data_path
-from ckpt.plan.ownership import Global, Owned
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +38,16 @@ class _Mould:
 class FlatFiles:
     """The data files of a job whose ranks have one chunk of each tensor each, and never all of it."""
 
-    tensors: Sequence[Global]
-    owned: Mapping[str, Owned]
+    tensors: Sequence[TensorSpec]
+    assignments: Mapping[str, ChunkAssignment]
     id: str
     _moulds: dict[tuple[tuple[int, ...], ...], _Mould] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._globals = {t.name: t for t in self.tensors}
-        grids = {id(o): o for o in self.owned.values()}
+        grids = {id(o): o for o in self.assignments.values()}
         numbers = {key: i for i, key in enumerate(grids)}
-        self._grid = {name: numbers[id(o)] for name, o in self.owned.items()}
+        self._grid = {name: numbers[id(o)] for name, o in self.assignments.items()}
         if not all(len(np.unique(o.owners)) == len(o.owners) == len(o.cell_holders) for o in grids.values()):
             raise ValueError("some ranks have no chunk of a tensor, or several")
         shapes = {self._grid[t.name]: t.shape for t in self.tensors}
@@ -56,7 +56,7 @@ class FlatFiles:
 
     def planned(self, rank: int) -> DataFilePlan:
         """What the code that saves plans for a rank."""
-        (plan,) = plan_data_files(specs_of(chunks_of(self.owned, rank), self._globals), id=self.id, rank=rank)
+        (plan,) = plan_data_files(specs_of(chunks_of(self.assignments, rank), self._globals), id=self.id, rank=rank)
         return plan
 
     def header(self, rank: int) -> tuple[bytes, DataFile]:
@@ -80,7 +80,7 @@ class FlatFiles:
         return encoded, own.row(encoded)
 
     def _mould(self, rank: int) -> _Mould:
-        plan, specs = self.planned(rank), specs_of(chunks_of(self.owned, rank), self._globals)
+        plan, specs = self.planned(rank), specs_of(chunks_of(self.assignments, rank), self._globals)
         zeros = {n: xxhash.xxh3_64_intdigest(bytes(n)) for n in set(plan.lengths.tolist())}
         pieces, grids, rest = [], [], plan.parts[1]
         for i in np.argsort(plan.offsets, kind="stable").tolist():

@@ -1,7 +1,7 @@
 """The scenario ``merge``: flat shards, cut in the middle of rows, stored in three ways, and what a later load in rows takes.
 
 *gather*: every rank collects whole tensors with ``all_gather``, and ``ckpt`` stores them as replicated ones (not compared), each rank its
-share. *boxes*: ``merge=False``, each shard as the boxes that it is made of. *merge*: the default, whole rows.
+share. *boxes*: ``merge_flat_shards=False``, each shard as the boxes that it is made of. *merge*: the default, whole rows.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _gather(rank: Rank, directory: str) -> dict[str, Any]:
 
 
 def _flat(rank: Rank, directory: str, *, merge: bool) -> dict[str, Any]:
-    report = ckpt.save(directory, rank.kept["flat"], layout=rank.kept["layout"], merge=merge, process_group=rank.kept["group"])
+    report = ckpt.save(directory, rank.kept["flat"], layout=rank.kept["layout"], merge_flat_shards=merge, process_group=rank.kept["group"])
     return {"sent": report.sent_bytes}
 
 

@@ -29,7 +29,7 @@ from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables
 
 from .measure import cpu_seconds
@@ -94,8 +94,8 @@ class _Ours(_Timed):
         self.tensors = tensors
         self.ranks = ranks
         table = model(tensors, mesh(ranks, "files"))
-        owned = assign(table)
-        plans = [plan for r in range(ranks) for plan in _plan(table, owned, r)]
+        assignments = assign(table)
+        plans = [plan for r in range(ranks) for plan in _plan(table, assignments, r)]
         self.files: list[DataFile] = [plan.row(plan.encode_header([0] * len(plan))) for plan in plans]
         self.found["headers"] = sum(f.header for f in self.files)
 
@@ -114,8 +114,8 @@ class _Ours(_Timed):
         return encode_index(Contents(tensors=entries, files=tuple(self.files), state=None, ranks={}))
 
 
-def _plan(tensors: Sequence[Global], owned: dict[str, Owned], rank: int) -> list[DataFilePlan]:
-    return plan_data_files(specs_of(chunks_of(owned, rank), {t.name: t for t in tensors}), id=ID, rank=rank)
+def _plan(tensors: Sequence[TensorSpec], assignments: dict[str, ChunkAssignment], rank: int) -> list[DataFilePlan]:
+    return plan_data_files(specs_of(chunks_of(assignments, rank), {t.name: t for t in tensors}), id=ID, rank=rank)
 
 
 class _Dcp(_Timed):
@@ -139,7 +139,7 @@ class _Dcp(_Timed):
             self.found["index"] = len(file.read())
 
 
-def _local_plan(tensors: Sequence[Global], rank: int) -> SavePlan:
+def _local_plan(tensors: Sequence[TensorSpec], rank: int) -> SavePlan:
     items = []
     for t in tensors:
         properties = TensorProperties(dtype=getattr(torch, t.dtype.name))
@@ -169,12 +169,12 @@ def mesh(ranks: int, name: str) -> Mesh:
     return Mesh((f"dp-{name}", f"tp-{name}"), (ranks // tp, tp))
 
 
-def model(tensors: int, mesh: Mesh) -> list[Global]:
+def model(tensors: int, mesh: Mesh) -> list[TensorSpec]:
     """The first ``tensors`` tensors of the state, layer by layer."""
     names = dict(zip(("dp", "tp"), mesh.names, strict=True))
     layouts = {splits: TensorLayout(mesh, tuple(Shard(s.dim, names[s.over]) for s in splits)) for _, splits in LAYER.values()}
     every = (
-        Global(stored.format(f"layers.{layer}.{part}"), dtype(kind), shape, layouts[splits])
+        TensorSpec(stored.format(f"layers.{layer}.{part}"), dtype(kind), shape, layouts[splits])
         for layer in count()
         for part, (shape, splits) in LAYER.items()
         for stored, kind in KEPT

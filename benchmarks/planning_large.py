@@ -16,7 +16,7 @@ from ckpt.engine.save.plan import Plans, RankPlan
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table
 
 from .findings import Finding, at_most
@@ -75,7 +75,7 @@ def measure(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
     table = model(layers, ranks)
 
     def plan() -> RankPlan:
-        return plans.plan(collected(table), rank=middle, position=middle, merge=True, codec=None)
+        return plans.plan(collected(table), rank=middle, position=middle, merge_flat_shards=True, codec=None)
 
     before = cpu_seconds()
     first = plan()
@@ -98,14 +98,14 @@ def measure(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def collected(table: list[Global]) -> Collected:
+def collected(table: list[TensorSpec]) -> Collected:
     """What the planner looks at of a state that was walked."""
     shard_table = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in table}, aliases={}, own=frozenset())
     return cast(Collected, SimpleNamespace(shard_table=shard_table))
 
 
-def model(layers: int, ranks: int) -> list[Global]:
+def model(layers: int, ranks: int) -> list[TensorSpec]:
     """All tensors of the state."""
     layout = TensorLayout(Mesh(("dp",), (ranks,)), (Flat("dp"),))
     names = {f"layers.{i}.{part}": shape for i in range(layers) for part, shape in LAYER.items()} | OTHER
-    return [Global(stored.format(name), dtype(kind), shape, layout) for name, shape in names.items() for stored, kind in KEPT]
+    return [TensorSpec(stored.format(name), dtype(kind), shape, layout) for name, shape in names.items() for stored, kind in KEPT]

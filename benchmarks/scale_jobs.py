@@ -13,7 +13,7 @@ from ckpt.dtypes import dtype
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 from .planning_large import LAYER as DENSE
 from .planning_large import LAYERS, OTHER
@@ -46,18 +46,18 @@ class Job:
 
     name: str
     ranks: int
-    kinds: Sequence[tuple[Sequence[int], Callable[[], list[Global]]]]
+    kinds: Sequence[tuple[Sequence[int], Callable[[], list[TensorSpec]]]]
 
     @property
-    def middle(self) -> tuple[int, list[Global]]:
+    def middle(self) -> tuple[int, list[TensorSpec]]:
         """A rank in the middle, and its tensors."""
         ranks, tensors = self.kinds[len(self.kinds) // 2]
         return ranks[len(ranks) // 2], tensors()
 
 
-def _with_states(shapes: Mapping[str, tuple[int, ...]], layout_of: Callable[[str], TensorLayout]) -> list[Global]:
+def _with_states(shapes: Mapping[str, tuple[int, ...]], layout_of: Callable[[str], TensorLayout]) -> list[TensorSpec]:
     layouts = {name: layout_of(name) for name in shapes}
-    return [Global(stored.format(name), dtype(kind), shape, layouts[name]) for name, shape in shapes.items() for stored, kind in KEPT]
+    return [TensorSpec(stored.format(name), dtype(kind), shape, layouts[name]) for name, shape in shapes.items() for stored, kind in KEPT]
 
 
 def _dense(layers: Sequence[int], layers_in_all: int) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ def three_d(ranks: int, layers: int = LAYERS, mark: str = "", tp: int = 8, pp: i
     mesh = Mesh((f"pp{mark}", "dp", "tp"), (pp, dp, tp))
     of_stage = [range(layers * s // pp, layers * (s + 1) // pp) for s in range(pp)]
 
-    def stage(number: int) -> list[Global]:
+    def stage(number: int) -> list[TensorSpec]:
         def layout_of(name: str) -> TensorLayout:
             part = name.split(".", 2)[-1]
             cut: tuple[Split, ...] = (Shard(0, "dp"),)
@@ -116,7 +116,7 @@ def experts(ranks: int, layers: int = MOE_LAYERS, mark: str = "", ep: int = 64) 
     everywhere = TensorLayout(Mesh((f"dp{mark}",), (ranks,)), (Shard(0, f"dp{mark}"),))
     dense = _moe_dense(layers)
 
-    def group(number: int) -> list[Global]:
+    def group(number: int) -> list[TensorSpec]:
         mine = TensorLayout(Mesh((f"edp{mark}",), (ranks // ep,), tuple(range(number, ranks, ep))), (Shard(0, f"edp{mark}"),))
         owned = _moe_experts(layers, range(number * EXPERTS // ep, (number + 1) * EXPERTS // ep))
         return _with_states(dense, lambda _: everywhere) + _with_states(owned, lambda _: mine)

@@ -33,7 +33,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 
 from .findings import Finding, at_most
 from .flat_files import FlatFiles
@@ -93,9 +93,9 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
 # --------------------------------------------------------------------------------------------------------------- the state
 
 
-def states(layers: int, layout: TensorLayout) -> list[Global]:
+def states(layers: int, layout: TensorLayout) -> list[TensorSpec]:
     names = {f"layers.{i}.{part}": shape for i in range(layers) for part, shape in LAYER.items()} | OTHER
-    return [Global(stored.format(name), dtype(kind), shape, layout) for name, shape in names.items() for stored, kind in KEPT]
+    return [TensorSpec(stored.format(name), dtype(kind), shape, layout) for name, shape in names.items() for stored, kind in KEPT]
 
 
 def flat(ranks: int) -> TensorLayout:
@@ -107,17 +107,17 @@ def hsdp(ranks: int) -> TensorLayout:
     return TensorLayout(Mesh(("copy", "dp"), (ranks // shards, shards)), (Shard(0, "dp"),))
 
 
-def entries_of(tensors: list[Global], owned: Mapping[str, Owned]) -> dict[str, TensorEntry]:
+def entries_of(tensors: list[TensorSpec], assignments: Mapping[str, ChunkAssignment]) -> dict[str, TensorEntry]:
     grids: dict[int, Grid] = {}
     found = {}
     for t in tensors:
-        mine = owned[t.name]
+        mine = assignments[t.name]
         grid = grids.setdefault(id(mine), Grid(cuts=mine.cuts, boxes=mine.boxes, files=mine.owners.astype(np.int32)))
         found[t.name] = TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, grid=grid)
     return found
 
 
-def jobs_of(tensors: list[Global], stored: Mapping[str, TensorEntry], rank: int) -> list[Job]:
+def jobs_of(tensors: list[TensorSpec], stored: Mapping[str, TensorEntry], rank: int) -> list[Job]:
     """With memory of one element that stands for all."""
     one = torch.empty(1, dtype=torch.bfloat16)
     jobs = []
@@ -139,7 +139,7 @@ class FlatCheckpoint(NativeCatalog):
         self._directory = directory
         lacking = DataFile(path="", size=0, header=0, digest="", rank=0)
         self.rows = [lacking] * ranks
-        tensors = tuple(entries_of(list(files.tensors), files.owned).values())
+        tensors = tuple(entries_of(list(files.tensors), files.assignments).values())
         contents = Contents(tensors=tensors, files=cast("tuple[DataFile, ...]", self.rows))
         record = cast(CommitRecord, SimpleNamespace(features=frozenset(), world_size=ranks, id=files.id))
         super().__init__(open_backend(directory), opened=(record, contents))
@@ -178,17 +178,17 @@ class _Gathered:
         self.headers += sum(sweep.catalog.files[number].header for number in numbers)
 
 
-def in_eighths(t: Global) -> Global:
+def in_eighths(t: TensorSpec) -> TensorSpec:
     """A weight as 8 ranks have it that divide rows or columns."""
     splits: tuple[Split, ...] = () if "norm" in t.name else (Shard(1 if "wo" in t.name or "w2" in t.name else 0, "tp"),)
-    return Global(t.name, t.dtype, t.shape, TensorLayout(Mesh(("tp",), (8,)), splits))
+    return TensorSpec(t.name, t.dtype, t.shape, TensorLayout(Mesh(("tp",), (8,)), splits))
 
 
 def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, Any]:
     """Seconds and memory of the plan of one of 8 ranks that hold the weights in rows or columns: every file is there, one after another."""
     del rank
     tensors = states(layers, flat(ranks))
-    files = FlatFiles(tensors, assign(tensors, merge=True), ID)
+    files = FlatFiles(tensors, assign(tensors, merge_flat_shards=True), ID)
     for number in range(0, ranks, max(ranks // 8, 1)):
         assert files.header(number)[0] == files.saved(number)
     catalog = FlatCheckpoint(files, directory, ranks)
@@ -237,7 +237,7 @@ def shared(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
 
     def seconds(before: TensorLayout, after: TensorLayout) -> float:
         saved = states(layers, before)
-        stored, tensors = entries_of(saved, assign(saved, merge=True)), states(layers, after)
+        stored, tensors = entries_of(saved, assign(saved, merge_flat_shards=True)), states(layers, after)
         middle = len(after.ranks()) // 2 + 1
         sharing = SharedReads.of(jobs_of(tensors, stored, middle), middle, parts=False, piece=2 << 20)
         gc.collect()

@@ -31,7 +31,7 @@ from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.protocol import ObjectMeta
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table
 from ckpt.tracing.spans import Spans
 
@@ -47,7 +47,7 @@ STATE = json.dumps({"step": 1000}).encode()
 PHASES = ("collect", "plan", "write", "hash", "sync")
 
 
-def collected(tensors: Sequence[Global]) -> Collected:
+def collected(tensors: Sequence[TensorSpec]) -> Collected:
     """What the planner looks at of a state that was walked."""
     shard_table = SimpleNamespace(tensors={t.name: SimpleNamespace(info=t) for t in tensors}, aliases={}, own=frozenset())
     return cast(Collected, SimpleNamespace(shard_table=shard_table))
@@ -58,9 +58,9 @@ def plan(job: Job) -> dict[str, float]:
     rank, tensors = job.middle
     state, plans = collected(tensors), Plans()
     began = cpu_seconds()
-    made = plans.plan(state, rank=rank, position=rank, merge=True, codec=None)
+    made = plans.plan(state, rank=rank, position=rank, merge_flat_shards=True, codec=None)
     first = cpu_seconds()
-    plans.plan(state, rank=rank, position=rank, merge=True, codec=None)
+    plans.plan(state, rank=rank, position=rank, merge_flat_shards=True, codec=None)
     if plans.hits != 1:
         raise ValueError("the second plan is not the first one")
     again = cpu_seconds()
@@ -107,11 +107,11 @@ class Followers:
         self.blobs[digest] = data
         return digest
 
-    def _table(self, kind: Callable[[], list[Global]]) -> str:
+    def _table(self, kind: Callable[[], list[TensorSpec]]) -> str:
         return " ".join(self.share(part.to_bytes()) for part in Table(tensors=tuple(kind()), aliases={}).parts())
 
     def _begin(self, rank: int, table: str) -> Row:
-        row: Row = {"table": table, "state": self.share(STATE), "options": "merge=True codec=None"}
+        row: Row = {"table": table, "state": self.share(STATE), "options": "merge_flat_shards=True codec=None"}
         if self.own:
             mine, values = own_table(rank, self.own), own_values(rank, self.own)
             if self.call.group.size > APART:
@@ -137,7 +137,7 @@ def own_table(rank: int, count: int) -> Table:
     """Tensors of one rank alone."""
     layout = TensorLayout(Mesh.flat((rank,)))
     names = [f"rng.{i}@rank{rank}" for i in range(count)]
-    return Table(tensors=tuple(Global(name, dtype("uint8"), (5056,), layout) for name in names), aliases={})
+    return Table(tensors=tuple(TensorSpec(name, dtype("uint8"), (5056,), layout) for name in names), aliases={})
 
 
 def own_values(rank: int, count: int) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
     for save in range(2):
         MemoryBackend.reset()
         storage = Storage("memory://scale")
-        leader = Leader(call=followers.call, backend=storage, known=known, merge=True)
+        leader = Leader(call=followers.call, backend=storage, known=known, merge_flat_shards=True)
         with uncollected():  # as a save does
             began = cpu_seconds()
             opened = leader.open(followers.begun)

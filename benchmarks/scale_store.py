@@ -136,7 +136,7 @@ def rows(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     spans = Spans(limit=SPANS)
     for i in range(SPANS):
         spans.add(f"phase-{i % 9}", 100.0 + i, 100.25 + i + rank / 1000, 1 << 20)
-    begin = {"table": "1" * 32, "state": "2" * 32, "options": "merge=True codec=None"}
+    begin = {"table": "1" * 32, "state": "2" * 32, "options": "merge_flat_shards=True codec=None"}
     write = {"files": [[f"data/rank-{rank:08}.safetensors", 123_456_789 + rank, 98_765, f"{rank:032x}"]], "replicas": {"0": "3" * 32}}
     return begin, {**write, "spans": spans.to_json()}
 

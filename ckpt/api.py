@@ -30,7 +30,7 @@ def save(
     *,
     layout: Layout | None = None,
     check_replicas: bool = True,
-    merge: bool = True,
+    merge_flat_shards: bool = True,
     codec: str | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -49,8 +49,8 @@ def save(
             must be equal on all ranks that have it.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         check_replicas: compare the bytes of replicated tensors between ranks before committing.
-        merge: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other less than a row at
-            each boundary. Without it each shard is stored as the boxes that it is made of, and nothing is sent.
+        merge_flat_shards: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other
+            less than a row at each boundary. Without it each shard is stored as the boxes that it is made of, and nothing is sent.
         codec: ``"planes-zstd"`` (byte planes of floating-point numbers) or ``"zstd"``; chunks that do not shrink are stored as they are.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
         threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
@@ -81,7 +81,7 @@ def save(
             threads,
             progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
             check_replicas=check_replicas,
-            merge=merge,
+            merge_flat_shards=merge_flat_shards,
             codec=codec,
         )
     return save_state(url, state, group, options, partial(_note_failure, group, url))
@@ -96,7 +96,7 @@ def save_async(
     staging_bytes: int | None = None,
     layout: Layout | None = None,
     check_replicas: bool = True,
-    merge: bool = True,
+    merge_flat_shards: bool = True,
     codec: str | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -118,7 +118,7 @@ def save_async(
         capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
         when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
         staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
-        url, state, layout, check_replicas, merge, codec, timeout, threads, process_group, progress: as for :func:`save`.
+        url, state, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for :func:`save`.
 
     Raises:
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
@@ -140,7 +140,7 @@ def save_async(
             threads,
             progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
             check_replicas=check_replicas,
-            merge=merge,
+            merge_flat_shards=merge_flat_shards,
             codec=codec,
             staging=staging_bytes,
         )

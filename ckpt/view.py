@@ -232,12 +232,12 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     from .adapters.tensors import LocalShard, LocalTensor, torch_dtype
     from .engine.load.reader import Job, Reader
     from .layout.tensor_layout import TensorLayout
-    from .plan.ownership import Global
+    from .plan.ownership import TensorSpec
     from .settings import threads
 
     catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
-    info = Global(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
+    info = TensorSpec(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads(None), beat=lambda: None)
     jobs = [Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
     reader.run(reader.plan(jobs))

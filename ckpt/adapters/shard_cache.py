@@ -14,7 +14,7 @@ import torch
 from ckpt.layout.geometry import Box
 from ckpt.layout.layout import Layout
 from ckpt.layout.mesh import Mesh
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 from .dtensor import is_dtensor
 
@@ -24,7 +24,7 @@ class CachedShard:
     """The place of one tensor. ``box`` is all that this rank holds, as one block of the whole local tensor."""
 
     key: Hashable
-    info: Global
+    info: TensorSpec
     box: Box
     alive: object
     """Keeps what the key knows by its id."""
@@ -32,7 +32,7 @@ class CachedShard:
 
 @dataclass(eq=False)
 class ShardCache:
-    """Remembers one shard per name. ``infos`` makes equal :class:`Global` values one object, so that tables compare quickly."""
+    """Remembers one shard per name. ``infos`` makes equal :class:`TensorSpec` values one object, so that tables compare quickly."""
 
     known: dict[str, CachedShard] = field(default_factory=dict)
     _context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None

@@ -7,7 +7,7 @@ How a state becomes boxes::
         │  state_scan    modules, meshes of all DTensors
         │  collect/bind  a walk: one add() for each tensor, with the name that the state gives it
         ▼
-    state_name "model.w" ──layout──► stored name "model.w", global shape, TensorLayout    (equal on every rank: Global)
+    state_name "model.w" ──layout──► stored name "model.w", global shape, TensorLayout    (equal on every rank: TensorSpec)
                                      └─ pieces(shape, rank) ─► boxes + views of memory    (this rank's own: LocalShard)
 
 Where the layout comes from, in this order: the tensor itself (DTensor, ShardedTensor, a part of an FSDP1 flat parameter), the rules of the
@@ -31,7 +31,7 @@ from ckpt.errors import LayoutError, StateError
 from ckpt.layout.layout import Layout, ResolvedShard
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 from .dtensor import is_dtensor
 from .meshes import widened
@@ -98,7 +98,7 @@ class ShardTable:
     def _add_sharded(self, state_name: str, part: Sharded) -> LocalTensor:
         placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
         if part.blocks:
-            info = Global(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
+            info = TensorSpec(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
             boxes = (piece.box for piece in part.layout.pieces(part.shape, self.rank))
             local = LocalTensor(info, [LocalShard(box, block) for box, block in zip(boxes, part.blocks, strict=True)], state_name)
         else:

@@ -1,4 +1,4 @@
-"""One tensor of this rank: what all ranks must agree about (:class:`Global`), and the boxes of it that lie in this rank's memory."""
+"""One tensor of this rank: what all ranks must agree about (:class:`TensorSpec`), and the boxes of it that lie in this rank's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.layout.placements import Split
 from ckpt.layout.placements.base import DTensorAxis
 from ckpt.layout.placements.registry import split_from_dtensor
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 from .dtensor import is_dtensor, placement_types
 from .memory import raw_view, reads_otherwise
@@ -39,7 +39,7 @@ class LocalShard(NamedTuple):
 class LocalTensor:
     """A tensor as this rank sees it. ``state_name`` is the name that the state gives it; the stored name is ``info.name``."""
 
-    info: Global
+    info: TensorSpec
     parts: list[LocalShard]
     state_name: str
 
@@ -116,7 +116,7 @@ def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] =
             f"placements {tensor.placements} give rank {rank} a part of shape {wanted}, but it holds {tuple(local.shape)}",
             where=f"tensor {name}",
         )
-    info = Global(name, dtype_of(local, name), shape, layout)
+    info = TensorSpec(name, dtype_of(local, name), shape, layout)
     return LocalTensor(info, parts_of(info, local, rank), name)
 
 
@@ -165,13 +165,13 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
 
 def from_plain(name: str, tensor: torch.Tensor, layout: TensorLayout, rank: int) -> LocalTensor:
     """A plain tensor whose layout has no splits: replicated, or one rank's own."""
-    info = Global(name, dtype_of(tensor, name), tuple(tensor.shape), layout)
+    info = TensorSpec(name, dtype_of(tensor, name), tuple(tensor.shape), layout)
     return LocalTensor(info, parts_of(info, local_of(tensor), rank), name)
 
 
 def from_placed(state_name: str, placed: ResolvedShard, tensor: torch.Tensor, rank: int) -> LocalTensor:
     """A plain tensor that a :class:`ckpt.Layout` gave its place."""
-    info = Global(placed.name, dtype_of(tensor, state_name), placed.shape, placed.layout, placed.logical)
+    info = TensorSpec(placed.name, dtype_of(tensor, state_name), placed.shape, placed.layout, placed.logical)
     local = local_of(tensor)
     if placed.stack is None:
         return LocalTensor(info, parts_of(info, local, rank), state_name)
@@ -188,7 +188,7 @@ def from_placed(state_name: str, placed: ResolvedShard, tensor: torch.Tensor, ra
     return LocalTensor(info, parts, state_name)
 
 
-def parts_of(info: Global, local: torch.Tensor, rank: int) -> list[LocalShard]:
+def parts_of(info: TensorSpec, local: torch.Tensor, rank: int) -> list[LocalShard]:
     """Views of the local memory for each piece that the layout gives this rank."""
     parts = []
     for piece in info.layout.pieces(info.shape, rank):

@@ -30,7 +30,7 @@ from ckpt.dtypes import dtype as dtype_named
 from ckpt.engine.save.encoded_writer import EncodedWriter
 from ckpt.engine.save.leader import Leader, OpenSave, Tables, Values
 from ckpt.engine.save.meter import SaveMeter
-from ckpt.engine.save.plan import plan_given
+from ckpt.engine.save.plan import plan_assigned
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import Alive, RankWriter, WriteInput
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
@@ -38,7 +38,7 @@ from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.layout.geometry import Box
-from ckpt.plan.external_assignment import Assigned, Given, assigned
+from ckpt.plan.external_assignment import AssignedBox, ExternalAssignment, assign_boxes
 from ckpt.plan.tables import Joined
 from ckpt.tracing.spans import Spans
 
@@ -115,12 +115,12 @@ class CkptWriter(StorageWriter):
         """On the coordinator: everything will be there, once; nothing is written if not."""
         self._check_overwrite()
         plans = _whole(plans)
-        given = assigned(g for position, plan in enumerate(plans) for g in _given(plan.items, position))
-        given.check()
+        assignment = assign_boxes(g for position, plan in enumerate(plans) for g in _assigned_boxes(plan.items, position))
+        assignment.check()
         group = Group(0, tuple(range(len(plans))))
         call = group.call("save", self.url, settings.timeout(None))
-        leader = Leader(call=call, backend=open_backend(self.url), known=[], merge=False)
-        joined = Joined(tensors=dict(given.tensors), owned=dict(given.owned), aliases={})
+        leader = Leader(call=call, backend=open_backend(self.url), known=[], merge_flat_shards=False)
+        joined = Joined(tensors=dict(assignment.tensors), assignments=dict(assignment.assignments), aliases={})
         self._opened = opened = leader.open_tables(Tables((), joined, {}), {})
         return [replace(plan, storage_data=_Place(id=opened.id, position=i)) for i, plan in enumerate(plans)]
 
@@ -133,16 +133,18 @@ class CkptWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place: _Place = plan.storage_data
         values = {item.index.fqn: _node(item, planner) for item in plan.items if item.type is WriteItemType.BYTE_IO}
-        mine = assigned(_given(plan.items, place.position))
+        mine = assign_boxes(_assigned_boxes(plan.items, place.position))
         row = self._write(place, mine, _memory(mine, plan.items, planner))
         done: Future[list[WriteResult]] = Future()
         nbytes = sum(size for _, size, _, _ in row["files"])
         done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=nbytes, storage_data=(place.position, row, values))])
         return done
 
-    def _write(self, place: _Place, mine: Assigned, tensors: Mapping[str, LocalTensor]) -> Row:
-        ranked = plan_given(list(mine.tensors.values()), mine.owned, rank=place.position, position=place.position, codec=self.codec)
-        given = WriteInput(
+    def _write(self, place: _Place, mine: ExternalAssignment, tensors: Mapping[str, LocalTensor]) -> Row:
+        ranked = plan_assigned(
+            list(mine.tensors.values()), mine.assignments, rank=place.position, position=place.position, codec=self.codec
+        )
+        write_input = WriteInput(
             backend=open_backend(self.url),
             plan=ranked,
             source=ChunkSource(ranked, tensors),
@@ -153,7 +155,7 @@ class CkptWriter(StorageWriter):
             spans=Spans(on=False),
             meter=SaveMeter(),
         )
-        writer = RankWriter(given) if self.codec is None else EncodedWriter(given, self.codec)
+        writer = RankWriter(write_input) if self.codec is None else EncodedWriter(write_input, self.codec)
         row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
         if isinstance(writer, EncodedWriter):
             row["coded"] = writer.coded
@@ -214,16 +216,16 @@ def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     return fitting[0]
 
 
-def _given(items: Sequence[WriteItem], position: int) -> Iterable[Given]:
+def _assigned_boxes(items: Sequence[WriteItem], position: int) -> Iterable[AssignedBox]:
     for item in items:
         data = item.tensor_data
         if data is not None:
             kind = dtype_named(str(data.properties.dtype).removeprefix("torch."))
             box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            yield Given(name=item.index.fqn, dtype=kind, shape=tuple(data.size), box=box, owner=position)
+            yield AssignedBox(name=item.index.fqn, dtype=kind, shape=tuple(data.size), box=box, owner=position)
 
 
-def _memory(mine: Assigned, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
+def _memory(mine: ExternalAssignment, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, LocalTensor]:
     """This rank's tensors, with the memory of its boxes."""
     tensors = {name: LocalTensor(info, [], name) for name, info in mine.tensors.items()}
     for item in items:

@@ -157,7 +157,9 @@ def _know(catalog: Catalog) -> _Known:
         flat[name], paths[name] = _placeholder(view[name], names), (name,)
     tensors = {name: names[id(value)] for name, value in flat.items() if id(value) in names}
     values = {name: value for name, value in flat.items() if id(value) not in names}
-    metadata = {name: _told(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()}
+    metadata = {
+        name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()
+    }
     return _Known(catalog=catalog, metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
 
 
@@ -178,6 +180,6 @@ def _placeholder(stored: StoredTensor, names: dict[int, str]) -> torch.Tensor:
     return made
 
 
-def _told(tensor: torch.Tensor) -> TensorStorageMetadata:
+def _tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [chunk])

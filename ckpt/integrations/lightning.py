@@ -83,7 +83,7 @@ class CkptIO(CheckpointIO):
             timeout=settings.timeout(None),
             check_replicas=False,
             threads=settings.threads(threads),
-            merge=False,
+            merge_flat_shards=False,
             codec=codec,
             spans=settings.spans(),
         )

@@ -14,7 +14,7 @@ from ckpt.catalog import TensorEntry
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 from ckpt.view import StoredPerRank, StoredTensor
 
 _HERE = TensorLayout.replicated((0,))
@@ -22,7 +22,7 @@ _HERE = TensorLayout.replicated((0,))
 
 def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> Job:
     """Read ``box`` of a stored tensor into ``memory``, which has its shape."""
-    info = Global(entry.name, dtype_of(memory, entry.name), entry.shape, _HERE, entry.logical)
+    info = TensorSpec(entry.name, dtype_of(memory, entry.name), entry.shape, _HERE, entry.logical)
     return Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
 
 

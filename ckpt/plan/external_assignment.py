@@ -14,7 +14,7 @@ from ckpt.layout.geometry import Box, IntArray, cells, find_fault
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.settings import limits
 
-from .ownership import Global, Owned
+from .ownership import ChunkAssignment, TensorSpec
 from .subdivide import caps, refine
 
 _NOWHERE = TensorLayout.replicated((0,))
@@ -22,7 +22,7 @@ _NOWHERE = TensorLayout.replicated((0,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class AssignedBox:
     """A box of the tensor ``name``, whose global ``shape`` counts elements of ``dtype``; ``owner`` writes it."""
 
     name: str
@@ -33,11 +33,11 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assigned:
+class ExternalAssignment:
     """Tensors by name, and how each is stored."""
 
-    tensors: Mapping[str, Global] = field(default_factory=dict)
-    owned: Mapping[str, Owned] = field(default_factory=dict)
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
+    assignments: Mapping[str, ChunkAssignment] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise unless the boxes tile every tensor.
@@ -47,18 +47,20 @@ class Assigned:
         """
         tiled: set[tuple[int, tuple[int, ...]]] = set()
         for name, t in self.tensors.items():
-            owned = self.owned.get(name)
-            key = (id(owned), t.shape)
-            if key in tiled or (owned is not None and owned.boxes is None):
+            assignment = self.assignments.get(name)
+            key = (id(assignment), t.shape)
+            if key in tiled or (assignment is not None and assignment.boxes is None):
                 continue
-            offsets, shapes = owned.boxes if owned is not None and owned.boxes is not None else cells([(0,) for _ in t.shape])
+            offsets, shapes = (
+                assignment.boxes if assignment is not None and assignment.boxes is not None else cells([(0,) for _ in t.shape])
+            )
             fault = find_fault(t.shape, offsets, shapes)
             if fault is not None:
                 raise CoverageError(f"{fault.box} would be stored {fault.times} times", where=f"tensor {name}")
             tiled.add(key)
 
 
-def assigned(given: Iterable[Given]) -> Assigned:
+def assign_boxes(assigned: Iterable[AssignedBox]) -> ExternalAssignment:
     """How the boxes are stored: cut to the size of chunks, and numbered by their offsets.
 
     The chunks of one owner come in the same order whether the boxes of the others are given too or not: so a rank can lay out its files
@@ -67,27 +69,27 @@ def assigned(given: Iterable[Given]) -> Assigned:
     Raises:
         ConsistencyError: the boxes of one tensor do not agree about its shape or dtype.
     """
-    tensors: dict[str, Global] = {}
+    tensors: dict[str, TensorSpec] = {}
     boxes: dict[str, list[tuple[Box, int]]] = {}
-    for g in given:
-        t = Global(g.name, g.dtype, g.shape, _NOWHERE)
+    for g in assigned:
+        t = TensorSpec(g.name, g.dtype, g.shape, _NOWHERE)
         if tensors.setdefault(g.name, t) != t:
             shapes = " and ".join(f"{x.dtype.name} {list(x.shape)}" for x in (tensors[g.name], t))
             raise ConsistencyError(f"ranks give it different dtypes or shapes: {shapes}", where=f"tensor {g.name}")
         if g.box.numel or (t.nbytes == 0 and not any(g.box.offset) and g.name not in boxes):
             boxes.setdefault(g.name, []).append((g.box, g.owner))
-    alike: dict[object, Owned] = {}
-    owned = {}
+    alike: dict[object, ChunkAssignment] = {}
+    assignments = {}
     for name, owned_boxes in boxes.items():
         t = tensors[name]
         key = (t.shape, t.dtype.itemsize, tuple(owned_boxes))
         if key not in alike:
-            alike[key] = _owned(t.shape, t.dtype.itemsize, owned_boxes)
-        owned[name] = alike[key]
-    return Assigned(tensors=tensors, owned=owned)
+            alike[key] = _assignment(t.shape, t.dtype.itemsize, owned_boxes)
+        assignments[name] = alike[key]
+    return ExternalAssignment(tensors=tensors, assignments=assignments)
 
 
-def _owned(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tuple[Box, int]]) -> Owned:
+def _assignment(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tuple[Box, int]]) -> ChunkAssignment:
     cut = [_cut(box, itemsize) for box, _ in owned_boxes]
     at, sizes = (np.concatenate(column) for column in zip(*cut, strict=True))
     cell = np.repeat(np.arange(len(cut), dtype=np.int64), [len(a) for a, _ in cut])
@@ -95,7 +97,9 @@ def _owned(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tuple[Bo
     at, sizes, cell = at[order], sizes[order], cell[order]
     holders = np.array([[owner] for _, owner in owned_boxes], dtype=np.int64)
     cuts = _cuts(shape, at, sizes)
-    return Owned(cuts=cuts, boxes=None if cuts is not None else (at, sizes), owners=holders[cell, 0], cell=cell, cell_holders=holders)
+    return ChunkAssignment(
+        cuts=cuts, boxes=None if cuts is not None else (at, sizes), owners=holders[cell, 0], cell=cell, cell_holders=holders
+    )
 
 
 def _cut(box: Box, itemsize: int) -> tuple[IntArray, IntArray]:

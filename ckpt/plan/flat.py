@@ -31,7 +31,7 @@ FAN_IN = 256
 class FlatGrid:
     """A regular grid each chunk of which is a contiguous range of the row-major flattening of the tensor.
 
-    Chunk i is elements ``[edges[i], edges[i + 1])``. The holders of cell ``cell[i]`` write it: replica ``part[i]``, before it is turned.
+    Chunk i is elements ``[edges[i], edges[i + 1])``. The holders of cell ``cell[i]`` write it: replica ``part[i]``, before the rotation.
     Cell c is elements ``[cell_edges[c], cell_edges[c + 1])``, and the ranks ``holders[c]`` have it; it may be empty.
     """
 
@@ -62,7 +62,7 @@ class FlatGrid:
 
     @cached_property
     def load(self) -> IntArray:
-        """Elements that each range and replica of the first block writes, ``[ranges, replicas]``, before they are turned."""
+        """Elements that each range and replica of the first block writes, ``[ranges, replicas]``, before the rotation."""
         replicas = self.holders.shape[1]
         first = np.flatnonzero(self.cell < self.ranges)
         slots = self.cell[first] * replicas + self.part[first]

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from .flat import FlatGrid
-from .ownership import Global, Owned
+from .ownership import ChunkAssignment, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,9 @@ class Fragment:
     target: int
 
 
-def fragments(tensors: Iterable[Global], owned: Mapping[str, Owned], rank: int) -> tuple[list[Fragment], list[Fragment]]:
+def fragments(
+    tensors: Iterable[TensorSpec], assignments: Mapping[str, ChunkAssignment], rank: int
+) -> tuple[list[Fragment], list[Fragment]]:
     """What ``rank`` sends and what it receives, by name and start: so two ranks list what moves between them in the same order.
 
     Among replicas, the owner of a chunk gets what it lacks from the ranks that have its own place on the other mesh dimensions.
@@ -34,9 +36,9 @@ def fragments(tensors: Iterable[Global], owned: Mapping[str, Owned], rank: int) 
     sends: list[Fragment] = []
     receives: list[Fragment] = []
     for name in sorted(t.name for t in tensors):
-        grid = owned[name].flat
+        grid = assignments[name].flat
         if grid is not None:
-            out, into = _moves(grid, owned[name].turn, rank)
+            out, into = _moves(grid, assignments[name].rotation, rank)
             sends += [Fragment(name=name, chunk=c, start=a, stop=b, source=rank, target=other) for c, a, b, other in out]
             receives += [Fragment(name=name, chunk=c, start=a, stop=b, source=other, target=rank) for c, a, b, other in into]
     return sends, receives
@@ -47,14 +49,14 @@ Moves = list[tuple[int, int, int, int]]
 
 
 @lru_cache(maxsize=16384)
-def _moves(grid: FlatGrid, turn: int, rank: int) -> tuple[Moves, Moves]:
+def _moves(grid: FlatGrid, rotation: int, rank: int) -> tuple[Moves, Moves]:
     """What a rank sends and receives of one tensor."""
     mine = _place(grid, rank)
     if mine is None:
         return [], []
     cell, replica = mine
     chunk, source, start, stop = grid.foreign
-    column = (grid.part[chunk] + turn) % grid.holders.shape[1]
+    column = (grid.part[chunk] + rotation) % grid.holders.shape[1]
     out = np.flatnonzero((source == cell) & (column == replica))
     into = np.flatnonzero((grid.cell[chunk] == cell) & (column == replica))
     to, of = grid.holders[grid.cell[chunk[out]], replica], grid.holders[source[into], replica]

@@ -14,7 +14,7 @@ from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.layout.geometry import Box
 
-from .ownership import Global
+from .ownership import TensorSpec
 
 
 def several(globs: str | Sequence[str]) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def fits(pattern: str, name: str) -> bool:
     return name == pattern if not star else len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)
 
 
-def misfit(wanted: Global, entry: TensorEntry, *, cast: bool) -> str | None:
+def misfit(wanted: TensorSpec, entry: TensorEntry, *, cast: bool) -> str | None:
     """Why a stored tensor cannot be loaded into a wanted one, or None if it can."""
     if entry.dtype is not wanted.dtype and entry.dtype != wanted.dtype:
         if not cast:
@@ -147,7 +147,7 @@ def castable(stored: DType, wanted: DType) -> bool:
     return not packed and not (stored.name.startswith("complex") and not wanted.name.startswith("complex"))
 
 
-def common_box(wanted: Global, entry: TensorEntry) -> Box:
+def common_box(wanted: TensorSpec, entry: TensorEntry) -> Box:
     """The part of a wanted tensor that the stored one gives: all of it, padding included, if both are padded alike, else what is
     not padding.
 

@@ -41,7 +41,7 @@ from .subdivide import caps, refine
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class TensorSpec:
     """What all ranks that hold a tensor must agree about: name, dtype, global shape, the part of it that is not padding, and the
     layout."""
 
@@ -57,7 +57,7 @@ class Global:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Owned:
+class ChunkAssignment:
     """The stored grid of one tensor, and the rank that writes each chunk.
 
     ``owners`` is ``[chunks]``. Chunk i is cut from cell ``cell[i]`` of the tensor's tiling, and the ranks
@@ -75,8 +75,8 @@ class Owned:
     cell_holders: IntArray
     flat: FlatGrid | None = None
     """What a merged tensor's grid was made from."""
-    turn: int = 0
-    """Part p of a cell is written by holder ``(p + turn) % replicas``."""
+    rotation: int = 0
+    """Part p of a cell is written by holder ``(p + rotation) % replicas``."""
 
     @property
     def merged(self) -> bool:
@@ -104,54 +104,55 @@ class Owned:
         chunks: list[int] = np.flatnonzero(self.owners == rank).tolist()
         return chunks
 
-    def held_by(self, rank: int) -> list[int]:
+    def chunks_on(self, rank: int) -> list[int]:
         """Numbers of the chunks whose bytes ``rank`` has."""
         chunks: list[int] = np.flatnonzero((self.cell_holders == rank).any(axis=1)[self.cell]).tolist()
         return chunks
 
 
-def assign(tensors: Iterable[Global], *, merge: bool = False) -> dict[str, Owned]:
-    """Decide the stored grid and the writers of every tensor; with ``merge``, flat ranges become whole rows where that moves little.
+def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) -> dict[str, ChunkAssignment]:
+    """Decide the stored grid and the writers of every tensor. With ``merge_flat_shards``, flat ranges become whole rows where few bytes
+    have to move for it.
 
     The result for one tensor depends only on the tensors that are replicated over the same mesh dimensions, so ranks that hold different
     pipeline stages need not know each other's tensors.
     """
-    groups: dict[object, list[Global]] = defaultdict(list)
-    merged: dict[object, list[Global]] = defaultdict(list)
-    of_layout: dict[int, list[Global]] = {}
+    groups: dict[object, list[TensorSpec]] = defaultdict(list)
+    merged: dict[object, list[TensorSpec]] = defaultdict(list)
+    of_layout: dict[int, list[TensorSpec]] = {}
     for t in tensors:
         members = of_layout.get(id(t.layout))
         if members is None:
-            if merge and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
+            if merge_flat_shards and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
                 members = merged[_replica_group(t.layout), t.layout.splits[-1].over]
             else:
                 members = groups[_replica_group(t.layout)]
-            if not (merge and t.layout.is_flat):  # else some of the layout's tensors may be merged, others not
+            if not (merge_flat_shards and t.layout.is_flat):  # else some of the layout's tensors may be merged, others not
                 of_layout[id(t.layout)] = members
         members.append(t)
-    owned: dict[str, Owned] = {}
+    assignments: dict[str, ChunkAssignment] = {}
     for members in groups.values():
-        alike: dict[object, Owned] = {}
-        for t, turn in _turns(members):
-            key = id(t.layout), t.shape, t.dtype.itemsize, turn
+        alike: dict[object, ChunkAssignment] = {}
+        for t, rotation in _rotations(members):
+            key = id(t.layout), t.shape, t.dtype.itemsize, rotation
             known = alike.get(key)
             if known is None:
-                known = alike[key] = _owned(t.layout, t.shape, t.dtype.itemsize, turn)
-            owned[t.name] = known
+                known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation)
+            assignments[t.name] = known
     for members in merged.values():
-        owned.update((t.name, _owned_rows(grid, turn)) for t, grid, turn in _merged_turns(members))
-    return owned
+        assignments.update((t.name, _assignment_of_rows(grid, rotation)) for t, grid, rotation in _merged_rotations(members))
+    return assignments
 
 
-def _is_whole(t: Global) -> bool:
+def _is_whole(t: TensorSpec) -> bool:
     return is_whole(t.layout, t.shape, t.dtype.itemsize, limits.UNDIVIDED)
 
 
-def _row_grid(t: Global) -> FlatGrid | None:
+def _row_grid(t: TensorSpec) -> FlatGrid | None:
     return row_grid(t.layout, t.shape, t.dtype.itemsize, limits.CHUNK, limits.UNDIVIDED)
 
 
-def _merged_turns(members: Sequence[Global]) -> Iterator[tuple[Global, FlatGrid, int]]:
+def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:
     """For each merged tensor its grid, and the replica that starts. A small one goes to whoever has least so far of its block.
 
     Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each range of each tensor.
@@ -165,33 +166,35 @@ def _merged_turns(members: Sequence[Global]) -> Iterator[tuple[Global, FlatGrid,
         replicas = grid.holders.shape[1]
         load = load if len(load) else np.zeros(grid.ranges * replicas if unsplit else replicas)
         if not unsplit:
-            turn = int(load.argmin())
+            rotation = int(load.argmin())
             if id(grid) not in totals:
                 totals[id(grid)] = grid.load.sum(axis=0)
-            load += np.roll(totals[id(grid)], turn) * t.dtype.itemsize
-            yield t, grid, turn
+            load += np.roll(totals[id(grid)], rotation) * t.dtype.itemsize
+            yield t, grid, rotation
             continue
         if t.name in unsplit:
             slot = int(load.argmin())
             load[slot] += t.nbytes / len(grid.cell)
             yield t, whole_grid(t.layout, t.shape, slot // replicas), slot % replicas
             continue
-        turn = int(load.reshape(-1, replicas).sum(axis=0).argmin()) if replicas > 1 else 0
-        load += np.roll(grid.load, turn, axis=1).ravel() * t.dtype.itemsize
-        yield t, grid, turn
+        rotation = int(load.reshape(-1, replicas).sum(axis=0).argmin()) if replicas > 1 else 0
+        load += np.roll(grid.load, rotation, axis=1).ravel() * t.dtype.itemsize
+        yield t, grid, rotation
 
 
 @lru_cache(maxsize=4096)
-def _owned_rows(grid: FlatGrid, turn: int) -> Owned:
-    owners = grid.holders[grid.cell, (grid.part + turn) % grid.holders.shape[1]]
-    return Owned(cuts=grid.cuts, boxes=None, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, turn=turn)
+def _assignment_of_rows(grid: FlatGrid, rotation: int) -> ChunkAssignment:
+    owners = grid.holders[grid.cell, (grid.part + rotation) % grid.holders.shape[1]]
+    return ChunkAssignment(
+        cuts=grid.cuts, boxes=None, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, rotation=rotation
+    )
 
 
 def _replica_group(layout: TensorLayout) -> object:
     return layout.mesh, layout.at, frozenset(s.over for s in layout.splits)
 
 
-def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
+def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
     """For each tensor the replica that starts: the one that has least so far. Large tensors first, so that small ones even out the
     rest."""
     replicas = members[0].layout.tiling(members[0].shape).holders.shape[1]
@@ -199,21 +202,21 @@ def _turns(members: Sequence[Global]) -> list[tuple[Global, int]]:
         return [(t, 0) for t in members]
     load = np.zeros(replicas)
     bytes_of: dict[object, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
-    turns = []
+    rotations = []
     for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
         alike = t.layout, t.shape, t.dtype
         if alike not in bytes_of:
             tiling = t.layout.tiling(t.shape)
             shares = _shares(tiling, t.shape, t.dtype.itemsize, replicas) * (t.nbytes / max(len(tiling.holders), 1))
-            bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, turned
-        turn = int(load.argmin())
-        load += bytes_of[alike][replicas - turn : 2 * replicas - turn]
-        turns.append((t, turn))
-    return turns
+            bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, rotated
+        rotation = int(load.argmin())
+        load += bytes_of[alike][replicas - rotation : 2 * replicas - rotation]
+        rotations.append((t, rotation))
+    return rotations
 
 
 def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Fraction of a typical cell that each replica writes, before it is turned."""
+    """Fraction of a typical cell that each replica writes, before the rotation."""
     widest = _widest(tiling, shape)
     shares = np.zeros(replicas)
     if math.prod(widest) * itemsize < limits.UNDIVIDED:
@@ -241,10 +244,10 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 
 
 @lru_cache(maxsize=2048)
-def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: int) -> Owned:
+def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int) -> ChunkAssignment:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
-        return _owned_boxes(tiling, itemsize, turn)
+        return _assignment_of_boxes(tiling, itemsize, rotation)
     widest = _widest(tiling, shape)
     replicas = tiling.holders.shape[1]
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
@@ -257,11 +260,11 @@ def _owned(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, turn: in
     for dim, (_, parent, _) in enumerate(refined):
         parents = parents * (len(tiling.cuts[dim]) - 1) + parent[index[dim]]
     part = 0 if row is None else refined[row][2][index[row]]
-    owners = tiling.holders[parents, (part + turn) % replicas]
-    return Owned(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, cell=parents, cell_holders=tiling.holders)
+    owners = tiling.holders[parents, (part + rotation) % replicas]
+    return ChunkAssignment(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
-def _owned_boxes(tiling: Tiling, itemsize: int, turn: int) -> Owned:
+def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkAssignment:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk. Boxes of one shape are cut alike."""
     assert tiling.boxes is not None
     replicas = tiling.holders.shape[1]
@@ -272,8 +275,8 @@ def _owned_boxes(tiling: Tiling, itemsize: int, turn: int) -> Owned:
     number = np.arange(len(cell), dtype=np.int64) - np.repeat(np.cumsum(counts[kind]) - counts[kind], counts[kind])
     row = (np.cumsum(counts) - counts)[kind[cell]] + number
     at, sizes, part = (np.concatenate(column)[row] for column in zip(*cut, strict=True))
-    owners = tiling.holders[cell, (part + turn) % replicas]
-    return Owned(cuts=None, boxes=(tiling.boxes[0][cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
+    owners = tiling.holders[cell, (part + rotation) % replicas]
+    return ChunkAssignment(cuts=None, boxes=(tiling.boxes[0][cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
 
 
 def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -21,7 +21,7 @@ from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box, find_fault
 from ckpt.layout.tensor_layout import TensorLayout
 
-from .ownership import Global, Owned, assign
+from .ownership import ChunkAssignment, TensorSpec, assign
 
 PARTS = 8
 """Parts of one table, at most: each is a message of its own."""
@@ -31,7 +31,7 @@ PARTS = 8
 class Table:
     """The tensors of some ranks, and tied names (name → stored name)."""
 
-    tensors: tuple[Global, ...]
+    tensors: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
 
     def parts(self) -> list[Table]:
@@ -39,8 +39,8 @@ class Table:
 
         Who writes a tensor depends on the tensors that lie on the same ranks alone (``assign``), so no part needs another one.
         """
-        groups: dict[object, list[Global]] = {}
-        by_layout: dict[int, list[Global]] = {}
+        groups: dict[object, list[TensorSpec]] = {}
+        by_layout: dict[int, list[TensorSpec]] = {}
         for t in self.tensors:
             members = by_layout.get(id(t.layout))
             if members is None:
@@ -83,7 +83,7 @@ class Table:
             (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
             for kind, shape, logical, number in raw["kinds"]
         ]
-        tensors = tuple(Global(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
+        tensors = tuple(TensorSpec(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
         return cls(tensors=tensors, aliases=raw["aliases"])
 
 
@@ -97,8 +97,8 @@ def _layout(text: str) -> TensorLayout:
 class Joined:
     """All tensors of the job, how each is stored, and who writes what."""
 
-    tensors: dict[str, Global]
-    owned: dict[str, Owned]
+    tensors: dict[str, TensorSpec]
+    assignments: dict[str, ChunkAssignment]
     aliases: dict[str, str]
 
 
@@ -106,12 +106,12 @@ class Joined:
 class _Claim:
     """What the tables say of one tensor: the first one's word, and the numbers of the tables that have it."""
 
-    tensor: Global
-    owned: Owned
+    tensor: TensorSpec
+    assignment: ChunkAssignment
     tables: list[int]
 
 
-def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge: bool = False) -> Joined:
+def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_shards: bool = False) -> Joined:
     """Check that the tables of all ranks (each with the ranks that have it) make one checkpoint.
 
     Raises:
@@ -121,34 +121,38 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge: bool = 
     claims: dict[str, _Claim] = {}
     problems: list[str] = []
     for number, (ranks, table) in enumerate(tables):
-        owned = assign(table.tensors, merge=merge)
+        assignments = assign(table.tensors, merge_flat_shards=merge_flat_shards)
         for t in table.tensors:
             claim = claims.get(t.name)
             if claim is None:
-                claims[t.name] = _Claim(t, owned[t.name], [number])
+                claims[t.name] = _Claim(t, assignments[t.name], [number])
                 continue
             if claim.tensor != t:
-                _tell_difference(claim, t, tables, number, problems)
+                _report_difference(claim, t, tables, number, problems)
             claim.tables.append(number)
             if _takes_part(t, ranks):
-                claim.owned = owned[t.name]
+                claim.assignment = assignments[t.name]
     aliases = _join_aliases(tables, claims, problems)
     if problems:
         raise ConsistencyError(
-            _told("the ranks do not agree", problems),
+            _list_problems("the ranks do not agree", problems),
             hint="pass the same state on every rank; a layout's Shard that does not divide needs Uneven(dim, size) or Shard(sizes=...); "
             "tied DTensors are known best by the module itself",
         )
     _check_present(claims, tables)
-    return Joined(tensors={n: c.tensor for n, c in claims.items()}, owned={n: c.owned for n, c in claims.items()}, aliases=aliases)
+    return Joined(
+        tensors={n: c.tensor for n, c in claims.items()}, assignments={n: c.assignment for n, c in claims.items()}, aliases=aliases
+    )
 
 
-def _takes_part(tensor: Global, ranks: Sequence[int]) -> bool:
+def _takes_part(tensor: TensorSpec, ranks: Sequence[int]) -> bool:
     """Whether a table of these ranks says who writes the tensor: ranks beside its mesh may know only some of the mesh's tensors."""
     return any(tensor.layout.coordinate(r) is not None for r in ranks)
 
 
-def _tell_difference(claim: _Claim, other: Global, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]) -> None:
+def _report_difference(
+    claim: _Claim, other: TensorSpec, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]
+) -> None:
     """Note, or raise, what two tables say differently of one tensor."""
     mine, theirs = ranks_of(tables, claim.tables), ranks_of(tables, [number])
     for what in ("shape", "dtype", "logical"):
@@ -186,21 +190,21 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
         absent = known[key]
         if absent:
             problems.append(_hole(name, claim, absent))
-        elif claim.owned.boxes is not None and (id(claim.owned), claim.tensor.shape) not in tiled:
-            tiled.add((id(claim.owned), claim.tensor.shape))
-            fault = find_fault(claim.tensor.shape, *claim.owned.boxes)
+        elif claim.assignment.boxes is not None and (id(claim.assignment), claim.tensor.shape) not in tiled:
+            tiled.add((id(claim.assignment), claim.tensor.shape))
+            fault = find_fault(claim.tensor.shape, *claim.assignment.boxes)
             if fault is not None:
                 raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")
     if problems:
         raise CoverageError(
-            _told("parts of tensors are missing", problems),
+            _list_problems("parts of tensors are missing", problems),
             hint="put the tensor into the state of these ranks, or correct the layout; a value of one rank alone goes into ckpt.PerRank",
         )
 
 
 def _hole(name: str, claim: _Claim, absent: list[int]) -> str:
-    lost = np.flatnonzero(np.isin(claim.owned.owners, absent))
-    boxes = f"{claim.owned.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
+    lost = np.flatnonzero(np.isin(claim.assignment.owners, absent))
+    boxes = f"{claim.assignment.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
     return f"tensor {name}: {ranks_text(absent)} should hold {boxes}, but {'does' if len(absent) == 1 else 'do'} not have it"
 
 
@@ -220,6 +224,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _told(what: str, problems: Sequence[str], limit: int = 20) -> str:
+def _list_problems(what: str, problems: Sequence[str], limit: int = 20) -> str:
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n  ".join([f"{what}:", *problems[:limit], *more])

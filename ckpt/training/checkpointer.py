@@ -72,7 +72,7 @@ class Checkpointer:
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
-        capture, staging_bytes, layout, check_replicas, merge, codec, timeout, threads, process_group, progress: as for
+        capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
 
@@ -86,7 +86,7 @@ class Checkpointer:
         staging_bytes: int | None = None,
         layout: Layout | None = None,
         check_replicas: bool = True,
-        merge: bool = True,
+        merge_flat_shards: bool = True,
         codec: str | None = None,
         timeout: float | None = None,
         threads: int | None = None,
@@ -118,7 +118,7 @@ class Checkpointer:
             timeout=self.timeout,
             check_replicas=check_replicas,
             threads=settings.threads(threads),
-            merge=merge,
+            merge_flat_shards=merge_flat_shards,
             codec=codec,
             spans=settings.spans(),
             staging=staging_bytes,

@@ -32,12 +32,12 @@ class StateCatalog(CatalogDefaults):
     def of(cls, joined: Joined, state: Any, *, url: str, backend: Backend, world_size: int) -> StateCatalog:
         """From the tables and values of all ranks, joined."""
         somewhere = np.zeros(1, dtype=np.int32)
-        grids = {id(o): Grid(cuts=o.cuts, boxes=o.boxes, files=somewhere) for o in joined.owned.values()}
+        grids = {id(o): Grid(cuts=o.cuts, boxes=o.boxes, files=somewhere) for o in joined.assignments.values()}
         entries = {
-            name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids[id(joined.owned[name])])
+            name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids[id(joined.assignments[name])])
             for name, t in joined.tensors.items()
         }
-        owners = {name: owned.owners for name, owned in joined.owned.items()}
+        owners = {name: assignments.owners for name, assignments in joined.assignments.items()}
         for name, target in joined.aliases.items():
             entries[name], owners[name] = replace(entries[target], name=name, alias=target), owners[target]
         return cls(url=url, backend=backend, tensors=entries, owners=owners, state=state, world_size=world_size)

@@ -14,7 +14,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.engine.load.reader import Job, Reader
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.views import LogicalTensor, ViewPiece
 
 
@@ -45,7 +45,7 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
     for piece in pieces:
         entry = catalog.tensors[piece.source]
         dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
-        info = Global(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
+        info = TensorSpec(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
         local = LocalShard(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
         yield Job(target=LocalTensor(info, [local], entry.name), entry=entry)
 

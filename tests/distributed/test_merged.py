@@ -211,7 +211,7 @@ def index(url: str) -> Index:
 
 WAYS: dict[str, dict[str, Any]] = {
     "merged": {},
-    "boxes": {"merge": False},
+    "boxes": {"merge_flat_shards": False},
     "lazy, coded": {"capture": "lazy", "codec": "planes-zstd"},
     "coded": {"codec": "zstd"},
     "eager": {"capture": "eager"},
@@ -521,7 +521,7 @@ def disagree(url: str, options: dict[str, Any], background: bool) -> tuple[str, 
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("options", [{"merge": False}, {"codec": "zstd"}, {"merge": False, "codec": "planes-zstd"}])
+@pytest.mark.parametrize("options", [{"merge_flat_shards": False}, {"codec": "zstd"}, {"merge_flat_shards": False, "codec": "planes-zstd"}])
 def test_options_that_differ(ranks: Ranks, tmp_path: Path, options: dict[str, Any], background: bool) -> None:
     found = ranks.run(3, disagree, str(tmp_path / "a"), options, background)
     assert [(error, again, intact) for error, _, again, intact in found] == [(ConsistencyError.__name__, "ok", True)] * 3

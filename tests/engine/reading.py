@@ -18,7 +18,7 @@ from ckpt.engine.load import sweep, whole_chunks
 from ckpt.engine.load.reader import Job, Reader, Verify
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 from ckpt.settings import limits as sizes
 from tests.formats.native_sample import Sample
 
@@ -43,7 +43,7 @@ class Target:
     def __init__(self, sample: Sample, boxes: Sequence[Box], spread: int) -> None:
         self.sample, self.boxes, self.spread, size = sample, boxes, spread, sample.dtype.itemsize
         self.raw = [np.full((max(b.numel, 1) * spread, size), 0xA5, dtype=np.uint8) for b in boxes]
-        info = Global(sample.name, sample.dtype, sample.shape, TensorLayout.replicated((0,)))
+        info = TensorSpec(sample.name, sample.dtype, sample.shape, TensorLayout.replicated((0,)))
         held = []
         for box, raw in zip(boxes, self.raw, strict=True):
             flat = torch.from_numpy(raw.reshape(-1)).view(torch_dtype(sample.dtype))

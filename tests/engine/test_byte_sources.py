@@ -29,12 +29,12 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 
 def target_of(name: str, memory: torch.Tensor, box: Box, shape: Sequence[int]) -> LocalTensor:
     dtype = DTYPES[str(memory.dtype).removeprefix("torch.")]
-    return LocalTensor(Global(name, dtype, tuple(shape), TensorLayout(Mesh.flat((0,)))), [LocalShard(box, memory)], name)
+    return LocalTensor(TensorSpec(name, dtype, tuple(shape), TensorLayout(Mesh.flat((0,)))), [LocalShard(box, memory)], name)
 
 
 def test_a_checkpoint_whose_files_lie_in_memory(tmp_path: Path) -> None:

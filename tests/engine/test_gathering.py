@@ -22,7 +22,7 @@ from ckpt.engine.load.reader import Job, Reader
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
 from ckpt.formats.native.datafiles import header_layout
-from ckpt.plan.ownership import Global, assign
+from ckpt.plan.ownership import TensorSpec, assign
 from tests.api.checked import empty_directory
 
 FEW, MANY = 512, 4096
@@ -67,8 +67,8 @@ def load_of() -> Iterator[Callable[[int], Load]]:
 def written(directory: str, ranks: int) -> Load:
     names = [(f"layers.{i}.{part}", shape) for i in range(LAYERS) for part, shape in SHAPES.items()]
     kinds = (("bfloat16", "model.{}"), ("float32", "optim.{}.exp_avg"))
-    tensors = [Global(form.format(name), dtype(kind), shape, flat(ranks)) for kind, form in kinds for name, shape in names]
-    files = FlatFiles(tensors, assign(tensors, merge=True), "0123456789abcdef")
+    tensors = [TensorSpec(form.format(name), dtype(kind), shape, flat(ranks)) for kind, form in kinds for name, shape in names]
+    files = FlatFiles(tensors, assign(tensors, merge_flat_shards=True), "0123456789abcdef")
     assert all(files.header(rank)[0] == files.saved(rank) for rank in (0, 9, 10, ranks // 2, ranks - 1))
     catalog = FlatCheckpoint(files, directory, ranks)
     for rank in range(ranks):

@@ -18,7 +18,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.settings import limits
 from tests.plan.layout_strategies import meshes, tensor_lists
 
@@ -30,12 +30,14 @@ def small_limits() -> Iterator[None]:
         patch.setattr(limits, "CHUNK", 32)
         patch.setattr(limits, "CODED_FILE", 80)
         patch.setattr(datafile, "CODED_CHUNKS", 5)
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         yield
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
 
 
-def dealt(owned: dict[str, Owned], tensors: dict[str, Global], ranks: Sequence[int]) -> tuple[list[DataFile], dict[tuple[str, int], int]]:
+def dealt(
+    owned: dict[str, ChunkAssignment], tensors: dict[str, TensorSpec], ranks: Sequence[int]
+) -> tuple[list[DataFile], dict[tuple[str, int], int]]:
     """The rows of all files, and the row of each chunk, as each rank says by itself."""
     files, found = [], {}
     for position, rank in enumerate(ranks):
@@ -48,7 +50,7 @@ def dealt(owned: dict[str, Owned], tensors: dict[str, Global], ranks: Sequence[i
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
-def test_coded_chunks_are_where_their_ranks_put_them(tensors: list[Global]) -> None:
+def test_coded_chunks_are_where_their_ranks_put_them(tensors: list[TensorSpec]) -> None:
     owned, by_name = assign(tensors), {t.name: t for t in tensors}
     ranks = sorted({r for t in tensors for r in t.layout.mesh.ranks})
     files, right = dealt(owned, by_name, ranks)
@@ -61,7 +63,7 @@ def test_files_of_many_ranks_are_told_apart_without_planning_each_again() -> Non
     costs = {}
     for ranks in (512, 4096):
         layout = TensorLayout(Mesh.of({"dp": ranks}), (Shard(0, "dp"),))
-        tensors = {f"w{i:02}": Global(f"w{i:02}", DTYPES["float32"], (ranks, 1 << 22), layout) for i in range(40)}  # 16 MiB each
+        tensors = {f"w{i:02}": TensorSpec(f"w{i:02}", DTYPES["float32"], (ranks, 1 << 22), layout) for i in range(40)}  # 16 MiB each
         owned = assign(tensors.values())
         files = [DataFile(path=f"{r}-{n}", size=1, header=1, digest="", rank=r) for r in range(ranks) for n in range(5)]
         began = time.process_time()

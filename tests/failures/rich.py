@@ -79,7 +79,7 @@ def save(url: str) -> None:
 
     def run(rank: int) -> None:
         options = SaveOptions(
-            layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False, merge=False
+            layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False, merge_flat_shards=False
         )  # boxes, not rows, for ``flat``
         try:
             save_state(url, states[rank], Group(rank, (0, 1), part_of(store, "rich", rank)), options)

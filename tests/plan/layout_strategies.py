@@ -16,7 +16,7 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 MAX_RANKS = 12
 NAMES = ("pp", "dp", "tp")
@@ -162,16 +162,16 @@ DTYPE_NAMES = ("uint8", "bfloat16", "float32", "float64")
 
 
 @st.composite
-def tensor_lists(draw: st.DrawFn, mesh: Mesh, max_tensors: int = 5, *, stages: bool = True) -> list[Global]:
+def tensor_lists(draw: st.DrawFn, mesh: Mesh, max_tensors: int = 5, *, stages: bool = True) -> list[TensorSpec]:
     """Tensors of one job over ``mesh``; some lie as others do, as the layers of a model."""
     count = draw(st.integers(1, max_tensors))
-    found: list[Global] = []
+    found: list[TensorSpec] = []
     for i in range(count):
         if found and draw(st.booleans()):
             like = draw(st.sampled_from(found))
-            found.append(Global(f"t{i}", like.dtype, like.shape, like.layout))
+            found.append(TensorSpec(f"t{i}", like.dtype, like.shape, like.layout))
             continue
         shape = draw(tensor_shapes())
         kind: DType = DTYPES[draw(st.sampled_from(DTYPE_NAMES))]
-        found.append(Global(f"t{i}", kind, shape, draw(layouts(mesh, shape, stages=stages))))
+        found.append(TensorSpec(f"t{i}", kind, shape, draw(layouts(mesh, shape, stages=stages))))
     return found

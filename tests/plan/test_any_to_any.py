@@ -28,7 +28,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.match import common_box
 from ckpt.plan.overlap import Copy, overlapping_chunks
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_ranges, parts_of
 from ckpt.settings import limits
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
@@ -42,12 +42,12 @@ def _limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "CHUNK", 96)
         patch.setattr(limits, "UNDIVIDED", 48)
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         yield
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
 
 
-def global_array(t: Global, seed: int) -> np.ndarray:
+def global_array(t: TensorSpec, seed: int) -> np.ndarray:
     """Elements that differ from each other and between tensors, as unsigned integers of the tensor's item size."""
     kind = np.dtype(f"<u{t.dtype.itemsize}")
     return (numbered(t.shape) + 1 + 37 * seed).astype(kind)
@@ -56,7 +56,7 @@ def global_array(t: Global, seed: int) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------------------- the two sides
 
 
-def chunk_bytes(t: Global, owned: Owned, chunk: int, array: np.ndarray) -> bytes:
+def chunk_bytes(t: TensorSpec, owned: ChunkAssignment, chunk: int, array: np.ndarray) -> bytes:
     """A chunk as its writer takes it from its own memory, which must have all of it in one piece."""
     box, rank = owned.box(chunk), int(owned.owners[chunk])
     local = local_array(t.layout, array, rank)
@@ -68,7 +68,7 @@ def chunk_bytes(t: Global, owned: Owned, chunk: int, array: np.ndarray) -> bytes
     return held[box.relative_to(piece.box.offset).slices].tobytes()
 
 
-def grid_of(owned: Owned) -> Grid:
+def grid_of(owned: ChunkAssignment) -> Grid:
     return Grid(cuts=owned.cuts, boxes=owned.boxes, files=owned.owners.astype(np.int32))
 
 
@@ -76,13 +76,13 @@ def grid_of(owned: Owned) -> Grid:
 class Target:
     """One rank's memory of one tensor, and how often each of its elements was written."""
 
-    wanted: Global
+    wanted: TensorSpec
     rank: int
     memory: np.ndarray
     times: np.ndarray
 
     @classmethod
-    def empty(cls, wanted: Global, rank: int) -> Target:
+    def empty(cls, wanted: TensorSpec, rank: int) -> Target:
         shape = wanted.layout.local_shape(wanted.shape, rank)
         return cls(wanted, rank, np.zeros(shape, dtype=f"<u{wanted.dtype.itemsize}"), np.zeros(shape, dtype=np.int64))
 
@@ -106,19 +106,19 @@ class Target:
         assert (self.times == 1).all()
 
 
-def targets_of(wanted: Sequence[Global], rank: int) -> list[Target]:
+def targets_of(wanted: Sequence[TensorSpec], rank: int) -> list[Target]:
     return [Target.empty(t, rank) for t in wanted if rank in t.layout.ranks()]
 
 
 @st.composite
-def journeys(draw: st.DrawFn) -> tuple[list[Global], list[Global]]:
+def journeys(draw: st.DrawFn) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """The same tensors in two unrelated layouts."""
     source = draw(tensor_lists(draw(meshes()), 4))
     mesh = draw(meshes())
-    return source, [Global(t.name, t.dtype, t.shape, draw(layouts(mesh, t.shape)), t.logical) for t in source]
+    return source, [TensorSpec(t.name, t.dtype, t.shape, draw(layouts(mesh, t.shape)), t.logical) for t in source]
 
 
-def ranks_of(tensors: Sequence[Global]) -> list[int]:
+def ranks_of(tensors: Sequence[TensorSpec]) -> list[int]:
     return sorted({r for t in tensors for r in t.layout.mesh.ranks})
 
 
@@ -127,7 +127,7 @@ def ranks_of(tensors: Sequence[Global]) -> list[int]:
 
 @settings(max_examples=2 * settings.default.max_examples)
 @given(journeys())
-def test_any_layout_to_any_layout_is_the_identity(journey: tuple[list[Global], list[Global]]) -> None:
+def test_any_layout_to_any_layout_is_the_identity(journey: tuple[list[TensorSpec], list[TensorSpec]]) -> None:
     source, wanted = journey
     arrays = {t.name: global_array(t, i) for i, t in enumerate(source)}
     owned = assign(source)
@@ -152,7 +152,7 @@ class Files:
     extents: dict[tuple[str, int], Extent]
 
 
-def saved(source: Sequence[Global], owned: dict[str, Owned], arrays: dict[str, np.ndarray]) -> Files:
+def saved(source: Sequence[TensorSpec], owned: dict[str, ChunkAssignment], arrays: dict[str, np.ndarray]) -> Files:
     """Each rank's files, laid out as the native format lays them out."""
     files = Files({}, {})
     for rank in ranks_of(source):
@@ -180,7 +180,7 @@ def longest_run(flags: np.ndarray) -> int:
     return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
-def load_rank(targets: list[Target], owned: dict[str, Owned], files: Files, gap: int, length: int, whole: bool) -> None:
+def load_rank(targets: list[Target], owned: dict[str, ChunkAssignment], files: Files, gap: int, length: int, whole: bool) -> None:
     """Read what one rank needs, as a load does, and assert that hardly more is read than that."""
     jobs = [(t, c) for t in targets for c in t.copies(grid_of(owned[t.wanted.name]), Box.whole(t.wanted.shape))]
     where = [files.extents[t.wanted.name, c.chunk] for t, c in jobs]
@@ -217,7 +217,7 @@ def load_rank(targets: list[Target], owned: dict[str, Owned], files: Files, gap:
 
 @given(journeys(), st.integers(0, 60), st.sampled_from([1, 40, 200, 1 << 20]), st.booleans())
 def test_files_written_in_one_layout_are_read_in_another(
-    journey: tuple[list[Global], list[Global]], gap: int, length: int, whole: bool
+    journey: tuple[list[TensorSpec], list[TensorSpec]], gap: int, length: int, whole: bool
 ) -> None:
     source, wanted = journey
     arrays = {t.name: global_array(t, i) for i, t in enumerate(source)}
@@ -249,9 +249,9 @@ def test_a_realistic_journey_reads_every_byte_once() -> None:
     }
     source, wanted = [], []
     for layer, (name, shape) in itertools.product(range(2), shapes.items()):
-        source.append(Global(f"{layer}.{name}", DTYPES["float32"], shape, TensorLayout(train, before[name])))
+        source.append(TensorSpec(f"{layer}.{name}", DTYPES["float32"], shape, TensorLayout(train, before[name])))
         layout = TensorLayout(serve, after[name], (("pp", (layer,)),))
-        wanted.append(Global(f"{layer}.{name}", DTYPES["float32"], shape, layout))
+        wanted.append(TensorSpec(f"{layer}.{name}", DTYPES["float32"], shape, layout))
     arrays = {t.name: global_array(t, i) for i, t in enumerate(source)}
     owned = assign(source)
     files = saved(source, owned, arrays)
@@ -270,9 +270,9 @@ def test_a_realistic_journey_reads_every_byte_once() -> None:
 def test_another_padding_keeps_what_is_real(rows: int, more: int, their_more: int, columns: int, data: st.DataObject) -> None:
     """A padded vocabulary in any layout, loaded with another padding in any other: real rows arrive, the rest is zero."""
     shape, real = (rows + their_more, columns), (rows, columns)
-    source = Global("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)), real)
+    source = TensorSpec("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)), real)
     shape = (rows + more, columns)
-    wanted = Global("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)), real)
+    wanted = TensorSpec("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)), real)
     array = global_array(source, 5)
     owned = assign([source])["w"]
     stored = [chunk_bytes(source, owned, i, array) for i in range(len(owned.owners))]
@@ -296,7 +296,7 @@ def test_another_padding_keeps_what_is_real(rows: int, more: int, their_more: in
 @given(tensor_shapes(), st.data())
 def test_tensors_without_elements_pass_too(shape: tuple[int, ...], data: st.DataObject) -> None:
     shape = (*shape[:1], 0, *shape[1:])
-    t = Global("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)))
+    t = TensorSpec("w", DTYPES["float32"], shape, data.draw(layouts(data.draw(meshes()), shape)))
     owned = assign([t])["w"]
     assert math.prod(shape) == 0
     assert len(owned.owners) >= 1

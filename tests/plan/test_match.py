@@ -16,14 +16,14 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import Selection, common_box, misfit, report_names, ways_out
-from ckpt.plan.ownership import Global
+from ckpt.plan.ownership import TensorSpec
 
 Shape = tuple[int, ...]
 ALONE = TensorLayout(Mesh.of({"dp": 1}))
 
 
-def wanted(shape: Shape, logical: Shape | None = None, dtype: str = "float32") -> Global:
-    return Global("w", DTYPES[dtype], shape, ALONE, logical)
+def wanted(shape: Shape, logical: Shape | None = None, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec("w", DTYPES[dtype], shape, ALONE, logical)
 
 
 def stored(shape: Shape, logical: Shape | None = None, dtype: str = "float32", name: str = "w") -> TensorEntry:
@@ -33,7 +33,7 @@ def stored(shape: Shape, logical: Shape | None = None, dtype: str = "float32", n
 
 def label(value: object) -> str | None:
     """A short id for a test's parameter."""
-    if isinstance(value, Global | TensorEntry):
+    if isinstance(value, TensorSpec | TensorEntry):
         return "x".join(map(str, value.shape)) + (f" of {'x'.join(map(str, value.logical))}" if value.logical else "")
     return "" if isinstance(value, str) else None
 
@@ -136,7 +136,7 @@ def test_only(only: tuple[str, ...], name: str, is_wanted: bool) -> None:
     ],
     ids=label,
 )
-def test_what_fits(mine: Global, theirs: TensorEntry) -> None:
+def test_what_fits(mine: TensorSpec, theirs: TensorEntry) -> None:
     assert misfit(mine, theirs, cast=False) is None
 
 
@@ -155,7 +155,7 @@ def test_what_fits(mine: Global, theirs: TensorEntry) -> None:
     ids=label,
 )
 @pytest.mark.parametrize("cast", [False, True])
-def test_what_does_not_fit(mine: Global, theirs: TensorEntry, message: str, cast: bool) -> None:
+def test_what_does_not_fit(mine: TensorSpec, theirs: TensorEntry, message: str, cast: bool) -> None:
     assert misfit(mine, theirs, cast=cast) == message
 
 
@@ -169,7 +169,7 @@ def test_dtypes_differ_only_if_asked_for() -> None:
 # ------------------------------------------------------------------------------------------------------------------- padding
 
 
-def loaded(mine: Global, theirs: TensorEntry, array: np.ndarray) -> np.ndarray:
+def loaded(mine: TensorSpec, theirs: TensorEntry, array: np.ndarray) -> np.ndarray:
     """A wanted tensor as a load leaves it: the common box from the stored array, zeros elsewhere."""
     found = np.full(mine.shape, -1, dtype=np.int64)
     box = common_box(mine, theirs)

@@ -24,7 +24,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
 from ckpt.plan.flat_fragments import Fragment, fragments
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.settings import limits
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists
 from tests.plan.test_ownership import bytes_written, gpt2
@@ -38,13 +38,13 @@ def small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "CHUNK", 64)
         patch.setattr(limits, "UNDIVIDED", 32)
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         yield
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
 
 
 @st.composite
-def flat_tensors(draw: st.DrawFn) -> Global:
+def flat_tensors(draw: st.DrawFn) -> TensorSpec:
     """One tensor that is flat over a mesh dimension and perhaps sharded or replicated over others."""
     mesh = draw(meshes())
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 24, 40]), min_size=1, max_size=3)))
@@ -61,24 +61,26 @@ def flat_tensors(draw: st.DrawFn) -> Global:
             splits.append(Shard(0, name, tuple(b - a for a, b in zip([0, *cuts], [*cuts, shape[0]], strict=True))))
         elif how == "columns":
             splits.append(Shard(-1, name))
-    return Global("w", DTYPES[draw(st.sampled_from(["uint8", "float32"]))], shape, TensorLayout(mesh, (*splits, Flat(over))))
+    return TensorSpec("w", DTYPES[draw(st.sampled_from(["uint8", "float32"]))], shape, TensorLayout(mesh, (*splits, Flat(over))))
 
 
-def all_fragments(tensors: Sequence[Global], owned: dict[str, Owned]) -> tuple[dict[int, list[Fragment]], dict[int, list[Fragment]]]:
+def all_fragments(
+    tensors: Sequence[TensorSpec], owned: dict[str, ChunkAssignment]
+) -> tuple[dict[int, list[Fragment]], dict[int, list[Fragment]]]:
     """What each rank sends and receives."""
     found = {r: fragments(tensors, owned, r) for t in tensors for r in t.layout.mesh.ranks}
     return {r: out for r, (out, _) in found.items()}, {r: into for r, (_, into) in found.items()}
 
 
-def held(t: Global, rank: int) -> np.ndarray:
+def held(t: TensorSpec, rank: int) -> np.ndarray:
     """Positions in the tensor's flattening of what a rank has in memory, in the order of that memory."""
     local = local_array(t.layout, numbered(t.shape), rank)
     return np.zeros(0, dtype=np.int64) if local is None else local.reshape(-1)
 
 
-def check(tensors: Sequence[Global]) -> None:
+def check(tensors: Sequence[TensorSpec]) -> None:
     """Scatter random arrays, move the fragments, and compare every chunk with the array."""
-    owned = assign(tensors, merge=True)
+    owned = assign(tensors, merge_flat_shards=True)
     sends, receives = all_fragments(tensors, owned)
     messages: dict[tuple[int, int], list[tuple[Fragment, np.ndarray]]] = defaultdict(list)
     arrays = {t.name: np.random.default_rng(i).integers(0, 1 << 40, t.shape) for i, t in enumerate(tensors)}
@@ -112,22 +114,22 @@ def check(tensors: Sequence[Global]) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @given(st.lists(flat_tensors(), min_size=1, max_size=1))
-def test_every_chunk_is_whole_once_the_fragments_have_moved(tensors: list[Global]) -> None:
-    event(f"merged: {assign(tensors, merge=True)['w'].merged}")
+def test_every_chunk_is_whole_once_the_fragments_have_moved(tensors: list[TensorSpec]) -> None:
+    event(f"merged: {assign(tensors, merge_flat_shards=True)['w'].merged}")
     check(tensors)
 
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)))
-def test_any_tensors_of_a_job(tensors: list[Global]) -> None:
+def test_any_tensors_of_a_job(tensors: list[TensorSpec]) -> None:
     check(tensors)
 
 
 @pytest.mark.usefixtures("small_limits")
 @given(flat_tensors())
-def test_merged_chunks(t: Global) -> None:
+def test_merged_chunks(t: TensorSpec) -> None:
     """Each is one range of the flattening and of whole rows, is not too large, and its owner holds the cell that it is said to."""
-    mine = assign([t], merge=True)["w"]
+    mine = assign([t], merge_flat_shards=True)["w"]
     assume(mine.merged)
     assert mine.cuts is not None
     assert (np.diff([n for c in mine.cuts for n in c]) != 0).all()
@@ -149,9 +151,9 @@ def test_merged_chunks(t: Global) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @given(flat_tensors())
-def test_little_moves(t: Global) -> None:
+def test_little_moves(t: TensorSpec) -> None:
     """Less than a row at each boundary between two ranges, at most an eighth in all, and nothing of one dimension."""
-    mine = assign([t], merge=True)["w"]
+    mine = assign([t], merge_flat_shards=True)["w"]
     assume(mine.merged)
     sends, _ = all_fragments([t], {"w": mine})
     moved = [f.stop - f.start for out in sends.values() for f in out]
@@ -173,12 +175,12 @@ def test_little_moves(t: Global) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)), st.randoms())
-def test_every_rank_comes_to_the_same_result_alone_and_in_any_order(tensors: list[Global], random: object) -> None:
-    together = assign(tensors, merge=True)
+def test_every_rank_comes_to_the_same_result_alone_and_in_any_order(tensors: list[TensorSpec], random: object) -> None:
+    together = assign(tensors, merge_flat_shards=True)
     for rank in {r for t in tensors for r in t.layout.mesh.ranks}:
         known = [t for t in tensors if rank in t.layout.ranks()]
         random.shuffle(known)  # type: ignore[attr-defined]
-        alone = assign(known, merge=True)
+        alone = assign(known, merge_flat_shards=True)
         for t in known:
             a, b = alone[t.name], together[t.name]
             assert (a.cuts, a.merged, a.owners.tolist()) == (b.cuts, b.merged, b.owners.tolist())
@@ -187,7 +189,7 @@ def test_every_rank_comes_to_the_same_result_alone_and_in_any_order(tensors: lis
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
-def test_without_merge_nothing_moves(tensors: list[Global]) -> None:
+def test_without_merge_nothing_moves(tensors: list[TensorSpec]) -> None:
     owned = assign(tensors)
     assert not any(o.merged for o in owned.values())
     assert all(fragments(tensors, owned, r) == ([], []) for t in tensors for r in t.layout.mesh.ranks)
@@ -196,13 +198,13 @@ def test_without_merge_nothing_moves(tensors: list[Global]) -> None:
 # ------------------------------------------------------------------------------------------------------------ what is merged
 
 
-def one(shape: tuple[int, ...], sizes: dict[str, int], *splits: Split, dtype: str = "float32") -> Owned:
+def one(shape: tuple[int, ...], sizes: dict[str, int], *splits: Split, dtype: str = "float32") -> ChunkAssignment:
     """The grid of one tensor with the real limits."""
-    t = Global("w", DTYPES[dtype], shape, TensorLayout(Mesh.of(sizes), splits))
-    return assign([t], merge=True)["w"]
+    t = TensorSpec("w", DTYPES[dtype], shape, TensorLayout(Mesh.of(sizes), splits))
+    return assign([t], merge_flat_shards=True)["w"]
 
 
-def moved(owned: Owned) -> int:
+def moved(owned: ChunkAssignment) -> int:
     assert owned.flat is not None
     return owned.flat.moved
 
@@ -212,7 +214,7 @@ def test_boundaries_go_to_the_nearest_row_and_down_from_the_middle() -> None:
     mine = one((90, 1000), {"dp": 4}, Flat("dp"))
     assert mine.cuts == ((0, 22, 45, 67, 90), (0, 1000))
     assert mine.owners.tolist() == [0, 1, 2, 3]
-    t = Global("w", F32, (90, 1000), TensorLayout(Mesh.of({"dp": 4}), (Flat("dp"),)))
+    t = TensorSpec("w", F32, (90, 1000), TensorLayout(Mesh.of({"dp": 4}), (Flat("dp"),)))
     found = {r: fragments([t], {"w": mine}, r) for r in range(4)}
     assert found[0][0] == [Fragment(name="w", chunk=1, start=22_000, stop=22_500, source=0, target=1)] == found[1][1]
     assert found[2][0] == [Fragment(name="w", chunk=3, start=67_000, stop=67_500, source=2, target=3)] == found[3][1]
@@ -279,8 +281,8 @@ def test_all_parts_of_a_row_have_one_owner() -> None:
 
 
 def test_small_tensors_go_whole_to_one_rank() -> None:
-    tensors = [Global(f"t{i}", F32, (64, 64), TensorLayout(Mesh.of({"dp": 4}), (Flat("dp"),))) for i in range(8)]
-    owned = assign(tensors, merge=True)
+    tensors = [TensorSpec(f"t{i}", F32, (64, 64), TensorLayout(Mesh.of({"dp": 4}), (Flat("dp"),))) for i in range(8)]
+    owned = assign(tensors, merge_flat_shards=True)
     assert all(o.cuts == ((0, 64), (0, 64)) for o in owned.values())
     assert Counter(int(o.owners[0]) for o in owned.values()) == {0: 2, 1: 2, 2: 2, 3: 2}
     check(tensors)
@@ -289,14 +291,14 @@ def test_small_tensors_go_whole_to_one_rank() -> None:
 def test_small_tensors_of_very_many_ranks_are_not_gathered() -> None:
     """A rank would get a message from each of them."""
     mesh = Mesh.of({"dp": 2 * FAN_IN})
-    mine = assign([Global("w", F32, (1024,), TensorLayout(mesh, (Flat("dp"),)))], merge=True)["w"]
+    mine = assign([TensorSpec("w", F32, (1024,), TensorLayout(mesh, (Flat("dp"),)))], merge_flat_shards=True)["w"]
     assert moved(mine) == 0
     assert len(mine.owners) == 2 * FAN_IN
 
 
 def test_replicas_share_the_chunks_of_a_range_and_take_edges_from_their_own() -> None:
-    t = Global("w", F32, (90, 1000), TensorLayout(Mesh.of({"rep": 2, "dp": 4}), (Flat("dp"),)))
-    mine = assign([t], merge=True)["w"]
+    t = TensorSpec("w", F32, (90, 1000), TensorLayout(Mesh.of({"rep": 2, "dp": 4}), (Flat("dp"),)))
+    mine = assign([t], merge_flat_shards=True)["w"]
     assert mine.cuts == ((0, 11, 22, 34, 45, 56, 67, 79, 90), (0, 1000))
     assert mine.owners.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     edges = [f for r in range(8) for f in fragments([t], {"w": mine}, r)[0]]
@@ -307,9 +309,9 @@ def test_replicas_share_the_chunks_of_a_range_and_take_edges_from_their_own() ->
 # --------------------------------------------------------------------------------------------------------------- balance
 
 
-def imbalance(tensors: Sequence[Global], ranks: int) -> float:
+def imbalance(tensors: Sequence[TensorSpec], ranks: int) -> float:
     """Bytes of the busiest rank over the mean."""
-    written = bytes_written(tensors, assign(tensors, merge=True))
+    written = bytes_written(tensors, assign(tensors, merge_flat_shards=True))
     assert sum(written.values()) == sum(t.nbytes for t in tensors)
     return max(written.values()) * ranks / sum(written.values())
 
@@ -317,13 +319,13 @@ def imbalance(tensors: Sequence[Global], ranks: int) -> float:
 @pytest.mark.parametrize(("copies", "ranges"), [(1, 4), (1, 8), (2, 4), (4, 8), (8, 8), (64, 1)])
 def test_a_model_is_balanced(copies: int, ranges: int) -> None:
     layout = TensorLayout(Mesh.of({"rep": copies, "dp": ranges}), (Flat("dp"),))
-    tensors = [Global(f"{name}.{m}", F32, shape, layout) for name, shape in gpt2() for m in ("exp_avg", "exp_avg_sq")]
+    tensors = [TensorSpec(f"{name}.{m}", F32, shape, layout) for name, shape in gpt2() for m in ("exp_avg", "exp_avg_sq")]
     assert imbalance(tensors, copies * ranges) <= 1.05
 
 
 def test_blocks_of_a_tensor_parallel_model_are_balanced() -> None:
     layout = TensorLayout(Mesh.of({"dp": 8, "tp": 4}), (Shard(0, "tp"), Flat("dp")))
-    assert imbalance([Global(name, F32, shape, layout) for name, shape in gpt2()], 32) <= 1.05
+    assert imbalance([TensorSpec(name, F32, shape, layout) for name, shape in gpt2()], 32) <= 1.05
 
 
 # ------------------------------------------------------------------------------------------------------------------ boxes
@@ -341,7 +343,7 @@ def test_boxes_of_all_ranges_at_once(shape: tuple[int, ...], data: st.DataObject
 
 
 @given(flat_tensors())
-def test_the_tiling_is_what_the_ranks_hold(t: Global) -> None:
+def test_the_tiling_is_what_the_ranks_hold(t: TensorSpec) -> None:
     tiling = t.layout.tiling(t.shape)
     if tiling.boxes is None:
         assert math.prod(t.shape) == 0
@@ -356,4 +358,4 @@ def test_the_tiling_is_what_the_ranks_hold(t: Global) -> None:
 def test_layouts_with_stages_and_interleaved_parts(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(24, 3), (5, 12), (40,), (), (0, 4), (1, 24, 2)]))
     layout = data.draw(layouts(data.draw(meshes()), shape))
-    check([Global("w", U8, shape, layout)])
+    check([TensorSpec("w", U8, shape, layout)])

@@ -16,7 +16,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Interleaved, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.settings import limits
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
 
@@ -29,12 +29,12 @@ def small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "CHUNK", 64)
         patch.setattr(limits, "UNDIVIDED", 32)
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         yield
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
 
 
-def same(a: Owned, b: Owned) -> bool:
+def same(a: ChunkAssignment, b: ChunkAssignment) -> bool:
     """Equal in grid and writers."""
     if (a.cuts is None) != (b.cuts is None):
         return False
@@ -42,7 +42,7 @@ def same(a: Owned, b: Owned) -> bool:
     return bool(grids) and np.array_equal(a.owners, b.owners) and np.array_equal(a.holders, b.holders)
 
 
-def bytes_written(tensors: Sequence[Global], owned: dict[str, Owned]) -> Counter[int]:
+def bytes_written(tensors: Sequence[TensorSpec], owned: dict[str, ChunkAssignment]) -> Counter[int]:
     """Rank → bytes that it writes."""
     found: Counter[int] = Counter()
     for t in tensors:
@@ -56,7 +56,7 @@ def bytes_written(tensors: Sequence[Global], owned: dict[str, Owned]) -> Counter
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
-def test_chunks_tile_and_are_written_by_a_holder(tensors: list[Global]) -> None:
+def test_chunks_tile_and_are_written_by_a_holder(tensors: list[TensorSpec]) -> None:
     owned = assign(tensors)
     assert owned.keys() == {t.name for t in tensors}
     for t in tensors:
@@ -79,16 +79,16 @@ def test_chunks_tile_and_are_written_by_a_holder(tensors: list[Global]) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists))
-def test_written_by_and_held_by_count_chunks(tensors: list[Global]) -> None:
+def test_written_by_and_held_by_count_chunks(tensors: list[TensorSpec]) -> None:
     for t, mine in ((t, assign(tensors)[t.name]) for t in tensors):
         for rank in t.layout.mesh.ranks:
             assert mine.written_by(rank) == [i for i, r in enumerate(mine.owners.tolist()) if r == rank]
-            assert mine.held_by(rank) == [i for i, held in enumerate(mine.holders.tolist()) if rank in held]
+            assert mine.chunks_on(rank) == [i for i, held in enumerate(mine.holders.tolist()) if rank in held]
 
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(tensor_lists), st.randoms())
-def test_the_order_of_tensors_does_not_matter(tensors: list[Global], random: object) -> None:
+def test_the_order_of_tensors_does_not_matter(tensors: list[TensorSpec], random: object) -> None:
     shuffled = list(tensors)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     first, second = assign(tensors), assign(shuffled)
@@ -97,7 +97,7 @@ def test_the_order_of_tensors_does_not_matter(tensors: list[Global], random: obj
 
 @pytest.mark.usefixtures("small_limits")
 @given(meshes().flatmap(lambda mesh: tensor_lists(mesh, 8)))
-def test_every_rank_comes_to_the_same_result_alone(tensors: list[Global]) -> None:
+def test_every_rank_comes_to_the_same_result_alone(tensors: list[TensorSpec]) -> None:
     """A rank knows the tensors that it holds a part of, and no others."""
     together = assign(tensors)
     for rank in {r for t in tensors for r in t.layout.mesh.ranks}:
@@ -107,7 +107,7 @@ def test_every_rank_comes_to_the_same_result_alone(tensors: list[Global]) -> Non
 
 
 @given(meshes().flatmap(tensor_lists))
-def test_small_cells_are_written_whole(tensors: list[Global]) -> None:
+def test_small_cells_are_written_whole(tensors: list[TensorSpec]) -> None:
     """With the real limits no tensor of these tests is divided further than its layout divides it."""
     owned = assign(tensors)
     for t in tensors:
@@ -134,7 +134,7 @@ def test_small_cells_are_written_whole(tensors: list[Global]) -> None:
 )
 def test_no_chunk_is_larger_than_64_mib(shape: tuple[int, ...], splits: tuple[Split, ...]) -> None:
     mesh = Mesh.of({"dp": 4, "tp": 2})
-    owned = assign([Global("w", F32, shape, TensorLayout(mesh, splits))])["w"]
+    owned = assign([TensorSpec("w", F32, shape, TensorLayout(mesh, splits))])["w"]
     sizes = [owned.box(i).numel * 4 for i in range(len(owned.owners))]
     assert sum(sizes) == 4 * math.prod(shape)
     assert max(sizes) <= 64 << 20
@@ -144,7 +144,7 @@ def test_no_chunk_is_larger_than_64_mib(shape: tuple[int, ...], splits: tuple[Sp
 
 
 def test_chunks_are_rows_where_rows_are_small_enough() -> None:
-    owned = assign([Global("w", F32, (100_000, 4096), TensorLayout(Mesh.of({"dp": 2})))])["w"]
+    owned = assign([TensorSpec("w", F32, (100_000, 4096), TensorLayout(Mesh.of({"dp": 2})))])["w"]
     assert owned.cuts is not None
     assert owned.cuts[1] == (0, 4096)
 
@@ -152,7 +152,7 @@ def test_chunks_are_rows_where_rows_are_small_enough() -> None:
 @pytest.mark.parametrize("split", [(), (Flat("tp"),)], ids=["cuts", "boxes"])
 def test_a_replica_writes_neighbouring_rows(split: tuple[Split, ...]) -> None:
     """However many chunks its part is."""
-    owned = assign([Global("w", F32, (240_000, 4096), TensorLayout(Mesh.of({"dp": 4, "tp": 1}), split))])["w"]
+    owned = assign([TensorSpec("w", F32, (240_000, 4096), TensorLayout(Mesh.of({"dp": 4, "tp": 1}), split))])["w"]
     owners = owned.owners.tolist()
     assert len(owners) == 4 * 15
     assert sorted(set(owners)) == [0, 1, 2, 3]
@@ -161,9 +161,9 @@ def test_a_replica_writes_neighbouring_rows(split: tuple[Split, ...]) -> None:
 
 def test_an_element_larger_than_a_chunk_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CHUNK", 8)
-    ownership._owned.cache_clear()
-    owned = assign([Global("w", DTYPES["complex128"], (2, 3), TensorLayout(Mesh.of({"dp": 1})))])["w"]
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
+    owned = assign([TensorSpec("w", DTYPES["complex128"], (2, 3), TensorLayout(Mesh.of({"dp": 1})))])["w"]
+    ownership._assignment.cache_clear()
     assert len(owned.owners) == 6
 
 
@@ -190,7 +190,7 @@ def gpt2(layers: int = 12, hidden: int = 768) -> list[tuple[str, tuple[int, ...]
     return found
 
 
-def imbalance(tensors: Sequence[Global], ranks: int) -> float:
+def imbalance(tensors: Sequence[TensorSpec], ranks: int) -> float:
     """Bytes of the busiest rank over the mean."""
     written = bytes_written(tensors, assign(tensors))
     assert sum(written.values()) == sum(t.nbytes for t in tensors)
@@ -203,11 +203,11 @@ def imbalance(tensors: Sequence[Global], ranks: int) -> float:
 def test_replicas_share_the_bytes_of_a_model(replicas: int, hidden: int, dtype: object) -> None:
     assert isinstance(dtype, type(F32))
     layout = TensorLayout(Mesh.of({"dp": replicas}))
-    weights = [Global(name, dtype, shape, layout) for name, shape in gpt2(hidden=hidden)]
+    weights = [TensorSpec(name, dtype, shape, layout) for name, shape in gpt2(hidden=hidden)]
     assert len(weights) == 148
     assert imbalance(weights, replicas) <= 1.05
-    adam = [Global(f"{t.name}.{m}", F32, t.shape, layout) for t in weights for m in ("exp_avg", "exp_avg_sq")]
-    steps = [Global(f"{t.name}.step", F32, (), layout) for t in weights]
+    adam = [TensorSpec(f"{t.name}.{m}", F32, t.shape, layout) for t in weights for m in ("exp_avg", "exp_avg_sq")]
+    steps = [TensorSpec(f"{t.name}.step", F32, (), layout) for t in weights]
     assert imbalance(weights + adam + steps, replicas) <= 1.05
 
 
@@ -216,7 +216,7 @@ def test_replicas_share_many_small_tensors(replicas: int) -> None:
     """None of these is divided, so only the dealing of whole tensors can balance them."""
     layout = TensorLayout(Mesh.of({"dp": replicas}))
     sizes = [100 * (7 * i % 151) for i in range(1, 151)]
-    assert imbalance([Global(f"t{i}", F32, (n,), layout) for i, n in enumerate(sizes)], replicas) <= 1.05
+    assert imbalance([TensorSpec(f"t{i}", F32, (n,), layout) for i, n in enumerate(sizes)], replicas) <= 1.05
 
 
 @pytest.mark.parametrize(("copies", "shards"), [(2, 4), (4, 8), (8, 8)])
@@ -224,7 +224,7 @@ def test_replicas_share_many_small_tensors(replicas: int) -> None:
 def test_hsdp_shares_the_bytes(copies: int, shards: int, kind: str) -> None:
     mesh = Mesh.of({"rep": copies, "shard": shards})
     split: Split = Shard(0, "shard") if kind == "rows" else Flat("shard")
-    tensors = [Global(name, F32, shape, TensorLayout(mesh, (split,))) for name, shape in gpt2()]
+    tensors = [TensorSpec(name, F32, shape, TensorLayout(mesh, (split,))) for name, shape in gpt2()]
     assert imbalance(tensors, copies * shards) <= 1.05
 
 
@@ -234,7 +234,7 @@ def test_tensor_and_data_parallelism_share_the_bytes() -> None:
     for name, shape in gpt2():
         split: tuple[Split, ...] = (Shard(0, "tp"),) if name.endswith(".w") and len(shape) == 2 else ()
         split = (Interleaved(0, "tp", 3),) if "qkv.w" in name else split
-        tensors.append(Global(name, BF16, shape, TensorLayout(mesh, split)))
+        tensors.append(TensorSpec(name, BF16, shape, TensorLayout(mesh, split)))
     assert imbalance(tensors, 32) <= 1.05
 
 
@@ -246,16 +246,16 @@ def test_experts_share_the_bytes(stacked: bool) -> None:
     for layer in range(2):
         for part, shape in (("up", (512, 256)), ("down", (256, 512))):
             if stacked:
-                tensors.append(Global(f"{layer}.{part}", BF16, (64, *shape), TensorLayout(mesh, (Shard(0, "ep"),))))
+                tensors.append(TensorSpec(f"{layer}.{part}", BF16, (64, *shape), TensorLayout(mesh, (Shard(0, "ep"),))))
             else:
                 at = [(("ep", (e // 8,)),) for e in range(64)]
-                tensors += [Global(f"{layer}.{e}.{part}", BF16, shape, TensorLayout(mesh, (), at[e])) for e in range(64)]
+                tensors += [TensorSpec(f"{layer}.{e}.{part}", BF16, shape, TensorLayout(mesh, (), at[e])) for e in range(64)]
     assert imbalance(tensors, 32) <= 1.05
 
 
 def test_pipeline_stages_are_balanced_each_for_itself() -> None:
     mesh = Mesh.of({"pp": 2, "dp": 8})
-    tensors = [Global(f"{s}.{name}", F32, shape, TensorLayout(mesh, (), (("pp", (s,)),))) for s in (0, 1) for name, shape in gpt2(4)]
+    tensors = [TensorSpec(f"{s}.{name}", F32, shape, TensorLayout(mesh, (), (("pp", (s,)),))) for s in (0, 1) for name, shape in gpt2(4)]
     written = bytes_written(tensors, assign(tensors))
     for stage in (range(8), range(8, 16)):
         load = [written[r] for r in stage]
@@ -264,9 +264,9 @@ def test_pipeline_stages_are_balanced_each_for_itself() -> None:
 
 def test_a_tensor_depends_only_on_those_that_have_its_replicas() -> None:
     mesh = Mesh.of({"pp": 2, "dp": 4})
-    mine = [Global(f"a{i}", F32, (100 + i,), TensorLayout(mesh, (), (("pp", (0,)),))) for i in range(9)]
-    theirs = [Global(f"b{i}", F32, (200 - i,), TensorLayout(mesh, (), (("pp", (1,)),))) for i in range(5)]
-    shared = [Global(f"c{i}", F32, (50,), TensorLayout(mesh)) for i in range(3)]
+    mine = [TensorSpec(f"a{i}", F32, (100 + i,), TensorLayout(mesh, (), (("pp", (0,)),))) for i in range(9)]
+    theirs = [TensorSpec(f"b{i}", F32, (200 - i,), TensorLayout(mesh, (), (("pp", (1,)),))) for i in range(5)]
+    shared = [TensorSpec(f"c{i}", F32, (50,), TensorLayout(mesh)) for i in range(3)]
     alone = assign(mine)
     for others in (theirs, shared, [*theirs, *shared]):
         together = assign([*others, *mine])
@@ -277,5 +277,5 @@ def test_a_tensor_depends_only_on_those_that_have_its_replicas() -> None:
 def test_the_same_shape_may_have_another_writer() -> None:
     """Tensors that are cut alike share a grid's cuts, not its writers."""
     layout = TensorLayout(Mesh.of({"dp": 4}))
-    owned = assign([Global(f"t{i}", F32, (10, 10), layout) for i in range(8)])
+    owned = assign([TensorSpec(f"t{i}", F32, (10, 10), layout) for i in range(8)])
     assert Counter(int(o.owners[0]) for o in owned.values()) == {0: 2, 1: 2, 2: 2, 3: 2}

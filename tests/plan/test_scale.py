@@ -22,7 +22,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import flat, flat_fragments, ownership
 from ckpt.plan.flat_fragments import fragments
 from ckpt.plan.overlap import overlapping_chunks
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -47,10 +47,10 @@ def decoder(layers: int, hidden: int, ffn: int, vocab: int, kv: int) -> list[tup
     return found
 
 
-def adam(model: Sequence[tuple[str, tuple[int, ...]]], layout: TensorLayout) -> list[Global]:
+def adam(model: Sequence[tuple[str, tuple[int, ...]]], layout: TensorLayout) -> list[TensorSpec]:
     """A bf16 weight and two fp32 moments for each tensor."""
-    weights = [Global(f"model.{name}.weight", BF16, shape, layout) for name, shape in model]
-    moments = [Global(f"optim.{name}.weight.{m}", F32, shape, layout) for m in ("exp_avg", "exp_avg_sq") for name, shape in model]
+    weights = [TensorSpec(f"model.{name}.weight", BF16, shape, layout) for name, shape in model]
+    moments = [TensorSpec(f"optim.{name}.weight.{m}", F32, shape, layout) for m in ("exp_avg", "exp_avg_sq") for name, shape in model]
     return weights + moments
 
 
@@ -65,7 +65,7 @@ def data_file(rank: int) -> DataFile:
 
 def forget() -> None:
     """Make the next plan pay for everything again."""
-    for cache in (ownership._owned, ownership._owned_rows, flat_fragments._moves, flat_fragments._place):
+    for cache in (ownership._assignment, ownership._assignment_of_rows, flat_fragments._moves, flat_fragments._place):
         cache.cache_clear()
     for cache in (layout_module.flat_blocks, flat.whole_grid, flat.row_grid):
         cache.cache_clear()
@@ -74,7 +74,7 @@ def forget() -> None:
     gc.collect()
 
 
-def contents_of(tensors: Sequence[Global], owned: dict[str, Owned], ranks: int) -> Contents:
+def contents_of(tensors: Sequence[TensorSpec], owned: dict[str, ChunkAssignment], ranks: int) -> Contents:
     """What the leader of a save with one file per rank writes; tensors that are cut and dealt alike share a grid."""
     files = [data_file(r) for r in range(ranks)]
     grids: dict[int, Grid] = {}
@@ -138,7 +138,7 @@ CUTS: dict[str, tuple[Split, ...]] = {
 }
 
 
-def stage_tensors(stage: int, zero: Split | None) -> list[Global]:
+def stage_tensors(stage: int, zero: Split | None) -> list[TensorSpec]:
     """One pipeline stage of the model with bf16 weights and two fp32 moments, which ``zero`` cuts over the data-parallel ranks too."""
     mesh = Mesh.of({"pp": PP, "dp": DP, "tp": TP})
     at = (("pp", (stage,)),)
@@ -151,15 +151,15 @@ def stage_tensors(stage: int, zero: Split | None) -> list[Global]:
     tensors = []
     for name, part, shape in found:
         splits = CUTS.get(part, ())
-        tensors.append(Global(f"model.{name}", BF16, shape, TensorLayout(mesh, splits, at)))
+        tensors.append(TensorSpec(f"model.{name}", BF16, shape, TensorLayout(mesh, splits, at)))
         kept = splits if zero is None or (isinstance(zero, Flat) and any(isinstance(s, Interleaved) for s in splits)) else (*splits, zero)
-        tensors += [Global(f"optim.{name}.{m}", F32, shape, TensorLayout(mesh, kept, at)) for m in ("exp_avg", "exp_avg_sq")]
+        tensors += [TensorSpec(f"optim.{name}.{m}", F32, shape, TensorLayout(mesh, kept, at)) for m in ("exp_avg", "exp_avg_sq")]
     return tensors
 
 
-def plan_one_rank(tensors: Sequence[Global], rank: int, *, merge: bool = False) -> tuple[int, int, int]:
+def plan_one_rank(tensors: Sequence[TensorSpec], rank: int, *, merge: bool = False) -> tuple[int, int, int]:
     """All that a rank computes before its first byte is written, and before its first byte is read back; chunks, bytes and fragments."""
-    owned = assign(tensors, merge=merge)
+    owned = assign(tensors, merge_flat_shards=merge)
     sends, receives = fragments(tensors, owned, rank)
     specs = [
         ChunkSpec(name=t.name, box=owned[t.name].box(i), shape=t.shape, dtype=t.dtype)
@@ -206,16 +206,16 @@ def test_the_leader_of_16384_ranks_joins_the_tables_of_all_stages(zero: Split, m
     assert seconds < 30
 
 
-def lead(tables: Sequence[tuple[Sequence[int], Table]], tensors: Sequence[Global], ranks: int, *, merge: bool) -> tuple[float, int]:
+def lead(tables: Sequence[tuple[Sequence[int], Table]], tensors: Sequence[TensorSpec], ranks: int, *, merge: bool) -> tuple[float, int]:
     """CPU seconds and bytes of the index, of all that the leader does about tensors."""
     forget()
     began = time.process_time()
-    joined = join_tables(tables, merge=merge)
-    index = encode_index(contents_of(tensors, joined.owned, ranks))
+    joined = join_tables(tables, merge_flat_shards=merge)
+    index = encode_index(contents_of(tensors, joined.assignments, ranks))
     seconds = time.process_time() - began
-    chunks = sum(len(o.owners) for o in joined.owned.values())
-    grids = len({id(o) for o in joined.owned.values()})
-    merged = sum(o.merged for o in joined.owned.values())
+    chunks = sum(len(o.owners) for o in joined.assignments.values())
+    grids = len({id(o) for o in joined.assignments.values()})
+    merged = sum(o.merged for o in joined.assignments.values())
     sizes = {name: len(data) for name, data in index.items()}
     size = sum(sizes.values())
     print(f"{len(tensors)} tensors, {merged} merged, {chunks} chunks, {grids} grids, {size / 1e6:.2f} MB, {seconds:.1f} CPU s: {sizes}")
@@ -225,7 +225,7 @@ def lead(tables: Sequence[tuple[Sequence[int], Table]], tensors: Sequence[Global
 # ------------------------------------------------------------------------------------------------------ Llama 3 405B, flat over all ranks
 
 
-def flat_model(ranks: int, copies: int = 1, *, fused: bool = False) -> list[Global]:
+def flat_model(ranks: int, copies: int = 1, *, fused: bool = False) -> list[TensorSpec]:
     """Every tensor of the model is cut into ``ranks / copies`` flat ranges, of which there are ``copies`` replicas."""
     layout = TensorLayout(Mesh.of({"rep": copies, "dp": ranks // copies}), (Flat("dp"),))
     model = decoder(LAYERS, HIDDEN, FFN, VOCAB, KV)

@@ -15,7 +15,7 @@ from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import Global, assign
+from ckpt.plan.ownership import TensorSpec, assign
 from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text
 from tests.plan.layout_strategies import meshes, tensor_lists
 
@@ -25,15 +25,15 @@ STAGE = [TensorLayout(PP_DP, (Shard(0, "dp"),), (("pp", (s,)),)) for s in (0, 1)
 EVERYWHERE = TensorLayout(PP_DP)
 
 
-def table(*tensors: Global, **aliases: str) -> Table:
+def table(*tensors: TensorSpec, **aliases: str) -> Table:
     return Table(tensors=tensors, aliases=aliases)
 
 
-def tensor(name: str, layout: TensorLayout, shape: tuple[int, ...] = (8, 4), **changed: Any) -> Global:
-    return Global(name, changed.get("dtype", F32), shape, layout, changed.get("logical"))
+def tensor(name: str, layout: TensorLayout, shape: tuple[int, ...] = (8, 4), **changed: Any) -> TensorSpec:
+    return TensorSpec(name, changed.get("dtype", F32), shape, layout, changed.get("logical"))
 
 
-def tables_of(tensors: Sequence[Global]) -> list[tuple[list[int], Table]]:
+def tables_of(tensors: Sequence[TensorSpec]) -> list[tuple[list[int], Table]]:
     """What the ranks of a job say: each rank the tensors that its layouts give it; ranks with the same tensors together."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted({r for t in tensors for r in t.layout.mesh.ranks}):
@@ -54,19 +54,19 @@ def in_parts(said: Sequence[tuple[Sequence[int], Table]]) -> list[tuple[list[int
 
 
 @given(meshes().flatmap(tensor_lists))
-def test_what_all_ranks_say_is_what_one_would_plan(tensors: list[Global]) -> None:
+def test_what_all_ranks_say_is_what_one_would_plan(tensors: list[TensorSpec]) -> None:
     expected = assign(tensors)
     for joined in (join_tables(tables_of(tensors)), join_tables(in_parts(tables_of(tensors)))):
         assert joined.tensors == {t.name: t for t in tensors}
-        assert joined.owned.keys() == expected.keys()
-        for name, owned in joined.owned.items():
+        assert joined.assignments.keys() == expected.keys()
+        for name, owned in joined.assignments.items():
             assert owned.cuts == expected[name].cuts
             assert np.array_equal(owned.owners, expected[name].owners)
             assert [owned.box(i) for i in range(len(owned.owners))] == [expected[name].box(i) for i in range(len(owned.owners))]
 
 
 @given(meshes().flatmap(tensor_lists), st.data())
-def test_a_rank_that_lacks_a_tensor_is_found(tensors: list[Global], data: st.DataObject) -> None:
+def test_a_rank_that_lacks_a_tensor_is_found(tensors: list[TensorSpec], data: st.DataObject) -> None:
     """Whatever the layout: also a replica that is not needed to cover the tensor is missed, since it would have to write its part."""
     lost = data.draw(st.sampled_from(tensors))
     rank = data.draw(st.sampled_from(sorted(lost.layout.ranks())))
@@ -85,7 +85,7 @@ def test_a_rank_that_lacks_a_tensor_is_found(tensors: list[Global], data: st.Dat
 
 
 @given(meshes().flatmap(tensor_lists), st.dictionaries(st.sampled_from("abc"), st.sampled_from(["t0", "t1"])), st.randoms())
-def test_table_round_trip(tensors: list[Global], aliases: dict[str, str], random: Any) -> None:
+def test_table_round_trip(tensors: list[TensorSpec], aliases: dict[str, str], random: Any) -> None:
     first = Table(tensors=tuple(tensors), aliases=aliases)
     again = Table.from_bytes(first.to_bytes())
     assert sorted(again.tensors, key=lambda t: t.name) == sorted(tensors, key=lambda t: t.name)
@@ -137,7 +137,7 @@ def test_tables_that_differ_have_different_bytes() -> None:
 def test_a_tied_embedding_on_both_ends_is_one_tensor() -> None:
     both = TensorLayout(Mesh.of({"pp": 3, "dp": 1}), (), (("pp", (0, 2)),))
     joined = join_tables([([0], table(tensor("w", both))), ([1], table()), ([2], table(tensor("w", both)))])
-    assert joined.owned["w"].holders.tolist() == [[0, 2]]
+    assert joined.assignments["w"].holders.tolist() == [[0, 2]]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -148,8 +148,8 @@ def test_who_writes_is_what_the_ranks_of_the_mesh_say(order: int) -> None:
     said = [([0, 1], table(small)), ([2, 3], table(small, large))][::order]
     assert assign([small])["small"].owners.tolist() != assign([small, large])["small"].owners.tolist()
     joined = join_tables(said)
-    assert joined.owned["small"].owners.tolist() == assign([small, large])["small"].owners.tolist() == [3]
-    assert joined.owned["large"].owners.tolist() == [2]
+    assert joined.assignments["small"].owners.tolist() == assign([small, large])["small"].owners.tolist() == [3]
+    assert joined.assignments["large"].owners.tolist() == [2]
 
 
 def test_aliases_may_be_on_some_ranks_only() -> None:

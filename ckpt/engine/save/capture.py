@@ -125,7 +125,7 @@ class Capture:
         self.meter.add(captured=sum(batch.length for batch in now))
         if self.replicas is not None:
             later |= self.replicas.elsewhere()
-        return {name for name in names if name not in later and not self.plan.owned[name].merged}
+        return {name for name in names if name not in later and not self.plan.assignments[name].merged}
 
     def _follow(self) -> None:
         """Let the side streams come after all that the caller has queued."""

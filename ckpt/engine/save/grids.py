@@ -9,7 +9,7 @@ import numpy as np
 from ckpt.catalog import DataFile, Grid
 from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
 from ckpt.layout.geometry import IntArray, cells
-from ckpt.plan.ownership import Global, Owned
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec
 
 from .plan import NO_ID, chunks_of, specs_of
 
@@ -21,9 +21,15 @@ class Grids:
     """Stored grids with files in place of ranks; tensors cut alike, whose chunks are in the same files, share one."""
 
     def __init__(
-        self, files: Sequence[DataFile], owned: Mapping[str, Owned], tensors: Mapping[str, Global], ranks: Sequence[int], *, coded: bool
+        self,
+        files: Sequence[DataFile],
+        assignments: Mapping[str, ChunkAssignment],
+        tensors: Mapping[str, TensorSpec],
+        ranks: Sequence[int],
+        *,
+        coded: bool,
     ) -> None:
-        self.owned = owned
+        self.assignments = assignments
         self.tensors = tensors
         self.first: dict[int, int] = {}
         self.many: dict[int, int] = {}
@@ -40,13 +46,13 @@ class Grids:
         self.numbers = (self._coded() if coded else self._split(split)) if split else {}
 
     def of(self, name: str) -> Grid:
-        owned, numbers = self.owned[name], self.numbers.get(name)
-        key = id(owned), None if numbers is None or not numbers.any() else numbers.tobytes()
+        assignment, numbers = self.assignments[name], self.numbers.get(name)
+        key = id(assignment), None if numbers is None or not numbers.any() else numbers.tobytes()
         grid = self.made.get(key)
         if grid is None:
-            files: Numbers = self.by_rank[owned.owners] if numbers is None else self.by_rank[owned.owners] + numbers
+            files: Numbers = self.by_rank[assignment.owners] if numbers is None else self.by_rank[assignment.owners] + numbers
             files = files[:1] if len(files) and (files == files[0]).all() else files
-            grid = self.made[key] = Grid(cuts=owned.cuts, boxes=owned.boxes, files=files)
+            grid = self.made[key] = Grid(cuts=assignment.cuts, boxes=assignment.boxes, files=files)
         return grid
 
     def _coded(self) -> dict[str, Numbers]:
@@ -59,26 +65,32 @@ class Grids:
         rounds: dict[int, list[IntArray]] = {}
         sizes: dict[tuple[int, int], IntArray] = {}
         file_of = {}
-        for name in sorted(self.owned):
-            owned, itemsize = self.owned[name], self.tensors[name].dtype.itemsize
-            if id(owned) not in rounds:
-                rounds[id(owned)] = _rounds(owned.owners)
-            key = id(owned), itemsize
+        for name in sorted(self.assignments):
+            assignment, itemsize = self.assignments[name], self.tensors[name].dtype.itemsize
+            if id(assignment) not in rounds:
+                rounds[id(assignment)] = _rounds(assignment.owners)
+            key = id(assignment), itemsize
             if key not in sizes:
-                shapes = cells(owned.cuts)[1] if owned.cuts is not None else owned.boxes[1] if owned.boxes is not None else None
+                shapes = (
+                    cells(assignment.cuts)[1]
+                    if assignment.cuts is not None
+                    else assignment.boxes[1]
+                    if assignment.boxes is not None
+                    else None
+                )
                 assert shapes is not None
                 sizes[key] = shapes.prod(axis=1, dtype=np.int64) * itemsize
-            numbers: Numbers = np.zeros(len(owned.owners), dtype=np.int32)
-            for chunks in rounds[id(owned)]:
-                numbers[chunks] = files.put(owned.owners[chunks], sizes[key][chunks])
+            numbers: Numbers = np.zeros(len(assignment.owners), dtype=np.int32)
+            for chunks in rounds[id(assignment)]:
+                numbers[chunks] = files.put(assignment.owners[chunks], sizes[key][chunks])
             file_of[name] = numbers
         return file_of
 
     def _split(self, ranks: Sequence[int]) -> dict[str, Numbers]:
         """For ranks whose headers are too long for one file, which are few: each one's own plan, made again."""
-        file_of: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.owned.items()}
+        file_of: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.assignments.items()}
         for rank in ranks:
-            chunks = chunks_of(self.owned, rank)
+            chunks = chunks_of(self.assignments, rank)
             for n, plan in enumerate(plan_data_files(specs_of(chunks, self.tensors), id=NO_ID, rank=self.positions[rank])):
                 for c in chunks[plan.first : plan.first + len(plan)]:
                     file_of[c.name][c.number] = n

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.catalog import DataFile, TensorEntry
-from ckpt.plan.ownership import Global, assign
+from ckpt.plan.ownership import TensorSpec, assign
 from ckpt.plan.tables import Joined, Table
 
 from .grids import Grids
 from .plan import own_tensors
 
 
-def chunks_apart(files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks: Sequence[int]) -> tuple[Global, ...]:
+def chunks_apart(files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
     """Tensors of the rows of ranks that wrote several files: which file has a chunk depends on all that its rank wrote. ``own_rows`` by
     position."""
     several = [position for position, count in Counter(f.rank for f in files).items() if count > 1]
@@ -22,17 +22,17 @@ def chunks_apart(files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks
 
 
 def index_rows(
-    joined: Joined, own: Mapping[int, Table], files: Sequence[DataFile], apart: Sequence[Global], ranks: Sequence[int], *, coded: bool
+    joined: Joined, own: Mapping[int, Table], files: Sequence[DataFile], apart: Sequence[TensorSpec], ranks: Sequence[int], *, coded: bool
 ) -> tuple[TensorEntry, ...]:
     """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``; ``coded``:
     whether chunks may be coded, which decides what shares a file."""
-    tensors, owned = dict(joined.tensors), dict(joined.owned)
+    tensors, assignments = dict(joined.tensors), dict(joined.assignments)
     rank_of: dict[str, int] = {}
     for rank, table in own.items():
         for t in table.tensors:
             tensors[t.name], rank_of[t.name] = t, rank
-        owned |= assign(table.tensors)
-    grids = Grids(files, owned | assign(apart), tensors | {t.name: t for t in apart}, ranks, coded=coded)
+        assignments |= assign(table.tensors)
+    grids = Grids(files, assignments | assign(apart), tensors | {t.name: t for t in apart}, ranks, coded=coded)
     entries = {
         name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
         for name, t in tensors.items()

@@ -48,7 +48,7 @@ class SaveOptions:
     timeout: float
     check_replicas: bool
     threads: int
-    merge: bool = True
+    merge_flat_shards: bool = True
     codec: str | None = None
     spans: bool = True
     staging: int | None = None

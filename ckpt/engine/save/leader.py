@@ -69,7 +69,7 @@ class Leader:
     call: Call
     backend: Backend
     known: list[Tables]
-    merge: bool
+    merge_flat_shards: bool
     metrics: Mapping[str, float] | None = None
     earlier: Callable[[], str | None] | None = None
 
@@ -84,7 +84,9 @@ class Leader:
         by_options = grouped(rows, "options")
         if len(by_options) > 1:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
-            raise ConsistencyError(f"the ranks save with different options: {each}", hint="give merge= and codec= alike on every rank")
+            raise ConsistencyError(
+                f"the ranks save with different options: {each}", hint="give merge_flat_shards= and codec= alike on every rank"
+            )
         first = not self.known
         opened = self.open_tables(self._join(rows), rows, first=first)
         key = opened.values_key
@@ -129,7 +131,7 @@ class Leader:
         key = (
             tuple((digest, tuple(ranks)) for digest, ranks in shared.items()),
             tuple(own.items()),
-            self.merge,
+            self.merge_flat_shards,
             limits.CHUNK,
             limits.UNDIVIDED,
         )
@@ -138,7 +140,9 @@ class Leader:
                 self.known.append(self.known.pop(i))
                 return tables
         self.call.fetch_all([*shared, *own.values()])
-        joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge=self.merge)
+        joined = join_tables(
+            [(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge_flat_shards=self.merge_flat_shards
+        )
         tables = Tables(key, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
         self.known[:] = [*self.known, tables][-KEPT:]
         return tables

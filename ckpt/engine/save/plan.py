@@ -20,7 +20,7 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.flat_fragments import Fragment, fragments
-from ckpt.plan.ownership import Global, Owned, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.tables import Table
 from ckpt.settings import limits
@@ -65,7 +65,7 @@ class RankPlan:
     shared: Sequence[bytes]
     own: bytes
     own_tensors: bytes
-    owned: Mapping[str, Owned]
+    assignments: Mapping[str, ChunkAssignment]
     chunks: Sequence[Chunk]
     specs: Sequence[ChunkSpec]
     files: Sequence[DataFilePlan]
@@ -89,7 +89,7 @@ class Plans:
     hits: int = 0
     _kept: list[RankPlan] = field(default_factory=list)
 
-    def plan(self, collected: Collected, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+    def plan(self, collected: Collected, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
         """The plan for a collected state: a kept one, or a new one.
 
         Raises:
@@ -98,21 +98,21 @@ class Plans:
         shard_table = collected.shard_table
         if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
-        options = rank, position, merge, codec, limits.CHUNK, limits.UNDIVIDED
+        options = rank, position, merge_flat_shards, codec, limits.CHUNK, limits.UNDIVIDED
         key = _Key(tuple(t.info for t in shard_table.tensors.values()), dict(shard_table.aliases), frozenset(shard_table.own), options)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
                 self._kept.append(self._kept.pop(i))
                 return kept
-        made = make_plan(key, rank=rank, position=position, merge=merge, codec=codec)
+        made = make_plan(key, rank=rank, position=position, merge_flat_shards=merge_flat_shards, codec=codec)
         self._kept = [*self._kept, made][-KEPT:]
         return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Key:
-    infos: tuple[Global, ...]
+    infos: tuple[TensorSpec, ...]
     aliases: dict[str, str]
     own: frozenset[str]
     options: tuple[object, ...]
@@ -125,21 +125,23 @@ class _Key:
         )
 
 
-def make_plan(key: _Key, *, rank: int, position: int, merge: bool, codec: str | None) -> RankPlan:
+def make_plan(key: _Key, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
     shared, own = split_own(key)
-    owned = assign(shared.tensors, merge=merge) | assign(own.tensors)
-    sends, receives = fragments(shared.tensors, owned, rank) if merge else ([], [])
-    compared = {id(o): _replicated(o, rank) for o in _distinct(owned) if o.replicas > 1}
-    replicated = [(name, numbers) for name, o in owned.items() if (numbers := compared.get(id(o)))]
-    plan = plan_given(key.infos, owned, rank=rank, position=position, codec=codec)
+    assignments = assign(shared.tensors, merge_flat_shards=merge_flat_shards) | assign(own.tensors)
+    sends, receives = fragments(shared.tensors, assignments, rank) if merge_flat_shards else ([], [])
+    compared = {id(o): _replicated(o, rank) for o in _distinct(assignments) if o.replicas > 1}
+    replicated = [(name, numbers) for name, o in assignments.items() if (numbers := compared.get(id(o)))]
+    plan = plan_assigned(key.infos, assignments, rank=rank, position=position, codec=codec)
     plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated)
     parts = [part.to_bytes() for part in shared.parts()]
     return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
 
 
-def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int, position: int, codec: str | None) -> RankPlan:
+def plan_assigned(
+    infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], *, rank: int, position: int, codec: str | None
+) -> RankPlan:
     """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
-    chunks = chunks_of(owned, rank)
+    chunks = chunks_of(assignments, rank)
     specs = specs_of(chunks, {t.name: t for t in infos})
     groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
     files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
@@ -148,7 +150,7 @@ def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int
         shared=(),
         own=b"",
         own_tensors=b"",
-        owned=owned,
+        assignments=assignments,
         chunks=chunks,
         files=files,
         specs=specs,
@@ -160,10 +162,10 @@ def plan_given(infos: Sequence[Global], owned: Mapping[str, Owned], *, rank: int
     )
 
 
-def own_tensors(row: bytes, rank: int) -> list[Global]:
+def own_tensors(row: bytes, rank: int) -> list[TensorSpec]:
     """The tensors of a row of the index that ``rank`` made, as its plan has them."""
     layout, members = TensorLayout(Mesh.flat((rank,))), json.loads(row)["tensors"]
-    return [Global(name, dtype(t["dtype"]), tuple(t["shape"]), layout) for name, t in members.items()]
+    return [TensorSpec(name, dtype(t["dtype"]), tuple(t["shape"]), layout) for name, t in members.items()]
 
 
 def _own_tensors(plan: RankPlan, own: Table) -> bytes:
@@ -173,18 +175,18 @@ def _own_tensors(plan: RankPlan, own: Table) -> bytes:
     file = {(c.name, c.number): n for n, span in enumerate(spans) for c in plan.chunks[span] if c.name in names}
     tensors = []
     for t in own.tensors:
-        owned = plan.owned[t.name]
-        assert owned.cuts is not None  # they are not sharded
-        files = [file[t.name, i] for i in range(len(owned.owners))]
-        tensors.append(OwnTensor(t.name, t.dtype, t.shape, owned.cuts, files if len({*files}) > 1 else files[:1]))
+        assignment = plan.assignments[t.name]
+        assert assignment.cuts is not None  # they are not sharded
+        files = [file[t.name, i] for i in range(len(assignment.owners))]
+        tensors.append(OwnTensor(t.name, t.dtype, t.shape, assignment.cuts, files if len({*files}) > 1 else files[:1]))
     return encode_tensors(tensors, own.aliases)
 
 
-def _replicated(owned: Owned, rank: int) -> list[int]:
+def _replicated(assignment: ChunkAssignment, rank: int) -> list[int]:
     """The chunks by which a replicated tensor is compared: those that the rank has; a merged tensor is compared whole, as chunk 0."""
-    if owned.merged:
-        return [0] if (owned.cell_holders == rank).any() else []
-    return owned.held_by(rank)
+    if assignment.merged:
+        return [0] if (assignment.cell_holders == rank).any() else []
+    return assignment.chunks_on(rank)
 
 
 def _coded_batches(number: int, group: slice, specs: Sequence[ChunkSpec]) -> list[Batch]:
@@ -205,18 +207,18 @@ def split_own(key: _Key) -> tuple[Table, Table]:
     return shared, own
 
 
-def chunks_of(owned: Mapping[str, Owned], rank: int) -> list[Chunk]:
+def chunks_of(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[Chunk]:
     """The chunks that a rank writes, in the order in which every rank lists them."""
-    written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(owned)}
-    return [Chunk(name, i, box) for name in sorted(owned) for i, box in written[id(owned[name])]]
+    written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(assignments)}
+    return [Chunk(name, i, box) for name in sorted(assignments) for i, box in written[id(assignments[name])]]
 
 
-def _distinct(owned: Mapping[str, Owned]) -> Collection[Owned]:
+def _distinct(assignments: Mapping[str, ChunkAssignment]) -> Collection[ChunkAssignment]:
     """Tensors that are cut and dealt alike share a grid; to look for a rank in it takes as long as it has chunks."""
-    return {id(o): o for o in owned.values()}.values()
+    return {id(o): o for o in assignments.values()}.values()
 
 
-def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, Global]) -> list[ChunkSpec]:
+def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, TensorSpec]) -> list[ChunkSpec]:
     return [ChunkSpec(name=c.name, box=c.box, shape=tensors[c.name].shape, dtype=tensors[c.name].dtype) for c in chunks]
 
 

@@ -41,12 +41,12 @@ class Replicas:
 
     def _hash(self, group: Sequence[tuple[str, Sequence[int]]], beat: Callable[[], None]) -> None:
         for name, numbers in group:
-            owned = self.plan.owned[name]
+            assignment = self.plan.assignments[name]
             for i in numbers:
-                if owned.merged:
+                if assignment.merged:
                     self._digests[name, i] = self._flat(name)
                 elif (name, i) not in self._written:
-                    self._digests[name, i] = xxhash.xxh3_64_intdigest(self._bytes(name, owned.box(i)))
+                    self._digests[name, i] = xxhash.xxh3_64_intdigest(self._bytes(name, assignment.box(i)))
             beat()
 
     def _bytes(self, name: str, box: Box) -> memoryview:
@@ -68,18 +68,18 @@ class Replicas:
         by_ranks: dict[str, dict[str, str]] = {}
         ids: dict[tuple[int, int], str] = {}
         for name, numbers in self.plan.replicated:
-            owned = self.plan.owned[name]
-            cell = self._cell(name) if owned.merged else int(owned.cell[numbers[0]])
-            key = id(owned.cell_holders), cell
+            assignment = self.plan.assignments[name]
+            cell = self._cell(name) if assignment.merged else int(assignment.cell[numbers[0]])
+            key = id(assignment.cell_holders), cell
             if key not in ids:
-                ids[key] = xxhash.xxh3_64_hexdigest(owned.cell_holders[cell].tobytes())
+                ids[key] = xxhash.xxh3_64_hexdigest(assignment.cell_holders[cell].tobytes())
             each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in numbers)
             digests = b"".join(d.to_bytes(8, "big") for d in each)
             by_ranks.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)
         return dict(by_ranks)
 
     def _cell(self, name: str) -> int:
-        return int(np.flatnonzero((self.plan.owned[name].cell_holders == self.rank).any(axis=1))[0])
+        return int(np.flatnonzero((self.plan.assignments[name].cell_holders == self.rank).any(axis=1))[0])
 
 
 def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:

@@ -114,8 +114,8 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with job.spans.span("plan"):
         position = group.ranks.index(group.rank)
-        merge = options.merge and group.size > 1
-        plan = plans.plan(collected, rank=group.rank, position=position, merge=merge, codec=options.codec)
+        merge_flat_shards = options.merge_flat_shards and group.size > 1
+        plan = plans.plan(collected, rank=group.rank, position=position, merge_flat_shards=merge_flat_shards, codec=options.codec)
         source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
@@ -160,7 +160,12 @@ def begin(prepared: Prepared) -> Begun:
     opened: OpenSave | None = None
     if call.is_leader:
         leader = Leader(
-            call=call, backend=backend, known=job.cache.tables, merge=options.merge, metrics=options.metrics, earlier=options.earlier
+            call=call,
+            backend=backend,
+            known=job.cache.tables,
+            merge_flat_shards=options.merge_flat_shards,
+            metrics=options.metrics,
+            earlier=options.earlier,
         )
         opened = call.lead(row, leader.open, OpenSave.public)
         id = opened.id
@@ -181,7 +186,7 @@ def _begin_row(prepared: Prepared) -> Row:
     row: Row = {
         "table": " ".join(map(call.share, plan.shared)),
         "state": call.share(prepared.values),
-        "options": f"merge={prepared.job.options.merge} codec={prepared.job.options.codec}",
+        "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}",
     }
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)

@@ -61,7 +61,7 @@ class ChunkSource:
         chunk = self.plan.chunks[number]
         if not chunk.box.numel:
             return memoryview(b"")
-        if self.plan.owned[chunk.name].merged:
+        if self.plan.assignments[chunk.name].merged:
             chunk_bytes = torch.empty(self.nbytes(number), dtype=torch.uint8)
             self.fill(number, chunk_bytes)
             self.patch(number, chunk_bytes)
@@ -101,7 +101,7 @@ class ChunkSource:
         """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
         chunk = self.plan.chunks[number]
         local = self.tensor(chunk.name)
-        if self.plan.owned[chunk.name].merged:
+        if self.plan.assignments[chunk.name].merged:
             self._fill_merged(number, local, into)
             return
         memory = local.gather(chunk.box)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
-from ckpt.plan.external_assignment import Given, assigned
+from ckpt.plan.external_assignment import AssignedBox, assign_boxes
 from ckpt.settings import limits
 
 
-def one(box: Box, owner: int, *, name: str = "w", shape: tuple[int, ...], kind: str = "float32") -> Given:
-    return Given(name=name, dtype=dtype(kind), shape=shape, box=box, owner=owner)
+def one(box: Box, owner: int, *, name: str = "w", shape: tuple[int, ...], kind: str = "float32") -> AssignedBox:
+    return AssignedBox(name=name, dtype=dtype(kind), shape=shape, box=box, owner=owner)
 
 
 @st.composite
@@ -42,12 +42,12 @@ def test_every_element_is_stored_once_by_its_owner(case: tuple[tuple[int, ...], 
         boxes = boxes[:1] if not any(boxes[0][0].offset) else [(Box.whole(shape), 0)]
     before, limits.CHUNK = limits.CHUNK, most
     try:
-        found = assigned(one(box, owner, shape=shape) for box, owner in boxes)
-        alone = {r: assigned(one(box, owner, shape=shape) for box, owner in boxes if owner == r) for _, r in boxes}
+        found = assign_boxes(one(box, owner, shape=shape) for box, owner in boxes)
+        alone = {r: assign_boxes(one(box, owner, shape=shape) for box, owner in boxes if owner == r) for _, r in boxes}
     finally:
         limits.CHUNK = before
     found.check()
-    owned = found.owned["w"]
+    owned = found.assignments["w"]
     wanted, stored, times = (np.full(shape, -1) for _ in range(3))
     for box, owner in boxes:
         wanted[box.slices] = owner
@@ -58,16 +58,16 @@ def test_every_element_is_stored_once_by_its_owner(case: tuple[tuple[int, ...], 
         times[box.slices] += 1
     assert (stored == wanted).all() and (times == 0).all()
     for rank, mine in alone.items():
-        numbers = mine.owned["w"].written_by(rank) if "w" in mine.owned else []
-        assert [mine.owned["w"].box(i) for i in numbers] == [owned.box(i) for i in owned.written_by(rank)]
+        numbers = mine.assignments["w"].written_by(rank) if "w" in mine.assignments else []
+        assert [mine.assignments["w"].box(i) for i in numbers] == [owned.box(i) for i in owned.written_by(rank)]
 
 
 def test_regular_boxes_become_cuts_and_share_a_grid() -> None:
     rows = [Box((a, b), (2, 5)) for a, b in itertools.product((0, 2, 4), (0, 5))]
-    found = assigned(one(box, i % 2, name=name, shape=(6, 10)) for name in "ab" for i, box in enumerate(rows))
-    assert found.owned["a"] is found.owned["b"]
-    assert found.owned["a"].cuts == ((0, 2, 4, 6), (0, 5, 10))
-    assert found.owned["a"].owners.tolist() == [0, 1, 0, 1, 0, 1]
+    found = assign_boxes(one(box, i % 2, name=name, shape=(6, 10)) for name in "ab" for i, box in enumerate(rows))
+    assert found.assignments["a"] is found.assignments["b"]
+    assert found.assignments["a"].cuts == ((0, 2, 4, 6), (0, 5, 10))
+    assert found.assignments["a"].owners.tolist() == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_regular_boxes_become_cuts_and_share_a_grid() -> None:
     ids=["hole", "overlap", "nothing"],
 )
 def test_holes_and_overlaps_are_found(boxes: list[Box], times: int) -> None:
-    found = assigned(one(box, 0, shape=(4,)) for box in boxes)
+    found = assign_boxes(one(box, 0, shape=(4,)) for box in boxes)
     with pytest.raises(CoverageError, match=f"stored {times} times"):
         found.check()
 
 
 def test_ranks_that_disagree_are_found() -> None:
     with pytest.raises(ConsistencyError, match="float32"):
-        assigned([one(Box((0,), (2,)), 0, shape=(4,)), one(Box((2,), (2,)), 1, shape=(4,), kind="int8")])
+        assign_boxes([one(Box((0,), (2,)), 0, shape=(4,)), one(Box((2,), (2,)), 1, shape=(4,), kind="int8")])
