@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .converters.virtual.translated import translated as translated
     from .engine.load.options import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
-    from .engine.save.background import fence as fence
+    from .engine.save.fence import fence as fence
     from .engine.save.job import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "save": "api",
     "save_async": "api",
-    "fence": "engine.save.background",
+    "fence": "engine.save.fence",
     "Checkpointer": "training.checkpointer",
     "BeginFrom": "training.begin_from",
     "load": "api",

@@ -117,7 +117,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class SourceFile:
     """A file of others that a virtual checkpoint points into: ``path`` below ``root``, a URL. ``size`` in bytes; ``stamp`` is what its
     storage gave to tell versions of the file apart, or None if it cannot."""
 
@@ -145,7 +145,7 @@ class Contents:
     files: tuple[DataFile, ...]
     state: Any = None
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceFile, ...] = ()
     """Of a virtual checkpoint, in the place of ``files``: grids number these."""
     rows: Mapping[int, bytes] = field(default_factory=dict)
     """What ranks have of their own, by rank, as the format has it (``formats.native.ranks``): in the place of ``ranks``, and of tensors of

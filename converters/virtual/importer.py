@@ -19,7 +19,7 @@ from ckpt import tree
 from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.byte_source.storage import StorageSource
-from ckpt.catalog import Catalog, Contents, Extent, Source, TensorEntry
+from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
 from ckpt.converters.select.pruned_state import pruned
 from ckpt.converters.select.renamed_state import RenamedState, renamed_state
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
@@ -293,7 +293,7 @@ class SourceStamps:
         self._backend = backend
         self._before = {name: _look(backend, name) for name in names} if len(names) <= MOST else {}
 
-    def are_as_they_were(self, sources: Iterable[Source]) -> bool:
+    def are_as_they_were(self, sources: Iterable[SourceFile]) -> bool:
         """Whether it is certain that neither these files nor any others that were seen have changed since."""
         root = absolute_url(self._backend.url)
         if any(s.root != root or s.path not in self._before for s in sources):

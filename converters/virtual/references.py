@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.catalog import Catalog, Contents, Extent, Grid, Source, TensorEntry
+from ckpt.catalog import Catalog, Contents, Extent, Grid, SourceFile, TensorEntry
 from ckpt.converters.select.pruned_state import pruned_values
 from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
@@ -163,7 +163,7 @@ class References:
     def contents(self) -> Contents:
         backend = self.catalog.backend
         sources = tuple(
-            Source(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=backend.version_token(p)) for p in self._sources
+            SourceFile(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=backend.version_token(p)) for p in self._sources
         )
         kept, gone = sorted(t.name for t in self.tensors), {*self.state.left_out}
         ranks = {rank: pruned_values(values, kept) for rank, values in self.catalog.ranks.items()}

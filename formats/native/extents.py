@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pyarrow as pa
 
-from ckpt.catalog import Contents, Extent, Grid, Source, TensorEntry
+from ckpt.catalog import Contents, Extent, Grid, SourceFile, TensorEntry
 from ckpt.errors import ConsistencyError, CorruptError
 from ckpt.formats.external.strided import reach, strided, strides_of
 
@@ -57,7 +57,7 @@ def encode_extents(contents: Contents) -> dict[str, bytes]:
     return {SOURCES: to_file(sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
 
 
-def decode_sources(data: bytes, where: str) -> tuple[Source, ...]:
+def decode_sources(data: bytes, where: str) -> tuple[SourceFile, ...]:
     """The rows of sources.arrow.
 
     Raises:
@@ -65,7 +65,7 @@ def decode_sources(data: bytes, where: str) -> tuple[Source, ...]:
     """
     columns = from_file(data, _SOURCES, f"{where}/{SOURCES}")
     rows = zip(*(columns[n].to_pylist() for n in _SOURCES.names), strict=True)
-    sources = tuple(Source(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
+    sources = tuple(SourceFile(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
     for source in sources:
         problem = path_problem(source.path) or _root_problem(source.root) or (None if source.size >= 0 else f"{source} cannot be")
         if problem is not None:
@@ -73,7 +73,7 @@ def decode_sources(data: bytes, where: str) -> tuple[Source, ...]:
     return sources
 
 
-def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequence[Source], where: str) -> dict[str, list[Extent]]:
+def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequence[SourceFile], where: str) -> dict[str, list[Extent]]:
     """The extents of each tensor's chunks. The paths are those of :func:`source_path`.
 
     Raises:
@@ -101,7 +101,7 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
     return by_name
 
 
-def source_path(number: int, source: Source) -> str:
+def source_path(number: int, source: SourceFile) -> str:
     """What the source of this number is called as a path of a virtual checkpoint: with its own name at the end, for messages."""
     return f"sources/{number}/{source.path.rpartition('/')[2]}"
 
@@ -123,7 +123,7 @@ def _shapes(entry: TensorEntry) -> Sequence[Sequence[int]]:
     return shapes
 
 
-def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[Source]) -> str | None:
+def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[SourceFile]) -> str | None:
     if len(extents) != _chunks(entry.grid):
         return f"tensor {entry.name!r} has {_chunks(entry.grid)} chunks and {len(extents)} extents"
     for i, (extent, shape) in enumerate(zip(extents, _shapes(entry), strict=True)):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.catalog import CatalogDefaults, Contents, Extent, Source, TensorEntry
+from ckpt.catalog import CatalogDefaults, Contents, Extent, SourceFile, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError
 from ckpt.formats.external.virtual_backends import ReadOnly
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
@@ -50,7 +50,7 @@ class VirtualCatalog(CatalogDefaults):
         return self._record
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[SourceFile, ...]:
         return self._contents.sources
 
     @property
@@ -89,7 +89,7 @@ class Sources(ReadOnly):
 
     why = "the sources of a virtual checkpoint are only read"
 
-    def __init__(self, url: str, sources: Sequence[Source], allowed: Sequence[str] | None) -> None:
+    def __init__(self, url: str, sources: Sequence[SourceFile], allowed: Sequence[str] | None) -> None:
         self._url = url
         self._sources = {source_path(i, s): s for i, s in enumerate(sources)}
         self._allowed = None if allowed is None else tuple(map(real_url, allowed))
@@ -101,14 +101,14 @@ class Sources(ReadOnly):
     def url(self) -> str:
         return self._url
 
-    def _find(self, path: str) -> tuple[Backend, Source]:
+    def _find(self, path: str) -> tuple[Backend, SourceFile]:
         source = self._sources.get(path)
         if source is None:
             raise NotFoundError(f"there is no source {path!r}", where=self._url, hint="`ckpt inspect` lists them")
         self._check_allowed(source)
         return self._opened(source.root), source
 
-    def _check_allowed(self, source: Source) -> None:
+    def _check_allowed(self, source: SourceFile) -> None:
         if self._allowed is None:
             return
         place = real_url(join_url(real_url(source.root), source.path))

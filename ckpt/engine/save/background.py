@@ -10,61 +10,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Literal
 from weakref import WeakKeyDictionary
-
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.concurrency.gc_paused import uncollected
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
-from ckpt.engine.devices import devices_of, watch_graphs
+from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError
 from ckpt.io_backends.retries import Retries
 from ckpt.tracing.profiling import in_trace
 
 from .capture import Capture
+from .fence import CaptureFence, Outcome
 from .job import BlockedTime, SaveJob, SaveOptions, SaveReport
 from .phases import Committed, Prepared
-from .quiescence import quiescent
 from .save import OnFailure, begin, prepare, stage, write_and_commit
 from .throttle import Throttle
 
 log = logging.getLogger("ckpt")
 
 When = Literal["lazy", "eager"]
-
-R = TypeVar("R")
-
-
-class Outcome(Future[R]):
-    """A future that remembers whether its error was reported to anybody. It cannot be cancelled: a save ends on all ranks or on none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error_reported = False
-        self.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> R:
-        self.exception(timeout)
-        return super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = self.error(timeout)
-        self.error_reported = self.error_reported or error is not None
-        return error
-
-    def error(self, timeout: float | None = None) -> BaseException | None:
-        """The error, for code that reports it to nobody."""
-        with quiescent():
-            return super().exception(timeout)
-
 
 _blocked: WeakKeyDictionary[Members, BlockedTime] = WeakKeyDictionary()
 """Of the last save in the background of each job."""
@@ -88,8 +59,9 @@ class SaveHandle:
     """
 
     def __init__(self, job: SaveJob, blocked: BlockedTime, throttle: Throttle) -> None:
+        self._fence = CaptureFence(blocked.stall, throttle)
         self.url = job.call.url
-        self.captured: Outcome[None] = Outcome()
+        self.captured: Outcome[None] = self._fence.captured
         self.durable: Outcome[SaveReport] = Outcome()
         self.stall = blocked.stall
         """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
@@ -106,26 +78,22 @@ class SaveHandle:
         # Not the job: whoever keeps a handle, ``_in_flight`` among them, would keep the group, and with it the job's store.
         self._meter = job.meter
         self._cancelled = job.heartbeat.cancelled
-        self._throttle = throttle
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
 
     # ---- for the caller
 
-    @in_trace("ckpt.wait")
     def fence(self) -> None:
         """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.
 
         Raises what capturing raised.
         """
-        self.hurry()
-        with self.stall:
-            self.captured.result()
+        self._fence.wait()
 
     def hurry(self) -> None:
         """Take no more care of training's speed: somebody waits."""
-        self._throttle.hurry()
+        self._fence.hurry()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
@@ -188,12 +156,8 @@ class SaveHandle:
     ) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
         rank when the save is committed, before the handle says so; ``failed`` is called when it has said why the save failed."""
-        watch_steps()
-        if devices_of(prepared.collected.shard_table.tensors.values()):
-            watch_graphs(fence)
         _in_flight[prepared.job.call.group] = self
-        with _lock:
-            _capturing.add(self)
+        self._fence.up(on_devices=bool(devices_of(prepared.collected.shard_table.tensors.values())))
         copy = partial(self._capture, capture, threads, prepared.job.heartbeat.give)
         if now:
             self.hurry()
@@ -209,15 +173,7 @@ class SaveHandle:
             capture.run(threads, alive)
         except BaseException as err:  # noqa: BLE001  the save fails with it
             error = err
-        self._captured(error)
-
-    def _captured(self, error: BaseException | None) -> None:
-        with _lock:
-            _capturing.discard(self)
-        if error is None:
-            self.captured.set_result(None)
-        else:
-            self.captured.set_exception(error)
+        self._fence.down(error)
 
     def _run(
         self,
@@ -246,7 +202,7 @@ class SaveHandle:
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
             self.failed_in, self.ran = phase, seconds
             if not self.captured.done():  # no thread could be started for it
-                self._captured(err)
+                self._fence.down(err)
             self.durable.set_exception(err)
             if failed is not None:
                 failed(err, phase, seconds)
@@ -266,39 +222,6 @@ def _agree_and_write(prepared: Prepared) -> Committed:
 
 _in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
 """The last save in the background of each job."""
-_capturing: set[SaveHandle] = set()
-_lock = threading.Lock()
-"""Of ``_capturing``."""
-
-
-def fence() -> None:
-    """Wait until every save in the background of this process has captured its state. Raises nothing: the saves' handles do."""
-    with _lock:
-        handles = list(_capturing)
-    if handles:
-        _outwait(handles)
-
-
-@in_trace("ckpt.wait")
-def _outwait(handles: Sequence[SaveHandle]) -> None:
-    for handle in handles:
-        handle.hurry()
-        with handle.stall:
-            handle.captured.error()
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    fence()
-
-
-@cache
-def watch_steps() -> None:
-    """Make every optimizer's step wait for what is being captured.
-
-    Once for the life of the process: torch goes through its table of hooks while a step waits in one of them, so that no hook may be
-    removed from there, or added, at the end of a capture.
-    """
-    register_optimizer_step_pre_hook(_before_step)
 
 
 def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
@@ -367,9 +290,6 @@ def start_save(
 
 def _forget_parent() -> None:
     """In a forked child no thread of the parent goes on: there is nothing to wait for."""
-    global _lock
-    _lock = threading.Lock()
-    _capturing.clear()
     _in_flight.clear()
     _blocked.clear()
 

@@ -1,0 +1,130 @@
+"""What keeps a state as it is while it is captured: steps of optimizers, replays of CUDA graphs and ``fence`` wait for all captures of the
+process that go on, whatever they are for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any, TypeVar
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ckpt.engine.devices import watch_graphs
+from ckpt.tracing.profiling import in_trace
+from ckpt.tracing.stall import Stall
+
+from .quiescence import quiescent
+from .throttle import Throttle
+
+R = TypeVar("R")
+
+
+class Outcome(Future[R]):
+    """A future that remembers whether its error was reported to anybody. It cannot be cancelled: a save ends on all ranks or on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error_reported = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> R:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = self.error(timeout)
+        self.error_reported = self.error_reported or error is not None
+        return error
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """The error, for code that reports it to nobody."""
+        with quiescent():
+            return super().exception(timeout)
+
+
+class CaptureFence:
+    """What a state's changes wait for while it is captured in the background. ``captured`` is a :class:`concurrent.futures.Future` without
+    a result; it raises what went wrong."""
+
+    def __init__(self, stall: Stall, throttle: Throttle) -> None:
+        self.captured: Outcome[None] = Outcome()
+        self.stall = stall
+        """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+        self._throttle = throttle
+
+    @in_trace("ckpt.wait")
+    def wait(self) -> None:
+        """Wait until the state may change again. Raises what capturing raised."""
+        self.hurry()
+        with self.stall:
+            self.captured.result()
+
+    def hurry(self) -> None:
+        """Take no more care of training's speed: somebody waits."""
+        self._throttle.hurry()
+
+    def up(self, *, on_devices: bool) -> None:
+        """From now on everything waits that may change the state. ``on_devices``: some of it is on GPUs."""
+        watch_steps()
+        if on_devices:
+            watch_graphs(fence)
+        with _lock:
+            _capturing.add(self)
+
+    def down(self, error: BaseException | None) -> None:
+        """The state may change again: it is captured, or that failed."""
+        with _lock:
+            _capturing.discard(self)
+        if error is None:
+            self.captured.set_result(None)
+        else:
+            self.captured.set_exception(error)
+
+
+_capturing: set[CaptureFence] = set()
+_lock = threading.Lock()
+"""Of ``_capturing``."""
+
+
+def fence() -> None:
+    """Wait until every save in the background of this process has captured its state. Raises nothing: the saves' handles do."""
+    with _lock:
+        fences = list(_capturing)
+    if fences:
+        _outwait(fences)
+
+
+@in_trace("ckpt.wait")
+def _outwait(fences: Sequence[CaptureFence]) -> None:
+    for each in fences:
+        each.hurry()
+        with each.stall:
+            each.captured.error()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    fence()
+
+
+@cache
+def watch_steps() -> None:
+    """Make every optimizer's step wait for what is being captured.
+
+    Once for the life of the process: torch goes through its table of hooks while a step waits in one of them, so that no hook may be
+    removed from there, or added, at the end of a capture.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _forget_parent() -> None:
+    """In a forked child no thread of the parent goes on: there is nothing to wait for."""
+    global _lock
+    _lock = threading.Lock()
+    _capturing.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
