@@ -97,6 +97,8 @@ class CheckpointJournal(WriteJournal):
         try:
             self.backend.put_if(path, data, expected=None)
         except ConflictError:
+            # Another process of the same resumable writing was first. Equal content is what it should be; other
+            # content comes from another version of a library, and the later one wins.
             there = self.backend.read(path)
             if there != data:  # by another version of a library
                 self.backend.put_if(path, data, expected=there)
@@ -125,6 +127,11 @@ class CheckpointJournal(WriteJournal):
         try:
             self.backend.put_if(COMMIT_PATH, record, expected=self.previous)
         except BaseException as err:
+            # Three cases after an error of the put, since an error may come after the effect:
+            #
+            #  the record is not there      the commit has failed; what was made can go
+            #  it is there                  the answer was lost, or a sync failed: put it once more, to have it durable
+            #  the storage cannot say       leave everything; the caller must look before it removes anything
             is_there = self._holds(record)
             if not (is_there and isinstance(err, StorageError) and self._published_again(record)):
                 if is_there is False:

@@ -137,6 +137,8 @@ class Call:
     def lead(self, row: Row, decide: Callable[[dict[int, Row]], R], public: Callable[[R], Any] | None = None) -> R:
         """On the leader: gather the rows of all ranks, decide, and tell every rank: what was decided if that is JSON, else what ``public``
         makes of it. Returns what was decided."""
+        # From here on an error is the leader's decision (``decided``), not a rank's row: followers wait for a word,
+        # and the word is the error.
         self._posted = True
         if self.group.store is None:
             return decide({self.group.rank: json.loads(json.dumps(row))})
@@ -156,6 +158,8 @@ class Call:
     def follow(self, row: Row) -> Any:
         """On every other rank: leave the row for the leader, give it the bytes that it asks for, and wait for what it decides."""
         message = self._message(row)
+        # ``undecided`` until a word has come: the leader may commit with this row although this rank fails later, so
+        # this rank must not remove the files that it wrote.
         self._posted = self.undecided = True  # before the row is out: the leader may have it although sending it failed
         with self._channel() as channel:
             channel.post(message)

@@ -114,11 +114,15 @@ class ControlChannel:
         name, mark = f"{self.turn}/row/{self._position}", self._position | (_FAILED if failed else 0)
         if failed:
             self._set(f"{self.turn}/failed", row)
+        # Rows are joined by the store's APPEND, which has a limit per message. A longer row goes under a key of its
+        # own, and an empty frame announces it.
         if len(row) > MOST - _FRAME.size:
             self._set(name, row)
             row = b""
         if self._position == 0:
             self._remember_rows()
+        # The order is what makes polling safe: the row is out before the mark, so whoever sees the mark finds the
+        # row.
         self._store.append(self._key(f"{self.turn}/rows/{self._position // TEAM}"), _FRAME.pack(mark, len(row)) + row)
         if self._size > FEW:
             self._store.append(self._key(f"{self.turn}/here"), _HERE.pack(mark))
@@ -200,6 +204,8 @@ class ControlChannel:
 
     def heartbeat(self) -> None:
         """Give one. The store answers: a rank that is cut off from it finds that out while it works."""
+        # One byte per sign of life, appended to the value of the team: 64 ranks cost the leader one request, and the
+        # number of times that a byte occurs is the rank's count.
         self._store.append(self._key(f"beats/{self._position // TEAM}"), bytes([self._position % TEAM]))
         self._store.check([self._key("beats/0")])
 

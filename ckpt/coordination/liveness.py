@@ -35,6 +35,8 @@ class FailureDetector:
         now = time.monotonic()
         quiet = []
         for position in waiting_for:
+            # A rank counts as silent from its last *change* of count on, by this machine's clock. The first look
+            # finds a count but no time, so it counts from the beginning of the wait.
             if position not in self.last or self.last[position][0] != beats[position]:
                 self.last[position] = (beats[position], now if position in self.last else self.began)
             if now - self.last[position][1] >= self.timeout:

@@ -103,6 +103,8 @@ class StepAgreement:
     def propose(self, step: int, due: Due) -> None:
         """Leader: the job is to save, after ``step`` or soon after it."""
         with self._lock:
+            # In a large job ranks look into the store seldom. A step that comes before all have looked would make the
+            # fast ranks wait in it, so the leader adds as many steps as the longest pause takes.
             if self._pause > PAUSE and self._step_seconds > 0:
                 step += int((self._pause + longest_pause(self.group.size)) / self._step_seconds)
             self._proposed, self._due = step, due

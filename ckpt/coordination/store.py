@@ -157,11 +157,15 @@ class Connection:
 
     def _await(self, reply: SimpleQueue[Any], began: float, timeout: float) -> Any:
         asked = time.monotonic()
+        # Two clocks: the deadline restarts with every answer of the store, since one that answers others is alive;
+        # and each request has a quarter of the timeout of its own, even if the store was quiet before it.
         while (left := max(max(self._answered, began) + timeout, asked + timeout / 4) - time.monotonic()) > 0:
             with suppress(Empty):
                 return reply.get(timeout=min(left, threading.TIMEOUT_MAX))
         with suppress(Empty):  # this process may have been held up itself, and the answer be there
             return reply.get(timeout=min(GRACE, timeout / 4))
+        # Giving up is final: the thread may stay in that call for ever, and each later call would wait for a whole
+        # timeout behind it. Everybody who waits is woken, and the socket is shut so that the thread can end.
         self.silent_since = max(self._answered, began)
         for other in list(self._waiting):
             other.put((None, _SilentError()))
@@ -279,6 +283,8 @@ def part_of(base: Any, name: str, rank: int) -> Store:
     next group may have the same name: it must not read what the last one left. So each life of a name has its own part.
     """
     global _connected
+    # Each group of a process waits for the connection of the group before it. The number of a life is a counter in
+    # the store: all ranks have to count their groups in the same order, or one would read what another life wrote.
     before, _connected = _connected, threading.Event()
     host, port = _served_at(base)
 

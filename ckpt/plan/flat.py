@@ -175,11 +175,21 @@ def _homes(cuts: Sequence[int], row: int, ranges: int) -> tuple[IntArray, IntArr
         The new cuts; for each new interval the number of the old one, and of the flat range that it is nearest to. Ranges that become
         empty have none.
     """
+    # Rows are whole, so a boundary can only be moved to a row boundary. With rows of 6 elements and flat ranges of 8,
+    # the boundaries 8 and 16 become 6 (row 1) and 18 (row 3):
+    #
+    # elements   0     6  8   12   16 18     24
+    # ranges     |--- 0 ---|--- 1 ---|-- 2 --|       as ranks hold them
+    # rows       |- 0 -|----- 1 -----|-- 2 --|       as they are stored: 2 + 2 elements change hands
     starts: list[IntArray] = []
     owners: list[tuple[IntArray, IntArray]] = []
     for i, (a, b) in enumerate(itertools.pairwise(cuts)):
+        # Rounding in integers, ties down: ``(2 f + row - 1) // (2 row)`` is f / row to the nearest whole number.
+        # Floats would round the boundaries of tensors with more than 2**53 elements differently.
         flat = np.asarray(ceil_cuts((b - a) * row, ranges), dtype=np.int64)
         nearest = (2 * flat + row - 1) // (2 * row)
+        # Two boundaries that move to the same row leave an empty range between them. It gets no chunk; what its rank
+        # holds goes to the neighbours, as fragments.
         kept = np.flatnonzero(np.diff(nearest))
         starts.append(a + nearest[kept])
         owners.append((np.full(len(kept), i, dtype=np.int64), kept))

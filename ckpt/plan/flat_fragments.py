@@ -55,6 +55,12 @@ def _moves(grid: FlatGrid, rotation: int, rank: int) -> tuple[Moves, Moves]:
     if mine is None:
         return [], []
     cell, replica = mine
+    # ``foreign`` lists, for the whole grid, which elements of a chunk lie in another cell than the one whose holders
+    # write it. Both sides of a transfer derive it from the same grid, so sender and receiver agree about chunk, start
+    # and stop without a message, and in the same order.
+    #
+    # Of the source's replicas the one in the writer's own place (``column``) sends. So every transfer happens once,
+    # whatever the number of replicas, and a rank exchanges only with ranks that share its other mesh coordinates.
     chunk, source, start, stop = grid.foreign
     column = (grid.part[chunk] + rotation) % grid.holders.shape[1]
     out = np.flatnonzero((source == cell) & (column == replica))

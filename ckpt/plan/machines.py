@@ -16,6 +16,8 @@ import numpy as np
 def spell(machines: Sequence[Hashable]) -> Any:
     """JSON for the machines of ranks, by their places: ``[size, count]`` if blocks of ``size`` ranks go to ``count`` machines in turns;
     ``{"runs": [[size, times], ...]}`` if each machine has one block; else ``{"each": [...]}``, a number for each rank."""
+    # Machines are numbered in the order in which their first rank comes, so that the common patterns become
+    # arithmetic: with ``size`` ranks per machine, rank r is on machine r // size (mod count).
     numbers = {name: i for i, name in enumerate(dict.fromkeys(machines))}
     each = np.array([numbers[name] for name in machines], dtype=np.int64)
     runs = [len(list(members)) for _, members in groupby(machines)]

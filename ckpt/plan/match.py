@@ -113,6 +113,8 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
     ``texts`` are those of :func:`misfit` and its like.
     """
     shapes = [tuple(map(_numbers, match.groups())) for text in texts if (match := _SHAPES.search(text))]
+    # One entry for each way out that the API has, and whether the problem at hand has anything to do with it: a hint
+    # that lists all of them would be read by nobody.
     ways = {
         "rename={...} maps names": missing,
         "only=[...] loads a part": missing or unexpected,
@@ -143,6 +145,7 @@ def _may_be_part(mine: tuple[int, ...], stored: tuple[int, ...]) -> bool:
 
 def castable(stored: DType, wanted: DType) -> bool:
     """Whether a load can convert: torch has no arithmetic of packed float4, and complex numbers would lose their imaginary part."""
+    # float4 is stored two elements to a byte, and torch has no kernels that unpack it.
     packed = "float4" in stored.name + wanted.name
     return not packed and not (stored.name.startswith("complex") and not wanted.name.startswith("complex"))
 

@@ -62,6 +62,8 @@ def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:
 
 def _pieces(cuts: Sequence[int], lo: int, hi: int, step: int) -> list[tuple[int, int, int, int, int]]:
     """The cells of one dimension that overlap ``[lo, hi)``: number times ``step``, start and size of the cell, start and size in common."""
+    # ``cuts`` may contain equal neighbours: a dimension of which some rank has nothing. bisect_right skips such empty
+    # cells at the start, and the comparison below drops those in the middle.
     first, last = max(bisect_right(cuts, lo) - 1, 0), min(bisect_left(cuts, hi), len(cuts) - 1)
     cells = []
     for i in range(first, last):

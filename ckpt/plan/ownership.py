@@ -117,10 +117,15 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
     The result for one tensor depends only on the tensors that are replicated over the same mesh dimensions, so ranks that hold different
     pipeline stages need not know each other's tensors.
     """
+    # Load is balanced within a group: the tensors that are replicated over the same mesh dimensions. Each rank sees
+    # all tensors of its own groups and perhaps none of others, so a group is the largest set over which all ranks
+    # that take part can do the same arithmetic and arrive at the same answer without a message.
     groups: dict[object, list[TensorSpec]] = defaultdict(list)
     merged: dict[object, list[TensorSpec]] = defaultdict(list)
     of_layout: dict[int, list[TensorSpec]] = {}
     for t in tensors:
+        # A model has thousands of tensors and a handful of layout objects. The group of a layout is looked up by
+        # identity, since hashing a layout means hashing the list of all ranks of its mesh.
         members = of_layout.get(id(t.layout))
         if members is None:
             if merge_flat_shards and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
@@ -131,6 +136,8 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
                 of_layout[id(t.layout)] = members
         members.append(t)
     assignments: dict[str, ChunkAssignment] = {}
+    # Equal layout, shape, element size and rotation mean equal chunks and owners. Such tensors share one object,
+    # which later steps also compare by identity: the index stores one grid for all of them.
     for members in groups.values():
         alike: dict[object, ChunkAssignment] = {}
         for t, rotation in _rotations(members):
@@ -157,6 +164,11 @@ def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpe
 
     Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each range of each tensor.
     """
+    # The largest tensor comes first and ties are broken by name: all ranks must take them in one order, and a greedy
+    # assignment is close to the best one if what comes last is small. There are two levels of detail:
+    #
+    # no small tensors    load[replica]            the sum over the ranges: they are cut almost evenly
+    # small tensors       load[range, replica]     each goes whole to one rank, so ranges differ as well
     load = np.zeros(0)
     unsplit = {t.name for t in members if _is_whole(t)}
     totals: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
@@ -165,6 +177,8 @@ def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpe
         assert grid is not None
         replicas = grid.holders.shape[1]
         load = load if len(load) else np.zeros(grid.ranges * replicas if unsplit else replicas)
+        # A row-cut tensor adds the same bytes whichever rotation it gets, only shifted by it: so the totals are
+        # computed once per grid and rolled.
         if not unsplit:
             rotation = int(load.argmin())
             if id(grid) not in totals:
@@ -200,6 +214,9 @@ def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
     replicas = members[0].layout.tiling(members[0].shape).holders.shape[1]
     if replicas == 1:
         return [(t, 0) for t in members]
+    # Greedy, largest first (longest-processing-time scheduling): each tensor starts at the replica that has the least
+    # so far. An even cut leaves replica 0 with the larger part, so without the rotation the first replica of every
+    # group would write the most of every tensor.
     load = np.zeros(replicas)
     bytes_of: dict[object, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     rotations = []
@@ -208,6 +225,7 @@ def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
         if alike not in bytes_of:
             tiling = t.layout.tiling(t.shape)
             shares = _shares(tiling, t.shape, t.dtype.itemsize, replicas) * (t.nbytes / max(len(tiling.holders), 1))
+            # Two copies end to end turn a rotation into a slice, which is far cheaper than np.roll per tensor.
             bytes_of[alike] = np.concatenate([shares, shares])  # a slice of it is the shares, rotated
         rotation = int(load.argmin())
         load += bytes_of[alike][replicas - rotation : 2 * replicas - rotation]
@@ -250,11 +268,15 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
         return _assignment_of_boxes(tiling, itemsize, rotation)
     widest = _widest(tiling, shape)
     replicas = tiling.holders.shape[1]
+    # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
+    # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
     most = caps(widest, itemsize, limits.CHUNK)
     refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
+    # The grid's cells in row-major order: ``index`` has the coordinates of every chunk, ``parents`` the cell of the
+    # tiling that the chunk was cut from, and ``part`` which replica's share of that cell it is.
     index = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), dtype=np.int64)
     parents = np.zeros(index.shape[1], dtype=np.int64)
     for dim, (_, parent, _) in enumerate(refined):
@@ -268,6 +290,8 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkA
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk. Boxes of one shape are cut alike."""
     assert tiling.boxes is not None
     replicas = tiling.holders.shape[1]
+    # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
+    # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
     kinds, kind = _distinct_rows(tiling.boxes[1])
     cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in kinds.tolist()]
     counts = np.array([len(part) for _, _, part in cut], dtype=np.int64)

@@ -53,6 +53,8 @@ def shared_chunks(
         if near is not None:
             kept = [i for i, r in enumerate(ranks) if r in near]
             ranks, weights = [ranks[i] for i in kept], [weights[i] for i in kept]
+        # More than MOST ranks want it: they are divided into groups of MOST, in order of rank, each of which reads
+        # the chunk once. Every rank finds its group by its own place in the list, so this needs no message either.
         first = ranks.index(rank) // MOST * MOST
         if len(ranks[first : first + MOST]) > 1:
             shared.append(SharedChunk(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
@@ -82,5 +84,13 @@ def reader_of(ranks: Sequence[int], weights: Sequence[int], number: int) -> int:
 
     Then ranks read about what they would if nothing had to be checked, and most bytes stay where they are read.
     """
+    # Lay the ranks side by side on a line, each as long as what it wants, and throw chunk ``number`` onto it:
+    #
+    # 0         rank 0          ends[0]     rank 1     ends[1]  rank 2  ends[-1]
+    # ├──────────────────────────┼──────────────────────┼─────────────────┤
+    #                       ▲ number · golden ratio mod 1, as a part of the line
+    #
+    # A low-discrepancy sequence instead of random numbers: all ranks get the same answer, and also for a dozen chunks
+    # the shares are close to the weights.
     ends = list(accumulate(weights))
     return ranks[min(bisect_right(ends, number * GOLDEN % 1.0 * ends[-1]), len(ranks) - 1)]

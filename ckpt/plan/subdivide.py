@@ -13,6 +13,8 @@ from ckpt.layout.geometry import IntArray
 def caps(widest: Sequence[int], itemsize: int, max_chunk: int) -> list[int]:
     """Most elements that a chunk of at most ``max_chunk`` bytes may have along each dimension: rows are cut first, and within a row only
     if one row is too large."""
+    # From the outermost dimension inwards: cut rows until the chunk fits; go on to the next dimension only if a
+    # single row is still too large. So chunks are contiguous in their cell wherever that is possible.
     largest = [max(n, 1) for n in widest]
     for dim in range(len(largest)):
         if math.prod(largest) * itemsize <= max_chunk:

@@ -39,6 +39,10 @@ class Table:
 
         Who writes a tensor depends on the tensors that lie on the same ranks alone (``assign``), so no part needs another one.
         """
+        # Why parts: with pipeline and expert parallelism nearly every rank has a different set of tensors, so whole
+        # tables would all differ and the leader would read ranks × tensors entries. Cut by (mesh, coordinates), the
+        # part of stage 0, the part of stage 1 and the part that all ranks share repeat from rank to rank; each is
+        # sent and read once.
         groups: dict[object, list[TensorSpec]] = {}
         by_layout: dict[int, list[TensorSpec]] = {}
         for t in self.tensors:
@@ -56,6 +60,8 @@ class Table:
 
     def to_bytes(self) -> bytes:
         """Equal for equal tables: names are sorted, layouts and kinds of tensors numbered in order of first use."""
+        # Tables are compared by the digest of these bytes, so equal tables must encode equally: whatever order the
+        # state's dictionaries had, names are sorted, and everything else is numbered in the order of the names.
         layouts: dict[TensorLayout, int] = {}
         by_layout: dict[int, int] = {}
         kinds: dict[tuple[object, ...], int] = {}
@@ -130,6 +136,8 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             if claim.tensor != t:
                 _report_difference(claim, t, tables, number, problems)
             claim.tables.append(number)
+            # Ranks outside the tensor's mesh may have it in their tables, but perhaps know only some of the mesh's
+            # tensors. They would balance the load over too few, and name other writers than the mesh's own ranks do.
             if _takes_part(t, ranks):
                 claim.assignment = assignments[t.name]
     aliases = _join_aliases(tables, claims, problems)

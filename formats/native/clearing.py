@@ -153,6 +153,7 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
         StorageError: the storage failed. What is left is still an orphan.
     """
     mark = f"{within}{index_path(id, CLEARING)}"
+    # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True
     try:
         backend.put_if(mark, b"", expected=None)
@@ -163,6 +164,8 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     went = committed() != id
 
     def remove(path: str) -> bool:
+        # The mark is looked for before each file, since ``resume`` may have taken it away: then the save goes on, and
+        # what is left of it is needed.
         if not (_is_there(backend, mark) if marked else committed() != id):
             return False
         backend.delete(path)

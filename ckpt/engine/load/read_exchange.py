@@ -93,6 +93,8 @@ class ReadExchange:
 
     def tasks(self, catalog: Catalog) -> list[Callable[[], None]]:
         """What to run to read the shared reads, in any order and on any threads."""
+        # Extents may need headers of data files. They are fetched before the first byte is moved, in slices, so that
+        # a damaged header is an error while the state is still as it was, and other ranks hear of progress meanwhile.
         reads = self._sharing.reads
         wanted = [(item.entry, item.chunk) for shared_read in reads for item in shared_read.items]
         extents: list[Extent] = []
@@ -117,6 +119,8 @@ class ReadExchange:
             run_tasks(tasks, threads(), "ckpt-read")
             return
 
+        # With two threads or more, this one only moves slices and the others read. With one thread it must do both:
+        # it calls ``turn(0)`` between two tasks, which moves what can be moved without waiting.
         def work(turn: Turn) -> None:
             self._turn = turn
             count = threads()
@@ -148,6 +152,8 @@ class ReadExchange:
 
     def _make_ring(self) -> None:
         """A slot for each thread to fill, and two that are on their way meanwhile."""
+        # Slots are needed only for what is handed out; what is received lies in other ranks' slots or goes straight
+        # into the tensors.
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
@@ -172,6 +178,9 @@ class ReadExchange:
 
     def _nudge(self) -> None:
         """Tell those that wait for this rank that it goes on, if it does."""
+        # A storage that is slow for minutes is no dead rank. As long as bytes were read since the last look, the
+        # connected ranks get an empty message, which restarts their deadlines. At most one per eighth of the timeout:
+        # often enough for a deadline, and rare enough to cost nothing.
         now = time.monotonic()
         moved = self._fetch.read + self._waits
         if moved != self._seen and now - self._nudged > self._call.timeout / 8:

@@ -149,6 +149,8 @@ class SharedReads:
                 continue
             if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < limits.SMALL_SHARED_READ):
                 continue
+            # What the others compute of this rank's wants, they compute from the layout. Where the memory is
+            # something else than the layout says, nobody could know, so the rank reads such tensors for itself.
             if [p.box for p in target.parts] != [p.box for p in info.layout.pieces(info.shape, rank)]:
                 continue  # one of several tensors that are stacked: others cannot tell who has which
             kind = _Kind(entry.alias or entry.name, info.shape, info.layout, common_box(info, entry))
@@ -171,6 +173,9 @@ class SharedReads:
         known: dict[tuple[int, object], tuple[list[SharedChunk], int]] = {}
         alike: dict[tuple[int, object, int], _Alike] = {}
         for key in sorted(self.rank_sets.keys() - set(refused)):
+            # ``number`` counts the chunks of all tensors of the rank set, in an order that all its ranks have in
+            # common (largest tensor first, then by name). It is the seed of :func:`reader_of`: that ranks agree about
+            # it is what makes them agree about who reads.
             few: dict[tuple[int, ...], list[_Small]] = {}
             number = 0
             for kind, jobs in sorted(self.rank_sets[key][1].items(), key=_order):

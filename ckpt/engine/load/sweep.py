@@ -76,6 +76,8 @@ class Cohort:
     def __post_init__(self) -> None:
         grid = self.jobs[0].entry.grid
         empty = np.zeros(0, dtype=np.int64)
+        # Chunks sorted by file, as two parallel columns: a million chunks cost 16 MB here, and would cost several
+        # hundred as objects.
         chunks = np.unique(np.concatenate([empty, *(grid.overlapping(box) for _, box in self.wanted)]))
         if self.left_out:
             chunks = chunks[~np.isin(chunks, np.fromiter(self.left_out, dtype=np.int64))]
@@ -101,6 +103,8 @@ class Cohort:
 
     def parts(self, chunk: int) -> list[ChunkPart]:
         """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
+        # The innermost loop of a load that gathers what thousands of ranks wrote. Tuples and ``map`` instead of Box
+        # methods: an intermediate Box for each intersection would take most of the time.
         stored = self.jobs[0].entry.grid.box(chunk)
         low, high = stored.offset, stored.end
         parts = []
@@ -213,6 +217,8 @@ class Sweep:
         """Raises:
         CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index.
         """
+        # Rows of at most ``most`` bytes of one file are looked up together and read in groups. What is longer, or has
+        # a key that the header does not show where it was expected, goes one by one.
         small: list[Shelf] = []
         alone: list[Shelf] = []
         needed = 0
@@ -262,6 +268,8 @@ class Sweep:
                 _place(data[at : at + length], plan.shelves[group], job)
 
     def _compared(self, plan: FilePlan, first: int, last: int, extent: Extent, data: npt.NDArray[np.uint8]) -> None:
+        # Offsets are relative to the file's data, so that files with equal tables of chunks share them: the files of
+        # a job's ranks often differ in nothing but digests and where the data begins.
         alike, start = plan.stored.alike, int(plan.stored.alike.offsets[first])
         self.fetch.fill(extent.path, extent.offset, data.data)
         offsets, lengths = alike.offsets[first:last].tolist(), alike.lengths[first:last].tolist()

@@ -62,6 +62,9 @@ def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], 
     chunks: list[tuple[TensorEntry, int]] = []
     for job in jobs:
         target, entry = job
+        # The fast path is narrow on purpose: one part, same shape and dtype, plain contiguous host memory, and a box
+        # that is exactly one chunk. Then a load of the chunk is one copy of its bytes to one address. Lazily negated
+        # or conjugated tensors (``is_neg``, ``is_conj``) look contiguous but hold other values than they show.
         info, grid, parts = target.info, entry.grid, target.parts
         number, address = None, 0
         if len(parts) == 1 and info.shape == entry.shape and (entry.dtype is info.dtype or entry.dtype == info.dtype):
@@ -109,6 +112,8 @@ def _number(grid: Grid, box: Box) -> int | None:
 def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
     hints = fetch.source.io_hints
+    # Small chunks are read together into a buffer that stays in the cache and copied from there: one system call for
+    # hundreds of tensors. For chunks longer than that the extra copy costs more than the calls it saves.
     longest, most = max(limits.WORTH_A_CALL, hints.coalesce_gap), max(limits.CACHE_BLOCK, hints.read_size)
     small: list[int] = []
     large: list[int] = []

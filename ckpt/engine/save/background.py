@@ -186,6 +186,8 @@ class SaveHandle:
     ) -> None:
         job = prepared.job
         try:
+            # Two threads per save: this one agrees and writes, the other one copies. Writing a batch waits for its
+            # copy, so an error on either side must end the other's waiting: ``stage.fail`` does.
             copying = None if copy is None else Pending(copy, "ckpt-capture")
             try:
                 committed = _agree_and_write(prepared)
@@ -226,6 +228,8 @@ _in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
 
 def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
     """Raise BusyError on all ranks if a save of the job is still going on for any of them: the ranks' saves do not end at one moment."""
+    # The ranks' saves do not end at the same moment: on one rank the last save may be over and on another not. A rank
+    # that decided alone would leave the others waiting in a call that it never makes, so all decide together.
     handle = _in_flight.get(group)
     mine = handle is not None and not handle.done()
     call = group.call("save", url, timeout, overlaps=True)
@@ -242,6 +246,8 @@ def wait_for_pending_save(group: Group) -> None:
     handle = _in_flight.get(group)
     if handle is None:
         return
+    # An error that nobody has seen is raised here, by the next call of the job, on every rank that has it. A save may
+    # be lost, but never without an exception.
     handle.wait()
     del _in_flight[group]
     if not handle.error_reported():

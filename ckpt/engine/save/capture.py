@@ -94,6 +94,9 @@ class Capture:
             self._what_may_change()
 
     def _what_may_change(self) -> None:
+        # Two kinds of tensors. What is not in ``eager`` is captured later, so its version is noted now. What is in it
+        # is copied now: into the arena where a batch has nothing else (``_captured_now``), else into a clone.
+        # Addresses are noted last, since a clone has one of its own.
         eager = self._eager()
         # What is done to a DTensor shows in its own version, not in that of its local tensor.
         memories = [(name, part.memory) for name, local in self.shard_table.tensors.items() for part in local.parts]
@@ -110,6 +113,8 @@ class Capture:
         can wait, and what is compared with other ranks or sent to them but is not written here. And all that is on a GPU: a clone there
         is queued behind the training's work, while a copy to the host would keep the caller waiting for that work.
         """
+        # With a GPU, or a stage smaller than the state, nothing is captured in the call: the first would wait for the
+        # training's kernels, the second for the writing of an earlier segment.
         if self._streams or any(s.waits_for is not None for s in self.stage.segments):
             return frozenset()
         now: list[Batch] = []
@@ -130,6 +135,8 @@ class Capture:
     def _follow(self) -> None:
         """Let the side streams come after all that the caller has queued."""
         for stream in self._streams:
+            # The copy must see what kernels that were queued before the call will have written. Kernels that are
+            # queued later may run at the same time: those of a forward and backward pass do not touch what is copied.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     @contextmanager
@@ -147,6 +154,9 @@ class Capture:
         eager = set()
         for name, local in shard_table.tensors.items():
             memories = [part.memory for part in local.parts]
+            # An optimizer's tensors change only in its step, which waits. Of the others, buffers may change in the
+            # next forward pass, and small tensors are cheap to copy: both are captured at once. Inference tensors
+            # have no version counter, so a change of one could not be noticed later.
             small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < limits.SMALL_COPY)
             if small or any(m.is_inference() for m in memories):
                 eager.add(name)
@@ -159,9 +169,12 @@ class Capture:
         """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
         batches = [batch for batches in self.plan.batches for batch in batches]
         try:
+            # Other ranks wait for fragments, so these are taken first.
             if self.fragments is not None:
                 with self._aside():
                     self.fragments.take()
+            # Several threads capture only where every batch has a place of its own. In a stage of two halves the
+            # order of segments is what keeps capturing and writing from waiting for each other in a circle.
             if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
                 step = -(-len(batches) // threads)
                 parts = [batches[i : i + step] for i in range(0, len(batches), step)]
@@ -199,6 +212,14 @@ class Capture:
     def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
         """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they
         would have changed."""
+        # How a change is ruled out that torch has not counted yet, since the operation is still running:
+        #
+        #  capture ends ── every other thread was seen waiting for a save? ── yes ─► compare versions, done
+        #                    │ no, after PATIENCE or SHORT seconds
+        #                    └─ hash the doubtful chunks where they lie ──► later, compare with what was written
+        #
+        # The hash is taken after the copy. If an operation was under way during the copy, it has written more bytes
+        # until the hash, and the two differ.
         if not self.doubtful:
             return
         period = GracePeriod()
@@ -213,6 +234,7 @@ class Capture:
                 pause = min(2 * pause, 0.01)
         mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
         for number in (number for batch in batches for number in batch.numbers):
+            # Chunks with fragments of other ranks have no counterpart in this rank's memory.
             if number not in mixed and self.plan.chunks[number].name in self.doubtful and not period.elapsed():
                 with self.spans.span("hash", self.source.nbytes(number)), self._aside():
                     self._digests[number] = xxhash.xxh3_64_intdigest(self.source.view(number))

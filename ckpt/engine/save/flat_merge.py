@@ -63,6 +63,8 @@ class FragmentExchange:
     def run(self, alive: Callable[[], None]) -> None:
         """Send and receive, once all is taken. Raises what the transport raises, and so do all that wait."""
         try:
+            # Nothing is sent before everything was copied out of the state. So the exchange, once it has begun, waits
+            # for the network alone, and never for a capture that waits for training.
             self._taken.wait()
             if self._error is not None:
                 raise self._error

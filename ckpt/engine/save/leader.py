@@ -81,6 +81,8 @@ class Leader:
             ConflictError: the URL is a symbolic link.
             StorageError: nothing can be written here.
         """
+        # Options decide where chunks are cut and who writes them. Ranks with different ones would write files that do
+        # not fit together, so this is checked before anything else.
         by_options = grouped(rows, "options")
         if len(by_options) > 1:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
@@ -101,6 +103,8 @@ class Leader:
             ConflictError: the URL is a symbolic link.
             StorageError: nothing can be written here.
         """
+        # All of this comes before any rank writes: whatever is wrong with the destination is an error on all ranks
+        # while nothing has been written.
         check_no_link(self.backend)
         self.backend.prepare()
         abilities = self.backend.abilities() if self.call.group.size > 1 else None
@@ -122,6 +126,8 @@ class Leader:
 
     def _join(self, rows: Mapping[int, Row]) -> Tables:
         """The tables of all ranks, joined; those of an earlier save if they are the same."""
+        # Rows carry digests of tables, not tables. The leader asks for each different one once, and for none at all
+        # if this set of digests is the one of an earlier save.
         shared: dict[str, list[int]] = {}
         for digests, ranks in grouped(rows, "table"):
             for digest in digests.split():
@@ -199,6 +205,8 @@ class OpenSave:
             StorageError: the storage failed, or does not have what the ranks wrote.
         """
         call, backend, positions = self.leader.call, self.leader.backend, self.leader.positions
+        # Everything that can fail comes before ``write_index``, whose last act is the commit. What follows the commit
+        # (spans, removing what was replaced) may fail without harm and is only logged.
         compare_replicas(call, rows)
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
@@ -275,6 +283,8 @@ class RecordedSave:
         Nothing reaches them any more, so a failure here harms nothing. A save that still runs and began before this one has lost its files,
         but it could not commit either: the commit record is no longer the one that it would replace.
         """
+        # Ids sort by time, so "older" is a comparison of strings. Newer ones are left alone: they belong to a save
+        # that began after this one, from another job at the same URL.
         id, previous, backend = self.opened.id, self.opened.previous, self.opened.leader.backend
         try:
             replaced = set(files_of(backend, previous))
@@ -308,6 +318,8 @@ def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
 def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
     """Raise ReplicaError if ranks that have the same tensors have different bytes. Digests of tensors are fetched only where those of whole
     sets of ranks differ."""
+    # Two levels, so that the common case costs one digest per set of ranks. Only where the digests of a set differ
+    # are its per-tensor digests fetched, to name the tensors.
     sets: dict[str, dict[str, list[int]]] = {}
     for rank, row in rows.items():
         for ranks, digest in row["replicas"].items():

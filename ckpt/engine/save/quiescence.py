@@ -42,11 +42,15 @@ class GracePeriod:
     """Begins now, for the operations of all threads that have begun, but for those of the package's own that read tensors alone."""
 
     def __init__(self) -> None:
+        # All threads that exist now, except this package's own: a thread that starts later starts its operations
+        # after the period began. Those that load into tensors count, since they write.
         self._left = {t.ident for t in threading.enumerate() if not t.name.startswith(_OURS) or t.name.startswith(_LOADING)}
 
     def elapsed(self) -> bool:
         """Whether they are all over. Ask again and again: a thread that was at a quiescent point may go where it likes after that."""
         if self._left:
+            # A thread that has ended is in no operation. One that is inside ``quiescent`` is at a safe point now,
+            # which is enough even if it leaves right after: what it does from then on began after the period.
             alive = {t.ident for t in threading.enumerate()}
             with _lock:
                 self._left = {ident for ident in self._left if ident in alive and ident not in _waiting}

@@ -73,6 +73,9 @@ class Replicas:
             key = id(assignment.cell_holders), cell
             if key not in ids:
                 ids[key] = xxhash.xxh3_64_hexdigest(assignment.cell_holders[cell].tobytes())
+            # Two sources of digests: of chunks that this rank writes, the writer has computed them; of the others,
+            # ``hash`` has, from this rank's own copy. Comparing across ranks therefore compares real bytes of every
+            # replica.
             each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in numbers)
             digests = b"".join(d.to_bytes(8, "big") for d in each)
             by_ranks.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)

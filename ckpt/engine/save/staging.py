@@ -94,6 +94,8 @@ def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[
     Raises:
         UsageError: the budget is less than two of the largest batches take.
     """
+    # First try: one segment per file, everything at once. Each begins at the page of its first byte, so that the
+    # address and the file offset of any byte are equal modulo the page.
     segments: list[Segment] = []
     at = 0
     for batches in files:
@@ -103,6 +105,8 @@ def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[
             at += _pages_of(start, batches[-1])
     if budget is None or at <= budget:
         return segments, at
+    # Second try: cut the batches into segments of at most half the budget, and let them alternate between the two
+    # halves. Segment n reuses the memory of segment n - 2, so it waits until that one is written.
     half = budget // 2 // PAGE * PAGE
     segments = []
     for batches in files:

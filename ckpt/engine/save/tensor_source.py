@@ -45,6 +45,8 @@ class ChunkSource:
             ConsistencyError: its memory was freed or moved since ``note_addresses``.
         """
         local = self.tensors[name]
+        # A freed tensor's memory may belong to another tensor by now, whose version says nothing about the first one.
+        # So the address is compared on each access, beside the version at the end.
         if self._addresses and self._addresses[name] != _addresses(local):
             raise ConsistencyError(
                 f"the memory of tensor {name} was freed or moved before the save had captured it",
@@ -81,6 +83,8 @@ class ChunkSource:
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
             address = self._address(number)
             if address:
+                # ``PyDLL`` keeps the interpreter lock, ``ctypes.memmove`` lets it go. For short copies handing the
+                # lock over and back costs more than the copy.
                 (_move_small if length < limits.SMALL_COPY else ctypes.memmove)(base + at, address, length)
             elif length:
                 self.fill(number, into[at : at + length])
@@ -105,6 +109,7 @@ class ChunkSource:
             self._fill_merged(number, local, into)
             return
         memory = local.gather(chunk.box)
+        # A lazily conjugated or negated tensor must be resolved: its memory holds other values than it stands for.
         if memory.is_complex() or memory.is_neg():
             memory = memory.resolve_conj().resolve_neg()
         size = local.info.dtype.itemsize

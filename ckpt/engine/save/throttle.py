@@ -28,6 +28,8 @@ class Throttle:
 
     @contextmanager
     def work(self) -> Iterator[None]:
+        # CPU time of this thread, not wall time: while it waits for storage or for the lock it takes nothing away
+        # from training, and needs no rest for that.
         began = time.thread_time()
         yield
         if not self._haste.is_set():

@@ -93,6 +93,8 @@ class RankWriter:
         files = []
         try:
             try:
+                # File after file: the next one is written while up to COMMITS earlier ones are made durable. An fsync
+                # waits for the device, so several of them at once take hardly longer than one.
                 for number in range(len(self.plan.batches)):
                     writer, plan, header = self._file(number)
                     commits.append((writer, Pending(partial(self._commit, writer, plan), "ckpt-sync")))
@@ -121,6 +123,8 @@ class RankWriter:
         plan = self.plan.files[number].labelled(self.id)
         with self.open(plan) as writer:
             run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
+            # The header has the digests of all chunks, so it is written last, into room that the plan has left at
+            # byte 0. Until then the file is not a valid one, and no commit record names it.
             header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)])
             writer.write(0, [header])
         return writer, plan, header
@@ -194,6 +198,8 @@ class RankWriter:
         self.count(batch.length)
 
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
+        # Hash and write block by block: a block that was just hashed is still in the cache when it is copied to the
+        # page cache or the network, so memory is read once instead of twice.
         digest = xxhash.xxh3_64()
         step = max(limits.CACHE_BLOCK, writer.block_size)
         at, end = 0, step - offset % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
