@@ -202,7 +202,8 @@ def load(
         only: globs of names in the state to load; all others are left alone.
         rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text, and the first
             rule that matches decides. The state of an optimizer has names of its own: with ``"model.*": "net.*"`` goes
-            ``"optimizer.state.model.*": "optimizer.state.net.*"``. Its groups follow their parameters.
+            ``"optimizer.state.model.*": "optimizer.state.net.*"``. Its groups follow their parameters. Names of parameters within their
+            module, as DCP writes them, need no rule: the module in front is found after these renames.
         strict: whether missing and unexpected names are errors. They are in the report either way.
         cast: whether tensors of another dtype are converted, as ``Tensor.copy_`` does. Complex numbers do not become real ones.
         verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the chunks that

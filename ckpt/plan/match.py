@@ -27,11 +27,13 @@ class Selection:
     """What part of a checkpoint is meant, and under which names.
 
     ``only``: globs; names that match none are left alone on both sides. ``rename``: name or glob in the checkpoint → name or glob in the
-    state; one ``*`` on each side stands for the same text, and the first rule that matches a name decides.
+    state; one ``*`` on each side stands for the same text, and the first rule that matches a name decides. ``then``: rules that move what
+    these give, not asked for by the caller.
     """
 
     only: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
+    then: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for old, new in self.rename:
@@ -39,9 +41,14 @@ class Selection:
                 raise UsageError(f"rename {old!r} → {new!r}: each side needs one *, or none")
 
     def followed_by(self, renames: Iterable[tuple[str, str]]) -> Selection:
-        """The same with more renames, which decide where none of its own does."""
-        more = tuple(rule for rule in renames if rule not in self.rename)
-        return replace(self, rename=(*self.rename, *more)) if more else self
+        """The same with renames of the names that its own give."""
+        more = tuple(rule for rule in renames if rule not in self.then)
+        return replace(self, then=(*self.then, *more)) if more else self
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may have another name in the state."""
+        return bool(self.rename or self.then)
 
     def idle(self, stored: Sequence[str], wanted: Iterable[str]) -> list[str]:
         """Patterns that no name fits, with the names nearest to each: ``stored`` are the checkpoint's names and paths, ``wanted`` names of
@@ -56,11 +63,7 @@ class Selection:
 
     def renamed(self, stored: str) -> str:
         """The name in the state of what the checkpoint calls ``stored``."""
-        for old, new in self.rename:
-            if fits(old, stored):
-                head, _, tail = old.partition("*")
-                return new.replace("*", stored[len(head) : len(stored) - len(tail)])
-        return stored
+        return _first_that_fits(self.then, _first_that_fits(self.rename, stored))
 
     def view(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Stored tensors by their names in the state.
@@ -68,7 +71,7 @@ class Selection:
         Raises:
             UsageError: two stored names become one.
         """
-        if not self.rename:
+        if not self.moves:
             return dict(entries)
         view: dict[str, TensorEntry] = {}
         for stored, entry in entries.items():
@@ -77,6 +80,14 @@ class Selection:
                 raise UsageError(f"the renames make {view[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
             view[name] = entry
         return view
+
+
+def _first_that_fits(rules: Iterable[tuple[str, str]], name: str) -> str:
+    for old, new in rules:
+        if fits(old, name):
+            head, _, tail = old.partition("*")
+            return new.replace("*", name[len(head) : len(name) - len(tail)])
+    return name
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:

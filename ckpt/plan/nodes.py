@@ -30,7 +30,7 @@ class Nodes:
         self._moved: dict[str, Node] = {}
         self._origins: dict[str, str] = {}
         self._children: dict[int, Mapping[Any, Node] | None] = {}  # id of a mapping's node, which lives as long as the root
-        for path, node in _all(root, "") if selection.rename else ():
+        for path, node in _all(root, "") if selection.moves else ():
             moved = renamed_path(selection, path)
             if moved != path:
                 self._moved[moved] = node
@@ -40,7 +40,7 @@ class Nodes:
         """The node that the state has at ``path``, where ``key`` leads to from the node of its container; or ``MISSING``."""
         if path in self._moved:
             return self._moved[path]
-        if self._selection.rename and renamed_path(self._selection, path) != path:
+        if self._selection.moves and renamed_path(self._selection, path) != path:
             return MISSING  # what the checkpoint has there goes elsewhere
         children = self.children(node)
         if children is None:

@@ -8,8 +8,9 @@
 #     optim.state.layers.0.weight.exp_avg             optim.state.model.layers.0.weight.exp_avg
 #     optim.param_groups[0].params: [layers.0.weight] groups with the full name
 #
-# So each parameter of an optimizer gets the name of the module beside it that has a tensor of every such name. Where several modules have
-# (a model and its moving average) or none has (parameters by number), nothing is guessed: the optimizer stays as it is stored.
+# So each parameter of an optimizer gets the name of the module beside it that has a tensor of every such name (ckpt.plan.module_names).
+# Where several modules have (a model and its moving average) or none has (parameters by number), nothing is guessed: the optimizer stays as
+# it is stored.
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from dataclasses import replace
 from ckpt import tree
 from ckpt.catalog import Catalog
 from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.plan.module_names import enclosing_module
 from ckpt.plan.views import LogicalTensor, whole
 from ckpt.tree import MISSING, Missing, Node
 
@@ -76,9 +78,9 @@ def _module(catalog: Catalog, path: str, node: Node) -> str | None:
         return None if tree.tag_of(parts["param_groups"]) == "$param_groups" else ""
     beside = path.rpartition(".")[0]
     start = f"{beside}." if beside else ""
-    modules = {f"{start}{name[len(start) :].partition('.')[0]}." for name in catalog.tensors if name.startswith(start)} - {f"{path}."}
-    fitting = [module for module in modules if all(module + name in catalog.tensors for name in parameters)]
-    return fitting[0] if len(fitting) == 1 else None
+    outer = {name for name in catalog.tensors if name.startswith(start) and not name.startswith(f"{path}.")}
+    module = enclosing_module(parameters, outer)
+    return f"{module.path}." if module is not None and module.explained == parameters else None
 
 
 def _rewritten(node: Node, path: str, optimizers: Mapping[str, RenamedOptimizer]) -> Node | Missing:

@@ -87,6 +87,36 @@ def test_names_that_match_several_ways_or_are_renamed_by_hand_stay(tmp_path: Pat
         ckpt.load(str(tmp_path / "single"), twin | {"optimizer": optimizer}, only="optimizer.*")
 
 
+@pytest.mark.parametrize("spelled", ["containers", "parts"])
+def test_renames_of_the_caller_and_the_module_in_front_combine(tmp_path: Path, spelled: str) -> None:
+    """DCP's checkpoint calls the model and the optimizer otherwise, and the optimizer's parameters by their names in the model."""
+    old = Job()
+    old.train(2)
+    weights, moments = get_state_dict(old.model, old.optimizer)
+    dcp.save({"net": weights, "optim": moments, "step": 2}, checkpoint_id=tmp_path / "old")
+    rename = {"net.*": "model.*", "optim.*": "optimizer.*"}
+    if spelled == "parts":
+        rename = {"net.*": "model.*", "optim.state.*": "optimizer.state.*", "optim.param_groups": "optimizer.param_groups"}
+    job = Job(seed=1)
+    report = ckpt.load(str(tmp_path / "old"), job.state, rename=rename)
+    assert report.renamed["optim.state.1.0.weight.exp_avg"] == "optimizer.state.model.1.0.weight.exp_avg"
+    assert job.optimizer.param_groups[0]["lr"] == 0.1 and job.state["step"] == 2
+    old.train(2)
+    job.train(2)
+    assert all(map(same, job.weights(), old.weights()))
+
+
+def test_a_module_that_explains_only_a_part_is_not_taken_where_another_would_do(tmp_path: Path) -> None:
+    """``0.weight`` and ``1.weight`` are of ``model`` with other layers, or of ``model.1``: nobody knows."""
+    smaller = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(smaller.parameters())
+    smaller(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    dcp.save({"optimizer": get_state_dict(smaller, optimizer)[1]}, checkpoint_id=tmp_path / "old")
+    with pytest.raises(NamesError):
+        ckpt.load(str(tmp_path / "old"), Job().state, only="optimizer.*")
+
+
 def test_a_mismatch_says_what_was_mapped(tmp_path: Path) -> None:
     old = Job()
     old.train(1)

@@ -5,21 +5,21 @@
     the state asks for    optimizer.state.model.layers.0.weight.exp_avg
     DCP has stored        optimizer.state.layers.0.weight.exp_avg
 
-The path that is in front in the state and not in the checkpoint, here ``model``, is found by trying: it has to be in front of the name of
-a parameter that is asked for, and without it that name must be stored. If the names match as they are, if several paths would do and none
-of them explains all names, or if the caller's own renames say where the names go, nothing is mapped. A mapping becomes a rename rule like
-any other, behind the caller's own.
+The module in front, here ``model``, is that of ``ckpt.plan.module_names``. The caller's own renames come first: with
+``rename={"optim.*": "optimizer.*"}``, what is stored as ``optim.state.layers.0.weight.exp_avg`` is found as well. If names match once these
+are renamed, or if nobody can know the module, nothing is mapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from torch.optim import Optimizer
 
 from ckpt.adapters.optimizers import ParamNames, params_of, state_path
 from ckpt.catalog import Catalog, job_tensors
-from ckpt.plan.match import Selection, fits
+from ckpt.plan.match import Selection
+from ckpt.plan.module_names import enclosing_module
 
 _USUAL = ("step", "exp_avg", "momentum_buffer")
 """Keys of the state of most optimizers."""
@@ -28,12 +28,15 @@ _USUAL = ("step", "exp_avg", "momentum_buffer")
 def optimizer_renames(
     optimizers: Sequence[tuple[str, Optimizer]], names: ParamNames, catalog: Catalog, selection: Selection
 ) -> tuple[tuple[str, str], ...]:
-    """Rename rules for optimizers of a state, by path, whose parameters the checkpoint names within their module.
+    """Rename rules for optimizers of a state, by path, whose parameters the checkpoint names within their module: from the names that the
+    caller's own renames give.
 
     Raises:
         StateError: a parameter has no name.
     """
-    stored = job_tensors(catalog)
+    stored: Set[str] = job_tensors(catalog).keys()
+    if selection.rename and optimizers:
+        stored = {selection.renamed(name) for name in stored}
     rules: list[tuple[str, str]] = []
     for path, optimizer in optimizers:
         prefix = state_path(path)
@@ -42,30 +45,9 @@ def optimizer_renames(
         first = next(iter(wanted), None)
         if first is None or any(f"{prefix}.{first}.{key}" in stored for key in keys):
             continue  # the usual case, without a look at every name
-        below = [name for name in stored if name.startswith(f"{prefix}.")]
-        if any(fits(old, name) for old, _ in selection.rename for name in below):
-            continue
-        owners = {name[len(prefix) + 1 :].rpartition(".")[0] for name in below}
-        module = _module(wanted, owners)
-        if module is not None:
-            rules.append((f"{prefix}.*", f"{prefix}.{module}.*"))
+        owners = {name[len(prefix) + 1 :].rpartition(".")[0] for name in stored if name.startswith(f"{prefix}.")}
+        module = enclosing_module(owners, wanted)
+        # One path explains what it can: a rank of a pipeline wants a part, and a parameter without a gradient has no state.
+        if module is not None and (not module.rivals or len(module.explained) == len(wanted)):
+            rules.append((f"{prefix}.*", f"{prefix}.{module.path}.*"))
     return tuple(rules)
-
-
-def _module(wanted: Collection[str], owners: Collection[str]) -> str | None:
-    """The path that, put in front of stored names, gives names that are wanted; None if there is none, or more than one.
-
-    ``1.0.weight`` may be ``0.weight`` of module 1 as well. So where several paths would do, the one counts that explains all that any other
-    one explains, and more, and every name that is wanted: else moments of one parameter could go to another.
-    """
-    if not owners or any(name in owners for name in wanted):
-        return None
-    explained: dict[str, set[str]] = {}
-    for name in wanted:
-        for i, character in enumerate(name):
-            if character == "." and name[i + 1 :] in owners:
-                explained.setdefault(name[:i], set()).add(name[i + 1 :])
-    best = max(explained, key=lambda path: len(explained[path]), default=None)
-    if best is None or any(path != best and not explained[path] < explained[best] for path in explained):
-        return None
-    return best if len(explained) == 1 or len(explained[best]) == len(wanted) else None

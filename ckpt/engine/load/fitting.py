@@ -124,7 +124,7 @@ def names_of(catalog: Catalog) -> Set[str]:
 def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: set[str]) -> list[str]:
     """Names of the checkpoint that no rank took."""
     names = [n for n in unused if select.wants(select.renamed(n))]
-    taken = values if not select.only and not select.rename else frozenset[str]()
+    taken = values if not select.only and not select.moves else frozenset[str]()
     for path, node in tree.leaves(catalog.state, but=_OF_TENSORS, outside=taken):
         counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
         if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
@@ -134,7 +134,7 @@ def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: s
 
 def _paths(catalog: Catalog, select: Selection) -> list[str]:
     """Everything that ``only`` and ``rename`` may mean: names of tensors, paths of values, and all that contains them."""
-    if not select.only and not select.rename:
+    if not select.only and not select.moves:
         return []
     names = [*job_tensors(catalog)]
     names += [path for path, _ in tree.leaves(catalog.state)]
@@ -176,14 +176,14 @@ def _mismatch(
 
 def _moved(path: str, select: Selection) -> str:
     """A stored name, and the one that the renames made of it: stored → mapped."""
-    renamed = renamed_path(select, path) if select.rename else path
+    renamed = renamed_path(select, path) if select.moves else path
     return path if renamed == path else f"{path} → {renamed}"
 
 
 def _covered(selection: Selection, path: str, taken: set[str]) -> bool:
     """Whether a value of the checkpoint, or something that contains it, was taken, by whatever path the state has it."""
     around = [path, *(path[:i] for i, c in enumerate(path) if c == "."), ""]  # the key "" has the path of the state itself
-    return any((renamed_path(selection, p) if selection.rename else p) in taken for p in around)
+    return any((renamed_path(selection, p) if selection.moves else p) in taken for p in around)
 
 
 def _on(name: str, ranks: list[int], size: int) -> str:
@@ -192,7 +192,7 @@ def _on(name: str, ranks: list[int], size: int) -> str:
 
 def renamed(binding: Binding, selection: Selection) -> dict[str, str]:
     """Stored names of loaded tensors that have another name in the state."""
-    if not selection.rename:
+    if not selection.moves:
         return {}
     entries = {n: e for n, (_, e) in binding.targets.items() if e.rank is None}
     return {e.name: n for n, e in entries.items() if selection.renamed(e.name) != e.name}

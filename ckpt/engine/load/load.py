@@ -334,7 +334,7 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
         tensors=len(binding.targets),
         missing=matched.missing,
         unexpected=matched.unexpected,
-        renamed=renamed(binding, matched.job.options.selection),
+        renamed=renamed(binding, matched.job.options.selection.followed_by(binding.renames)),
         cast=tuple(binding.cast),
         bytes_needed=reader.bytes_needed + matched.sharing.needed,
         bytes_read=reader.bytes_read,
