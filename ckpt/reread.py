@@ -49,6 +49,8 @@ def read_checked(
         try:
             result = read()
         except faults as err:
+            # Damage has a message that names the digest of what was read. The same message twice means that two
+            # reads, the second past the caches, gave the same wrong bytes: that is what is stored.
             if err.message in seen or len(seen) == READS - 1:
                 raise
             seen.add(err.message)

@@ -42,7 +42,8 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
 
 
 def _codec(catalog: Catalog, entries: Sequence[TensorEntry]) -> str:
-    """The codec of the largest tensor. Each chunk has its own, and asking all of them would read the header of every file."""
+    """The codec of the largest tensor."""
+    # Each chunk has its own, and asking all of them would read the header of every file.
     largest = max((entry for entry in entries if entry.alias is None), key=lambda entry: entry.nbytes, default=None)
     with suppress(CkptError):  # a damaged file is no reason to show nothing: `ckpt verify` names it
         if largest is not None and (codec := catalog.extents(largest, [0])[0].codec) is not None:

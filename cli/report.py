@@ -97,7 +97,8 @@ def _mesh(text: str | None) -> Mesh | None:
 
 
 def _write(path: str, page: bytes) -> None:
-    """Write the whole file or nothing. An earlier file stays if the disk is full."""
+    """Write the whole file or nothing."""
+    # An earlier file stays if the disk is full.
     part = f"{path}.{secrets.token_hex(4)}.part"
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, a pipe

@@ -151,7 +151,8 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
 
 
 def _look(url: str) -> tuple[Backend, list[str]]:
-    """What lies directly below a URL, or the file that it is. Other hidden files than that of DCP are what a killed writer may leave."""
+    """What lies directly below a URL, or the file that it is."""
+    # Other hidden files than that of DCP are what a killed writer may leave.
     from ckpt.io_backends.registry import open_backend
 
     from .external.virtual_backends import open_single

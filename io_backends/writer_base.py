@@ -53,7 +53,8 @@ class WriterBase(Writer):
         """Hand bytes to the storage, one view after another from ``offset`` on. The range counts as written unless this raises."""
 
     def _settle(self) -> None:
-        """Before a commit: finish what ``_put`` left to be done later. If this raises, the object stays open."""
+        """Before a commit: finish what ``_put`` left to be done later."""
+        # If this raises, the object stays open.
         return
 
     @abstractmethod
@@ -65,7 +66,8 @@ class WriterBase(Writer):
         """After an abort, at once: take the object's name away. ``tried`` if a commit failed. Writes may still be running."""
 
     def _close(self) -> None:
-        """Let go of descriptors, memory and uploads. It is the last call, after commit or abort; no write is running or will begin."""
+        """Let go of descriptors, memory and uploads."""
+        # It is the last call, after commit or abort; no write is running or will begin.
         return
 
     # ---- the port

@@ -25,6 +25,14 @@ class WrittenRanges:
         if start == stop:
             return
         with self._lock:
+            # All ranges that touch or overlap [start, stop) are neighbours in the sorted lists:
+            #
+            #  ranges    [--a--]   [--b--]  [--c--]      [--d--]
+            #  new            [---------------]
+            #  result    [-----------------------]       [--d--]
+            #
+            # ``first`` is the first one that ends at or after ``start``, ``last`` is behind the last one that begins
+            # at or before ``stop``.
             first = bisect_left(self._stops, start)
             last = bisect_right(self._starts, stop)
             if first < last:

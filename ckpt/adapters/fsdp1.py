@@ -158,6 +158,13 @@ def _part(handle: Any, mesh: Mesh, local: torch.Tensor, shape: tuple[int, ...], 
         alike = shape if alone else tuple(local.shape)
         return FlatPart(memory, shape, TensorLayout(mesh), owner=owner, alike=alike, start=0 if alone else start)
     each, ranks = local.numel(), mesh.size(SHARD)
+    # Rank r has elements [r * each, (r + 1) * each) of the flat parameter. Moved by ``start`` and clipped to the
+    # parameter, these bounds are the cuts of the original parameter between the ranks:
+    #
+    #  flat parameter   |---- w1 -----|-- pad --|---------- w2 -----------|
+    #  ranks            |----- 0 ------|----- 1 ------|----- 2 ------|----- 3 ------|
+    #  cuts of w2                               0     a              b    n
+    #                                           rank 1 has [0, a), rank 2 [a, b), rank 3 [b, n)
     cuts = [min(max(rank * each - start, 0), numel) for rank in range(ranks + 1)]
     sizes = tuple(b - a for a, b in itertools.pairwise(cuts))
     at, size = max(start - handle.rank * each, 0), sizes[handle.rank]

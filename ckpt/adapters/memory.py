@@ -23,7 +23,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor. Not by ``reshape``: that keeps whatever stride a single element has."""
+    """The memory of a contiguous tensor."""
+    # Not by ``reshape``: that keeps whatever stride a single element has.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 

@@ -169,6 +169,8 @@ class ShardTable:
 
         The stored name is ``prefix``, the parameter's stored name, and the last segment of ``state_name``.
         """
+        # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
+        # key has everything that the answer follows from, so an equal key means an equal answer.
         keys = key_of(tensor), key_of(param)
         key = None if None in keys else (*keys, param_name, prefix)
         known = self.shards.known.get(state_name)
@@ -227,6 +229,8 @@ class ShardTable:
 
     def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
         """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
+        # Tied tensors are found by address first, which is cheap, and compared in full only where addresses are
+        # equal. Tensors of the meta device have no address; for them the object itself stands in.
         address = (0 if memory.is_meta else memory.data_ptr()) or id(tensor)
         entry = name, tensor, memory
         before = self._seen.setdefault(address, entry)

@@ -54,6 +54,8 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
         hint = "make it on the group of all ranks that have shards"
         raise StateError("ranks outside of its process group have shards of this ShardedTensor", where=f"tensor {state_name}", hint=hint)
     mine = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in tensor.local_shards()}
+    # Cut along one dimension, one shard per rank: an ordinary ``Shard``, possibly with unequal sizes. Everything else
+    # is stored as listed boxes, which is always right but plans more slowly.
     cut = [d for d in range(len(shape)) if any(s.shard_sizes[d] != shape[d] for s in shards)]
     if len(cut) > 1 or not shape or len(set(holders)) < len(holders):
         boxes = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)

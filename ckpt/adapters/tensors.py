@@ -142,7 +142,8 @@ def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
 
 
 def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[int]) -> list[Split]:
-    """DTensor's placements, in the order in which they cut. Each split reads its own kind of placement."""
+    """DTensor's placements, in the order in which they cut."""
+    # Each split reads its own kind of placement.
     kinds = placement_types()
     dims = [p.dim for p in tensor.placements if isinstance(p, kinds.Shard)]
     if not hasattr(kinds, "_StridedShard") and len(set(dims)) < len(dims):

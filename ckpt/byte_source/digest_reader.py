@@ -95,6 +95,8 @@ class DigestReader:
         Raises:
             StorageError: the storage failed.
         """
+        # The first PROBE bytes show whether the storage makes threads wait. If it does not, the data is in the page
+        # cache or on a fast device, and more threads than a few would only compete for cores.
         before = waits_so_far() if self.read < PROBE else None
         if digest is None or not digest.compares:
             with self.span("read", len(memory)):
@@ -102,6 +104,7 @@ class DigestReader:
             if digest is not None:
                 digest.update(memory)
         else:
+            # The backend reads and hashes by turns, slice by slice, so that a slice is hashed while the cache has it.
             began, hashed = time.perf_counter(), digest.seconds
             self.source.read_into(path, offset, memory, digest.timed_update)
             if self._spans is not None:  # the two take turns every few microseconds: each counts for how long it took in all
@@ -175,6 +178,8 @@ class DigestReader:
         self.count_verified(chunk.extent.length)
 
         def read() -> None:
+            # The first "read" is the one that has already failed: it counts as one of ``READS``, so that a chunk
+            # which is damaged in the same way twice is reported after one more read instead of two.
             if before:
                 raise before.pop()
             self.verify_chunk(chunk)
@@ -241,6 +246,8 @@ class DigestReader:
             return
         verified, last, last_length = 0, -1, 0
         with self.span("verify", len(data)):
+            # Rows come sorted by offset, so equal neighbours are the same bytes: a replicated chunk that several
+            # targets want is hashed once.
             for i, (offset, length, digest) in enumerate(zip(offsets, lengths, digests, strict=True)):
                 if digest is None or (offset == last and length == last_length):
                     continue
@@ -267,6 +274,8 @@ class DigestReader:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
         memory: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
         if memory is None or len(memory) < size:
+            # One buffer per thread and use, as long as the longest request so far: memory that is new for each chunk
+            # would be faulted in page by page each time.
             raw = self.allocate(max(size, self.piece) + SPARE)
             start = -raw.ctypes.data % SPARE
             memory = raw[start : start + max(size, self.piece)]

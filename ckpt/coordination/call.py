@@ -176,7 +176,8 @@ class Call:
         return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": self._offers.new_digests()}).encode()
 
     def _all_are_here(self) -> None:
-        """Every rank has come to this call. Where none overlaps another, all have left those before it, whose keys may go."""
+        """Every rank has come to this call."""
+        # Where none overlaps another, all have left those before it, whose keys may go.
         if not self.overlaps:
             self.group.keys.settled(self.number)
 

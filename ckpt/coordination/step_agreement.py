@@ -169,7 +169,8 @@ class StepAgreement:
             self._fix(int(data))
 
     def _lead(self) -> None:
-        """Once every rank has answered, fix the step. What was said about the one before, all have read."""
+        """Once every rank has answered, fix the step."""
+        # What was said about the one before, all have read.
         with self._lock:
             number, proposed, fixed = self._number, self._proposed, self._fixed
         if not self.asked.is_set() and self.store.peek("asked") is not None:

@@ -201,10 +201,9 @@ def _check_others(others: Mapping[str, Any]) -> None:
 
 
 def _whole(plans: list[SavePlan]) -> list[SavePlan]:
-    """All plans, also those that a planner which caches them did not give again, since they are as in its last save.
-
-    DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out again.
-    """
+    """All plans, also those that a planner which caches them did not give again, since they are as in its last save."""
+    # DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out
+    # again.
     if all(plan.usable for plan in plans):
         return plans
     caches: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})

@@ -176,6 +176,15 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if len(shape) <= 1:
         yield Box((start,), (stop - start,)) if shape else Box((), ())
         return
+    # A range of the flattening is a partial first row, whole rows, and a partial last row; the partial rows are
+    # ranges of a tensor with one dimension less:
+    #
+    # shape [4, 6], elements 4 to 20        row 0   ....##    1 box
+    #                                       row 1   ######  ┐ 1 box
+    #                                       row 2   ######  ┘
+    #                                       row 3   ##....    1 box
+    #
+    # Each dimension but the last adds a head and a tail: at most 2·d − 1 boxes.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
@@ -200,6 +209,8 @@ def box_to_flat(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     """The flat range of a box that is contiguous in a row-major tensor of ``shape``; None if it is not."""
     if box.numel == 0:
         return (0, 0)
+    # Contiguous means: some inner dimensions are whole, one dimension is any interval, and all before it have a
+    # single coordinate.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -259,6 +270,8 @@ def strided_blocks(shape: Sequence[int], box: Box) -> Blocks:
     """The runs of contiguous memory that a box covers in a row-major tensor of ``shape``; ``box`` must not be empty."""
     strides = row_major_strides(shape)
     start = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    # From the innermost dimension outwards: a dimension joins the run as long as its stride is the length of the run
+    # so far, that is, as long as the box has all of what lies inside of it.
     length, dims = 1, list(zip(box.shape, strides, strict=True))
     while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
         length *= dims.pop()[0]
@@ -303,6 +316,8 @@ def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     if not box.shape:
         return None if len(offsets) == 1 else TilingFault(box, len(offsets))
     ends = offsets + shapes
+    # Coordinate compression: only the boundaries that occur matter, so a tensor of any size becomes a grid with one
+    # cell between any two of them, and each cell is covered as a whole or not at all.
     cuts = [merge_cuts((lo, hi), offsets[:, i], ends[:, i]) for i, (lo, hi) in enumerate(zip(box.offset, box.end, strict=True))]
     if math.prod(len(c) - 1 for c in cuts) <= max(_DENSE_CELLS, 4 * len(offsets)):
         return _dense_fault(cuts, offsets, ends)
@@ -314,6 +329,14 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
     d = len(cuts)
     lo = np.stack([np.searchsorted(c, offsets[:, i]) for i, c in enumerate(cuts)])
     hi = np.stack([np.searchsorted(c, ends[:, i]) for i, c in enumerate(cuts)])
+    # A difference array: a box adds +1 or −1 at each of its 2^d corners, and a running sum along each dimension turns
+    # the corners into the number of boxes over each cell. In one dimension:
+    #
+    # boxes [0, 2) and [2, 3) of 4     cells     [0, 2)  [2, 3)  [3, 4)
+    #                                  corners     +1    −1 +1     −1
+    #                                  sums         1       1       0     ← covered by none
+    #
+    # The cost is corners plus cells, whatever the sizes of the boxes.
     count = np.zeros([len(c) for c in cuts], dtype=np.int32)
     for corner in range(1 << d):
         at = tuple(hi[i] if corner >> i & 1 else lo[i] for i in range(d))
@@ -331,6 +354,8 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
 
 def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     """Halve the box along its most cut dimension: the compressed grid of very many irregular boxes would not fit in memory."""
+    # Each half sees only the boxes that reach into it, so its compressed grid is smaller; the recursion ends where it
+    # fits into memory.
     axis = max(range(len(cuts)), key=lambda i: len(cuts[i]))
     middle = int(cuts[axis][len(cuts[axis]) // 2])
     for lo, hi in ((box.offset[axis], middle), (middle, box.end[axis])):

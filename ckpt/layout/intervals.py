@@ -15,6 +15,8 @@ Interval = tuple[int, int]
 
 def slice_of(intervals: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
     """Elements ``[start, stop)`` of the concatenation of intervals."""
+    # ``at`` is where the interval begins in the concatenation, ``a`` where it begins in the tensor: a part of it is
+    # moved by the difference of the two.
     parts, at = [], 0
     for a, b in intervals:
         lo, hi = max(start, at), min(stop, at + b - a)

@@ -81,7 +81,8 @@ class Mesh:
 
 
 def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
-    """The first place of a rank in a list of them. A tuple would be searched from its start for each rank of it."""
+    """The first place of a rank in a list of them."""
+    # A tuple would be searched from its start for each rank of it.
     if isinstance(ranks, range):
         return rank - ranks.start if rank in ranks else None
     return _numbers(ranks).get(rank)

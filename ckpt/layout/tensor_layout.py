@@ -176,6 +176,8 @@ class _Axis:
 
     def intervals(self, where: tuple[int, ...]) -> tuple[Interval, ...]:
         """What the coordinate ``where`` of the mesh holds, in local order."""
+        # Splits of one dimension nest: the second one cuts what the first has left to this coordinate, which may be
+        # several intervals (of strided or interleaved splits), as if these were one.
         left: tuple[Interval, ...] = ((0, self.size),)
         for split, axis, count in zip(self.splits, self.mesh_axes, self.counts, strict=True):
             ranges = split.part(sum(b - a for a, b in left), count, where[axis])
@@ -247,6 +249,9 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     if layout.block_split is not None:
         return _listed_tiling(layout, shape)
     axes = _axes(layout, shape)
+    # Two steps: bring the mesh axes that cut dimensions to the front, so that an index by their coordinates gives the
+    # ranks that differ only on the other axes, the replicas; then look that up for every cell of the grid at once,
+    # each dimension's coordinates being broadcast over the others'.
     array = layout._submesh()
     cuts = tuple(map(_axis_cuts, axes))
     used = [i for axis in axes for i in axis.mesh_axes]

@@ -196,6 +196,8 @@ class Transfer:
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
         there = {path: size for path, size in self._begin().items() if path in sizes}
+        # What a copy that was interrupted left is taken over only if its bytes are right: same size first, which is
+        # cheap, then the digests, which reads them. Everything else is deleted and copied again.
         complete = {path for path, size in there.items() if size == self.sizes[path]}
         damaged = self._damaged(complete, threads, meter)
         meter.total += sum(self.sizes[path] for path in damaged)
@@ -237,7 +239,8 @@ class Transfer:
             return False
 
     def _make_room(self, bad: set[str]) -> None:
-        """Delete what an interrupted copy left half. If that copy goes on after all, it sees this, or this sees that it is committed."""
+        """Delete what an interrupted copy left half."""
+        # If that copy goes on after all, it sees this, or this sees that it is committed.
         if bad and self.committed_before:
             raise CorruptError(
                 f"the same checkpoint is there already, but {len(bad)} of its files are damaged; the first is {min(bad)}",
@@ -279,6 +282,8 @@ class Transfer:
         if self.committed_before:
             check_there(self.target, self.record.id, self.sizes)
             return
+        # The mark of ``claim`` said that files were about to go; now they are all there again, so it is taken away,
+        # and the journal's own check that everything is there follows.
         if self.made_room:
             resume(self.target, self.record.id)
         try:

@@ -144,7 +144,9 @@ def _committed(backend: Backend, directory: str) -> str | None:
 
 
 def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, older_than: float, now: float) -> tuple[bool, str]:
-    """Whether files were left alone for ``older_than`` seconds, and how to say it. The first young file decides."""
+    """Whether files were left alone for ``older_than`` seconds, and how to say it."""
+    # The first young file decides.
+    #
     # ``now`` comes from the storage, as the times of files do: with a local clock that is an hour ahead, a save in
     # progress would look an hour old.
     if older_than == 0:

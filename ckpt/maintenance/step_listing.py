@@ -247,10 +247,9 @@ def infos(steps: Sequence[Step]) -> list[StepInfo]:
 
 
 def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    """The URL of a step → the virtual checkpoints among ``steps`` that point into its files, under whatever name.
-
-    Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps + sources.
-    """
+    """The URL of a step → the virtual checkpoints among ``steps`` that point into its files, under whatever name."""
+    # Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps +
+    # sources.
     virtual = [v for v in steps if v.sources]
     if not virtual or len(steps) < 2:
         return {}

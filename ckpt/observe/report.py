@@ -190,7 +190,8 @@ def _detail(
 
 
 def _cells(ranks: int, per_host: int | None) -> tuple[tuple[range, ...], int | None]:
-    """The ranks of each cell, and how many cells a column has. Columns are hosts, or blocks of eight ranks, as long as all can be seen."""
+    """The ranks of each cell, and how many cells a column has."""
+    # Columns are hosts, or blocks of eight ranks, as long as all can be seen.
     if ranks <= ROWS:
         return blocks(ranks, 1), None
     host = per_host or _PER_BLOCK

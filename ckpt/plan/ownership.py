@@ -160,10 +160,12 @@ def _row_grid(t: TensorSpec) -> FlatGrid | None:
 
 
 def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:
-    """For each merged tensor its grid, and the replica that starts. A small one goes to whoever has least so far of its block.
-
-    Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each range of each tensor.
-    """
+    """For each merged tensor its grid, and the replica that starts."""
+    # A small one goes to whoever has least so far of its block.
+    #
+    # Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each
+    # range of each tensor.
+    #
     # The largest tensor comes first and ties are broken by name: all ranks must take them in one order, and a greedy
     # assignment is close to the best one if what comes last is small. There are two levels of detail:
     #
@@ -209,8 +211,8 @@ def _replica_group(layout: TensorLayout) -> object:
 
 
 def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
-    """For each tensor the replica that starts: the one that has least so far. Large tensors first, so that small ones even out the
-    rest."""
+    """For each tensor the replica that starts: the one that has least so far."""
+    # Large tensors first, so that small ones even out the rest.
     replicas = members[0].layout.tiling(members[0].shape).holders.shape[1]
     if replicas == 1:
         return [(t, 0) for t in members]
@@ -287,7 +289,8 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
 
 
 def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkAssignment:
-    """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk. Boxes of one shape are cut alike."""
+    """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
+    # Boxes of one shape are cut alike.
     assert tiling.boxes is not None
     replicas = tiling.holders.shape[1]
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each

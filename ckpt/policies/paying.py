@@ -46,6 +46,13 @@ class EveryBudget(SavePolicy):
 
     def owed(self, saves: tuple[SaveCost, ...], seconds: float) -> float:
         """Seconds of cost that time has not paid for yet."""
+        # A leaky bucket. Cost fills it, time drains it at ``percent``; it may run below empty by one save's cost and
+        # no further:
+        #
+        #  debt  ^     save      save
+        #        |      |\        |\
+        #      0 +------|-\-------|-\--------► time
+        #        |\     |  \____/  |  \____     the floor: −cost of the save before
         debt, at, credit = 0.0, 0.0, 0.0
         for save in saves:
             debt = max(-credit, debt - self.percent / 100 * max(0.0, save.began - at)) + save.seconds

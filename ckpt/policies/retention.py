@@ -90,6 +90,8 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
     for s in committed:
         for referrer in s.referred_by:
             used.setdefault(referrer, []).append(s.step)
+    # The transitive closure of "uses bytes of": a kept checkpoint needs those that it refers to, and these need
+    # theirs.
     found = set(kept)
     open_ends = [*kept, *(r for r in used if r not in known)]
     while open_ends:
@@ -118,6 +120,8 @@ def _verdict(step: int, reasons: list[str] | None) -> Verdict:
 
 def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:
     """All ``steps``, each after those that refer to it; where that leaves a choice, the lower one first."""
+    # A depth-first search without recursion, since chains of references may be thousands long. A step is listed after
+    # all that refer to it: wherever removing stops, nothing that remains refers to something that is gone.
     referrers = {s.step: iter(sorted(r for r in s.referred_by if r != s.step)) for s in steps}
     order: dict[int, None] = {}
     begun: set[int] = set()

@@ -152,7 +152,8 @@ class Spans:
         sums[4] = max(sums[4], start + duration)
 
     def _thread(self) -> int:
-        """The number of the calling thread. A thread takes over the number of a dead one of the same name: pools come and go."""
+        """The number of the calling thread."""
+        # A thread takes over the number of a dead one of the same name: pools come and go.
         me = threading.current_thread()
         if me in self._threads:
             return self._threads.index(me)

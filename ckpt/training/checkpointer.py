@@ -257,8 +257,9 @@ class Checkpointer:
         return handle
 
     def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> tuple[BaseException | None, SaveHandle]:
-        """Begin to save; gives what the save before it failed with, if nobody was told. Ranks may be told at different steps, since their
-        saves do not end at one moment; so being told must not keep one of them from a save that the others begin."""
+        """Begin to save; gives what the save before it failed with, if nobody was told."""
+        # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
+        # keep one of them from a save that the others begin.
         self._tiers.check(self.group, self.timeout)
         failed = self._ended()
         check_step(n)
@@ -300,7 +301,8 @@ class Checkpointer:
         _raise(ended or unpublished)
 
     def _published(self) -> StorageError | None:
-        """Wait until everything is published; gives why it could not be. Having waited once in vain, it tries but once more."""
+        """Wait until everything is published; gives why it could not be."""
+        # Having waited once in vain, it tries but once more.
         if self._publisher is None:
             return None
         error = self._publisher.finish(0.0 if self._gave_up else self._patience)

@@ -39,6 +39,7 @@ class Preemption:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Nothing but a flag: a lock taken here could be held by the very code that the signal interrupted.
         self.noticed.set()
         before: Callable[[int, FrameType | None], Any] | int | None = self._before.get(number)
         if callable(before):  # not the default action, which would end the process before it has saved

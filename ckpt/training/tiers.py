@@ -149,7 +149,8 @@ class Tiers:
             yield number, steps
 
     def _ordered(self, steps: Iterable[Step]) -> list[Step]:
-        """Those that are committed in the order in which to try them. Of steps alike the first stays first, and local ones come first."""
+        """Those that are committed in the order in which to try them."""
+        # Of steps alike the first stays first, and local ones come first.
         return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
 
     def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
@@ -278,7 +279,11 @@ def _newest(root: str, lowest: int, highest: int | None) -> Iterator[tuple[int, 
 
 
 def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, list[Step]]]) -> Iterator[tuple[int, list[Step], list[Step]]]:
-    """Each number that there is in either tier, the highest first, with its steps in both. Of each tier only the next is read."""
+    """Each number that there is in either tier, the highest first, with its steps in both."""
+    # Of each tier only the next is read.
+    #
+    # A merge of two sorted streams. Each ``next`` may read commit records from storage, so a stream is advanced only
+    # when its head has been given out: to restore the newest step takes one or two records, not all.
     local, root = next(near, None), next(far, None)
     while local is not None or root is not None:
         number = max(level[0] for level in (local, root) if level is not None)

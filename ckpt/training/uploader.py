@@ -129,7 +129,8 @@ class Publisher:
                 turn.over.set()
 
     def _attempt(self, turn: Turn) -> bool:
-        """Publish one checkpoint; whether to go on. All ranks go on alike: whether there is something to do, the leader says."""
+        """Publish one checkpoint; whether to go on."""
+        # All ranks go on alike: whether there is something to do, the leader says.
         call = self._group.call("publish", self._tiers.root, self._timeout)
         step, id = None, None
         try:

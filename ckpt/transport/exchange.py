@@ -76,6 +76,8 @@ class Exchange:
         self.alive = alive
         self.outgoing = {r: views for r, views in outgoing.items() if views.size}
         self.incoming = {r: views for r, views in incoming.items() if views.size}
+        # Each rank begins with its right-hand neighbour and goes round. If all began with rank 0, it would be flooded
+        # while the others wait.
         self.queue = deque(sorted((r for r in self.outgoing if r != self.me), key=lambda r: (r - self.me) % (max(self.outgoing) + 1)))
         self.most = len(self.outgoing) if any(isinstance(views, Feed) for views in self.outgoing.values()) else CONNECTIONS
         self.looked = self.checked = 0.0
@@ -160,7 +162,8 @@ class Exchange:
         return len(self.outgoing) - len(self.queue) >= self.most
 
     def _connect_more(self) -> None:
-        """Begin what there is room for. The store is asked ever more rarely for ranks that have not come to this call."""
+        """Begin what there is room for."""
+        # The store is asked ever more rarely for ranks that have not come to this call.
         if self._full() or time.monotonic() - self.looked < self.pause:
             return
         for _ in range(len(self.queue)):
@@ -243,6 +246,8 @@ class Exchange:
 
     def _look(self) -> None:
         """Send what there is now, as far as it goes; the rest when there is room again."""
+        # The flag is cleared before the queues are looked at. Cleared after it, an entry that a thread puts in
+        # between would wake nobody.
         self.awake = False  # from now on who has something wakes again; what was there before is found below
         self.alive()
         for stream in list(self.sending):
@@ -320,6 +325,8 @@ class Exchange:
 
     def _look_for_failures(self, now: float) -> None:
         """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""
+        # A connected rank that dies closes its socket. Of the others only the job's store can tell, and asking costs
+        # a round trip, so it is asked seldom: each second, and less often in very large jobs.
         apart = bool(self.queue or self.dialer.dials) or any((self.number, rank) not in self.port.met for rank in self.incoming)
         if apart and now - self.heard >= max(LOOK, self.port.ranks / 1024):
             failed = self._failed("any")
@@ -329,6 +336,8 @@ class Exchange:
 
     def _failed(self, rank: int | str) -> CkptError | None:
         """What a rank, or ``any``, left in the store about the error that ended its exchange, if it did."""
+        # A rank that fails leaves its error in the store before it closes its connections. So the cause is looked for
+        # first, and "the connection broke" is said only where there is none.
         report = self.port.failure = self.port.look(f"failed/{rank}")
         return failed_on(report["rank"], report) if report is not None else None
 

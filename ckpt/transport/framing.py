@@ -103,6 +103,8 @@ class Feed:
 
     def send(self, sock: socket.socket) -> bool:
         """Send what fits of what is there, once the receiver has :meth:`answered`; whether all there will ever be is sent."""
+        # A stream is finished when it is closed *and* its queue is empty. ``closed`` is read first: entries that were
+        # put in before the close are then still seen by the loop.
         closed = self._closed  # before the queue: what another thread puts in and then closes is not lost
         while self._queue:
             entry = self._queue[0]
@@ -117,6 +119,8 @@ class Feed:
         return closed
 
     def _spelled(self, entry: _Slot) -> tuple[Views, Callable[[], None]]:
+        # Only now is it known whether the receiver could open the ring, so only now does an entry become bytes: a
+        # record that names the slot, or the packed bytes themselves.
         if self._opened:
             return _record(entry.parcel, entry.piece, entry.slot, entry.turn, entry.digest), lambda: None
         return _in_stream(entry.parcel, entry.piece, entry.packed()), entry.sent
@@ -186,6 +190,8 @@ class Inlet:
 
     def _began(self) -> None:
         parcel, piece, slot, length, digest = RECORD.unpack(self._record)
+        # Three kinds of record: the number of a slot, to be copied from shared memory at once; a length, after which
+        # that many bytes follow in the stream; and a sign of life, after which nothing follows.
         if parcel != ALIVE and slot != IN_STREAM:
             self._done = self._taker.slot(parcel, piece, slot, length, digest)
         elif parcel != ALIVE:

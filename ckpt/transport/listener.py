@@ -128,6 +128,8 @@ class Listener:
         if not self._warned:
             self._warned = True
             log.warning("connections from other ranks wait: %s; `ulimit -n` raises the limit", err)
+        # The older half of the connections that have not greeted is closed. A rank greets within milliseconds of
+        # connecting, so these are strangers, or ranks that connect again.
         for greeting in list(self._greetings)[: (len(self._greetings) + 1) // 2]:
             self._drop(greeting, str(err))
         if self._paused_until is None:

@@ -70,6 +70,15 @@ class Ring:
             os.ftruncate(self.file, _nbytes(self.shape))
         memory = mmap.mmap(self.file, _nbytes(self.shape))
         memory[:TOKEN_BYTES] = self.token
+        # How the memory is laid out, and who writes what:
+        #
+        #  token │ turns [slots]  │ marks [slots, readers]        │ data [slots, size]
+        #        │ owner: +1 per  │ owner sets 1 when it lends a  │ owner fills it
+        #        │ lending        │ slot, the reader sets 0 when  │ readers copy from it
+        #        │                │ it has what it wants          │
+        #
+        # A byte per reader instead of a counter: each byte has one writer at a time, so no atomic operation between
+        # processes is needed. A slot is free when nobody in this process holds it and its whole row of marks is 0.
         self._turns, self._marks, self._data = _parts(memory, self.shape)
         self._seen = [memoryview(row) for row in self._marks]
         self._nobody = bytes(readers)
@@ -128,6 +137,8 @@ class Ring:
         """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`. The
         number of this turn of the slot, by which they know that it is the one that is meant for them."""
         self._lent[slot] = ranks
+        # The turn is part of the announcement. A reader that comes late, to a slot that was filled again, sees
+        # another turn after its copy, and fails instead of keeping bytes that are not its own.
         self._turns[slot] += 1
         for i in which:
             self._marks[slot, i] = 1
@@ -160,6 +171,9 @@ class Borrowed:
     """
 
     def __init__(self, at: Announcement) -> None:
+        # Three checks before a byte is trusted: the name, so that no device is opened; the size, so that no access
+        # lies outside; the token, so that a process with the same number in another container is not taken for the
+        # owner.
         path = f"/proc/{at.pid}/fd/{at.file}"
         if _NAME not in os.readlink(path):  # before it is opened: to open a device may do something
             raise OSError(f"{path} is no shared memory of ours")
@@ -224,7 +238,8 @@ def _lead(slots: int, readers: int) -> int:
 
 
 def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Turns, marks, and the slots. The arrays keep the memory."""
+    """Turns, marks, and the slots."""
+    # The arrays keep the memory.
     slots, size, readers = shape
     marks = _HEADER + slots * _TURN.itemsize
     data = np.frombuffer(memory, dtype=np.uint8)

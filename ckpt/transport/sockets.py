@@ -46,6 +46,8 @@ class Hello:
         """Raises:
         ConnectionError: it is from somebody who does not know the secret.
         """
+        # Constant-time comparison: the secret went through the job's store, and a stranger who can connect must not
+        # be able to guess it byte by byte.
         magic, given, number, rank, size, announcement = HELLO.unpack(data)
         if magic != MAGIC or not hmac.compare_digest(given, secret):
             raise ConnectionError("somebody else")
@@ -120,6 +122,8 @@ class Views:
         Raises:
             ConnectionError: the other end is gone.
         """
+        # Straight into the caller's memory, many views in one call: there is no buffer between the socket and the
+        # tensors.
         count = sock.recvmsg_into(list(islice(self._left, _MOST_VIEWS)))[0]
         if not count:
             raise ConnectionError("the stream ended early")
@@ -201,6 +205,8 @@ class Sending:
             OSError: the other rank cannot be reached, or is gone.
             Refused: it does not expect what this one has.
         """
+        # The four states of a sender, in order: connecting → greeted → ready → sent. Each step does what it can
+        # without waiting, and the selector calls again when the socket is readable or writable.
         if not self.greeted:
             error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:

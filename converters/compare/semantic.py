@@ -207,7 +207,8 @@ def _check_moment(elements: Elements, state: _State) -> tuple[Problem | None, bo
 
 
 def _check_zeros(moments: Sequence[_State], zeros: Sequence[bool], steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
-    """A moment that is zero for all parameters that made a step was never kept. Of single parameters it may be: some get no gradient."""
+    """A moment that is zero for all parameters that made a step was never kept."""
+    # Of single parameters it may be: some get no gradient.
     stepped: dict[tuple[str, str], list[bool]] = {}
     for state, zero in zip(moments, zeros, strict=True):
         if steps.get((state.optimizer, state.param), 0) > 0 and state.entry.numel:

@@ -207,7 +207,8 @@ class Delivery:
             self.counted[f][i] += nbytes
 
     def _values(self, piece: ViewPiece, dtype: DType) -> memoryview:
-        """The bytes of a piece, in the order of its box. No copy if they lie like that in the tensor."""
+        """The bytes of a piece, in the order of its box."""
+        # No copy if they lie like that in the tensor.
         source = self.local[piece.source].gather(piece.part)
         same = source.dtype == torch_dtype(dtype) and piece.axes == tuple(range(len(piece.part.shape)))
         if not same or source.device.type != "cpu" or not source.is_contiguous() or reads_otherwise(source):

@@ -74,6 +74,9 @@ class WindowFiller:
         last = Pending(lambda: None, "ckpt-convert")
         try:
             for turn, window in enumerate(windows(listed, [self._seams_of(i.name) for i in listed], self.window)):
+                # Reading window n + 1 into one buffer and writing window n from the other go on at once.
+                # ``last.result()`` comes after the read: only then is the buffer of window n needed again, for window
+                # n + 2.
                 buffer = self._buffer(turn % 2, size)
                 self._read(listed, window, buffer)
                 last.result()

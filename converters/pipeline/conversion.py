@@ -91,6 +91,8 @@ class Conversion:
             if not part[0] and self.record is not None:
                 self.record.remove()
             return over
+        # The random digits of the id are derived from the digest of what is converted. So an id tells later attempts
+        # whether a checkpoint that is there is the result of this very conversion.
         id = new_id(after=self._previous, random=int(self.digest, 16)) if self.record is None else self.record.id
         planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
@@ -179,7 +181,8 @@ class Conversion:
         return [i for i in mine if i not in there]
 
     def _there(self, planned: OutputPlan, record: ConversionJournal) -> set[int]:
-        """Files that are durable. A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file."""
+        """Files that are durable."""
+        # A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file.
         marks = record.marks()
         marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
         if self.name is None:
@@ -261,6 +264,8 @@ class Conversion:
 
     def _whole(self, planned: OutputPlan, record: ConversionJournal) -> bool:
         """Whether all files are durable, those of other processes too."""
+        # Any process may be the one that finds all files there. ``claim`` then lets exactly one finish; ``again`` is
+        # the way back if that one died in the middle.
         if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
             return False
         lost = sorted(set(range(len(planned.files))) - self._there(planned, record))

@@ -130,6 +130,8 @@ class FileStream:
             for number in numbers:
                 file = self.planned.files[number]
                 self._begin(number)
+                # At most two files are open: the one being written and the one before it, which a thread makes
+                # durable.
                 opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
                 self._fill(opened[-1], on_written)
                 last.result()

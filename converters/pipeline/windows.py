@@ -60,6 +60,8 @@ def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int
 
     ``seams`` has for each item the places along its first axis, increasing, where it is best cut, because stored chunks end there.
     """
+    # Greedy and in one pass, since segments come in the order of the file: a window is closed as soon as the next
+    # segment would make it too long.
     pending: list[FileSegment] = []
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
@@ -97,6 +99,8 @@ def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[in
     it reaches one."""
     cuts = [start]
     while cuts[-1] + count < stop:
+        # The last seam that the part can reach. Without one in reach it is cut at its full length, in the middle of a
+        # stored chunk, which is then read for two windows.
         best = bisect_right(seams, cuts[-1] + count) - 1
         cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
     return (*cuts, stop)

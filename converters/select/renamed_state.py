@@ -305,7 +305,8 @@ def _shown(node: Node | Missing) -> str:
 
 
 def _numbers(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, str]:
-    """Single numbers as texts, by name. They are compared, not loaded: digests are not looked at."""
+    """Single numbers as texts, by name."""
+    # They are compared, not loaded: digests are not looked at.
     extents = catalog.extents_of([(entry, 0) for entry in entries])
     plain = [(e, x) for e, x in zip(entries, extents, strict=True) if x.codec is None]
     read = read_ranges(catalog.backend, [Range(x.path, x.offset, x.length) for _, x in plain])

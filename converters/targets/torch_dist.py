@@ -88,7 +88,8 @@ def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParamete
 
 
 def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
-    """Parameters by Megatron's names. A tied output layer is no tensor of its own."""
+    """Parameters by Megatron's names."""
+    # A tied output layer is no tensor of its own.
     own = {n: w for n, w in chosen.tensors.items() if w.rank is None}
     weights = {n[len(head) :]: w for n, w in own.items() if n.startswith(head)} or {n: w for n, w in own.items() if not n.startswith(HEAD)}
     if len({weights[n].alias or weights[n].name for n in (EMBEDDING, OUTPUT) if n in weights}) == 1 and EMBEDDING in weights:

@@ -199,6 +199,8 @@ def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
     axes = [i for i, n in enumerate(box.shape) if n > 1]
     if not axes or reach(box.shape, strides, itemsize) <= limits.CHUNK:
         return [box]
+    # Cut along the axis with the largest stride: each part is then a shorter stretch of the file. A cut along another
+    # axis would leave each part as long as before.
     axis = max(axes, key=strides.__getitem__)
     count = max(1, limits.CHUNK // max(strides[axis], 1))
     boxes = []

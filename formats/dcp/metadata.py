@@ -105,7 +105,8 @@ class _MetadataReader:
         return Metadata(tensors=tensors, values=values, paths=paths, attributes=fields)
 
     def _attributes(self, root: Any) -> Mapping[str, Any]:
-        """What the pickled object has. It may be of a class derived from ``Metadata``, which adds attributes: its parts tell."""
+        """What the pickled object has."""
+        # It may be of a class derived from ``Metadata``, which adds attributes: its parts tell.
         if type(root) is not Made:
             self.damaged(f"it is a {type(root).__name__}, no Metadata")
         fields = root.attributes()

@@ -131,7 +131,8 @@ class _Opened:
             raise FormatError("weights are cut for tensor parallelism, and DeepSpeed does not say how", where=file.where, hint=hint)
 
     def _module(self, stage: int) -> None:
-        """The weights of a stage. Slices of them are left alone: a universal directory has the whole parameters."""
+        """The weights of a stage."""
+        # Slices of them are left alone: a universal directory has the whole parameters.
         files = self.models(stage)
         if self.sliced:
             lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in {p for p, _ in self.universal}]
@@ -203,7 +204,8 @@ class _Opened:
         self._universal_optimizer(self.by_path[OPTIMIZER])
 
     def _universal_optimizer(self, file: PickledFile) -> None:
-        """What the optimizer has besides the states. That of a pipeline is of the first stage alone, and left out."""
+        """What the optimizer has besides the states."""
+        # That of a pipeline is of the first stage alone, and left out.
         zero = file.root.get("zero_stage")
         self.zero = None if zero is None else file.number(zero, "'zero_stage'")
         self.others = self._node(file, others_of(file.root), _OTHERS)

@@ -39,6 +39,7 @@ class FlatRun(NamedTuple):
 def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int, ranks: Sequence[int]) -> dict[str, list[FlatRun]]:
     """ZeRO-1 and 2: the parameters of a group one after another, ``gaps`` elements of padding after each, cut into partitions of equal
     length for ``ranks``."""
+    # Walk the concatenation of the parameters once; a run ends where the parameter does or where the partition does.
     runs: dict[str, list[FlatRun]] = {}
     offset = 0
     for (name, numel), gap in zip(numels.items(), gaps, strict=True):
@@ -56,6 +57,8 @@ def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int
 def split_each(numels: Numels, lengths: Sequence[int], ranks: int) -> dict[str, list[FlatRun]]:
     """ZeRO-3: every parameter is cut into ``ranks`` parts of ``ceil(numel / ranks)`` elements, the last ones padded; a rank has its parts
     of all parameters one after another, in flat tensors of ``lengths`` elements, whose bounds may lie inside of a part."""
+    # ``offset`` is where the part of this parameter begins in a rank's flat tensors, the same on every rank, since
+    # all have equal parts (the last ones padded).
     ends = list(accumulate(lengths))
     runs: dict[str, list[FlatRun]] = {name: [] for name in numels}
     offset = group = 0

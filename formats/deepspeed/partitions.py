@@ -74,6 +74,8 @@ def _of_group(owned: SharedGroup, gaps: Sequence[int], group: int, ranks: Sequen
     numels = {name: math.prod(shape) for name, shape in owned.shapes.items()}
     partition = max(n for r in owned.ranks for n in _lengths(ranks[r], group))
     total = sum(numels.values()) + sum(gaps)
+    # Nothing in the files says where parameters lie: it follows from shapes and the rules of DeepSpeed. So every sum
+    # that can be checked is checked, since a mistake here would shift all that follows.
     spare = partition * len(owned.ranks) - total
     if total and not 0 <= spare < 2 * len(owned.ranks):  # partitions end at multiples of two elements
         ranks[owned.ranks[0]].file.damaged(

@@ -86,6 +86,9 @@ def buffer_layout(
         data_parallel: ranks that share the buffer, context parallelism included.
         divisor: 128, or 65536 with ``--ddp-pad-buckets-for-high-nccl-busbw``.
     """
+    # The same loop as Megatron's own, in elements: ``at`` is where the next parameter may begin, ``opened`` where the
+    # current bucket began. A bucket is closed when it is full, and around a shared parameter, which has to be alone
+    # in its bucket.
     step = math.lcm(data_parallel, divisor)
     slots: list[Slot] = []
     buckets: list[Bucket] = []
@@ -193,6 +196,14 @@ def shifts(layout: BufferLayout, numels: Sequence[int]) -> list[Shift]:
     elements later as there is padding before its bucket (Megatron-LM pull request 5077). What no parameter got is lost. With a single
     bucket, or without padding, nothing moved.
     """
+    # What went wrong there, in one drawing (P: padding of bucket 0):
+    #
+    #  places that were used     |-- c --|P|-- b --|         they count the padding
+    #  elements there were       |-- c --|-- b --|           without the padding
+    #  taken as b                          |-------|         lacks the first P of b, and has P others at its end
+    #
+    # ``true`` is where the member's own elements lie without padding. Each was taken for the member whose place, with
+    # padding, has the same number: the overlaps of [true, true + numel) with all places say as what it was written.
     starts = [slot.start for slot in layout.slots]
     by_start = sorted(range(len(starts)), key=starts.__getitem__)
     in_order = sorted(starts)

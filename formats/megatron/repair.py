@@ -122,7 +122,8 @@ class _Repair:
         return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
 
     def _groups(self) -> list[GroupOf]:
-        """The groups of ranks that shared buffers. Experts on several ranks had buffers of their own."""
+        """The groups of ranks that shared buffers."""
+        # Experts on several ranks had buffers of their own.
         dense = [GroupOf(0, n) for n in range(self.stages * self.tensor)]
         if self.experts == 1:
             return dense
@@ -233,10 +234,9 @@ class _Repair:
         return all(self.spread.is_weight(*sample) for p, s in own[::every] for sample in _samples(p, s, laid.segments["param"]))
 
     def _is_zero_beyond(self, laid: _Laid) -> bool:
-        """Whether all that was written beyond the end of the buffer is zero, as it is where nothing was there to write.
-
-        If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what fits.
-        """
+        """Whether all that was written beyond the end of the buffer is zero, as it is where nothing was there to write."""
+        # If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what
+        # fits.
         return not any(
             self.table.read_piece(key, SourcePiece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
             for key, segments in laid.beyond.items()

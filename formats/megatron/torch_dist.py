@@ -298,7 +298,8 @@ def _boxes(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str)
 
 
 def _joined(parts: Sequence[ModelPart]) -> tuple[tuple[int, ...], list[SourcePiece]]:
-    """The shape and pieces of a tensor. Gate and up that are stored apart follow one another."""
+    """The shape and pieces of a tensor."""
+    # Gate and up that are stored apart follow one another.
     rows = {part.half: part.shape[0] for part in parts if part.half is not None}
     if not rows:
         return parts[0].shape, [part.piece for part in parts]

@@ -312,7 +312,8 @@ def _open(backend: Backend, data: bytes | None, read: Reading = read_index) -> t
 
 
 def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
-    """The record after a fault. If a file is gone, network file systems may know the old one by its name for a second."""
+    """The record after a fault."""
+    # If a file is gone, network file systems may know the old one by its name for a second.
     backend.evict(COMMIT_PATH)
     data = _present_record(backend)
     gone = isinstance(err.__cause__, NotFoundError) or getattr(err, "errno", None) == errno.ESTALE

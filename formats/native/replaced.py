@@ -37,6 +37,8 @@ def replacement(catalog: Catalog) -> ConflictError | None:
         return None
     backend = open_backend(catalog.url)
     try:
+        # Past the caches of this machine: a network file system may show the old record for seconds after it was
+        # replaced.
         backend.evict(COMMIT_PATH)
         data = read_record(backend)
         if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:

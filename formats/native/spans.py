@@ -92,8 +92,8 @@ def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
 
 
 def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
-    """The rows that are kept whole, and columns of the others. Of many ranks, the single spans of few are looked at: the leader does this
-    while its call goes on."""
+    """The rows that are kept whole, and columns of the others."""
+    # Of many ranks, the single spans of few are looked at: the leader does this while its call goes on.
     columns = SpanGroups(groups=[], seconds={})
     if len(rows) > MANY:
         with_sums = {rank: row if "sums" in row else _summed(row, rank) for rank, row in rows.items()}

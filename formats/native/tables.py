@@ -129,7 +129,8 @@ class Ragged:
 
 
 def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Where a column has no value. Not ``is_null``, which imports all of pyarrow.compute."""
+    """Where a column has no value."""
+    # Not ``is_null``, which imports all of pyarrow.compute.
     bits = column.buffers()[0]
     if bits is None:
         return np.zeros(len(column), dtype=np.bool_)

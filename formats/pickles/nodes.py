@@ -142,7 +142,8 @@ class NodeMaker:
         return {"$array": [array.dtype, list(array.shape), data]}
 
     def _opaque(self, made: Made, path: str, depth: int) -> Node:
-        """An object of a class that is not known: what was pickled of it. Tensors in it are tensors of the checkpoint too."""
+        """An object of a class that is not known: what was pickled of it."""
+        # Tensors in it are tensors of the checkpoint too.
         of, args = made.of, made.args
         if made.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
             of, args = args[0], ()

@@ -67,8 +67,9 @@ def _check_order(v: Meanings, order: Any) -> None:
 
 
 def _part(intervals: tuple[Interval, ...], groups: int, parts: int, at: int) -> tuple[Interval, ...]:
-    """What is left to place ``at`` of ``parts`` of what was held: its part of each of the groups. Both are as of torch.chunk: the last ones
-    may have less, or nothing. With FSDP over tensor parallelism there is a group for each tensor-parallel rank."""
+    """What is left to place ``at`` of ``parts`` of what was held: its part of each of the groups."""
+    # Both are as of torch.chunk: the last ones may have less, or nothing. With FSDP over tensor parallelism there is
+    # a group for each tensor-parallel rank.
     size = sum(stop - start for start, stop in intervals)
     step = -(-size // groups)
     taken: list[Interval] = []

@@ -179,10 +179,10 @@ def data_offset(record: ZipRecord, header: bytes, where: str) -> int:
 
 
 def _ends(record: ZipRecord, start: int, *, described: bool) -> bool:
-    """Whether data from ``start`` on end where what comes next begins. Nothing but this shows a wrong length of what stands before them.
-
-    A local header may say that sizes follow the data: 16 bytes, or 24 where they are long.
-    """
+    """Whether data from ``start`` on end where what comes next begins."""
+    # Nothing but this shows a wrong length of what stands before them.
+    #
+    # A local header may say that sizes follow the data: 16 bytes, or 24 where they are long.
     gap = record.limit - start - record.size
     if not record.size:
         return gap >= 0

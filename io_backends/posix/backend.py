@@ -305,10 +305,8 @@ def _read(file: str, fd: int, size: int, offset: int, length: int | None) -> byt
 
 
 def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """Directories (with a trailing ``/``) and regular files in a directory, sorted by name; nothing if it is no directory.
-
-    With the slash counted, a walk in this order gives paths in order: ``a.txt`` comes before ``a/b``.
-    """
+    """Directories (with a trailing ``/``) and regular files in a directory, sorted by name; nothing if it is no directory."""
+    # With the slash counted, a walk in this order gives paths in order: ``a.txt`` comes before ``a/b``.
     named = []
     try:
         with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:

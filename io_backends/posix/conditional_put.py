@@ -27,6 +27,13 @@ _LOCK_NAME = ".publish.lock"
 
 def put_if(file: str, root: str, data: bytes, expected: bytes | None) -> None:
     """``Backend.put_if`` for an absolute path; raises OSError and ConflictError."""
+    # How a small file appears whole or not at all. Its content is written and synced under a hidden name first:
+    #
+    #  new         link(hidden, name)                   fails if the name exists: the file system arbitrates
+    #  replacing   lock directory, compare, rename      rename alone would replace whatever is there
+    #  then        fsync(directory)                     the name itself has to be durable, too
+    #
+    # A crash leaves at most a hidden file, which ``ckpt gc`` knows as temporary.
     if expected is not None:
         _check_holds(file, expected)  # before anything is written; again under the lock
     directory = os.path.dirname(file)

@@ -46,6 +46,8 @@ def split(offset: int, views: Sequence[memoryview], multiple: int, *, large: int
     begin = at = offset
     for view in views:
         stop = at + view.nbytes
+        # Only whole pages of the file can go directly. The bytes before and after them are buffered, so every page is
+        # written in exactly one way.
         first, last = -(-at // PAGE) * PAGE, stop // PAGE * PAGE
         if view.nbytes >= large and first < last and (_address(view) + first - at) % multiple == 0:
             if first > at:
@@ -132,6 +134,8 @@ class DirectFile:
             if taken == 0:
                 break
             done += taken
+        # Some file systems accept a direct write and refuse it later, when it reaches the server. So the first one is
+        # made durable before others follow: a refusal then comes while little is lost.
         if self._late:  # the first run, while the others wait
             os.fdatasync(direct)
             self._late = False

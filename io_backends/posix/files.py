@@ -155,6 +155,8 @@ def make_directories(directory: str) -> list[str]:
 
 def create_file(file: str) -> tuple[int, list[str]]:
     """Make a file that must not exist, with its parents. Gives its descriptor and the directories that were made."""
+    # mkdir and open are two steps, and a ``delete`` of another process may prune the new, still empty directory in
+    # between. Then both are done again; the number of tries only guards against a loop without end.
     made: list[str] = []
     for tries_left in reversed(range(_TRIES)):
         try:

@@ -118,11 +118,10 @@ def _try_addresses(directory: str) -> int | None:
 
 
 def _takes(directory: str, multiple: int) -> bool:
-    """Whether a page and blocks, several at once, are written from memory that begins ``multiple`` bytes after a page; with their bytes.
-
-    A block is longer than a page on purpose: FUSE cuts one that does not begin at a page into parts that a disk may refuse, and some file
-    systems tell of that only when the file is synced or closed. Each try has a file of its own, as one that was refused is spoilt.
-    """
+    """Whether a page and blocks, several at once, are written from memory that begins ``multiple`` bytes after a page; with their bytes."""
+    # A block is longer than a page on purpose: FUSE cuts one that does not begin at a page into parts that a disk may
+    # refuse, and some file systems tell of that only when the file is synced or closed. Each try has a file of its
+    # own, as one that was refused is spoilt.
     try:
         with _nameless_file(directory) as (fd, direct), mmap.mmap(-1, _BLOCK + PAGE) as memory:
             memory[multiple : multiple + _BLOCK] = os.urandom(_BLOCK)

@@ -104,7 +104,8 @@ def _joined(aside: str) -> int:
 
 
 def _is_coherent(file: str) -> bool:
-    """Whether processes that write different bytes of one page both keep theirs. What is not known counts as no."""
+    """Whether processes that write different bytes of one page both keep theirs."""
+    # What is not known counts as no.
     path = os.path.realpath(file)
     kinds: dict[str, str] = {}
     with suppress(OSError), open(MOUNTS) as mounts:

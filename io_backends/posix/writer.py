@@ -92,13 +92,16 @@ class PosixWriter(WriterBase):
             offset += length
 
     def _write_in_turn(self, piece: list[memoryview], offset: int, slices: _Slices | None, update: _Update | None) -> int:
-        """The descriptor that was written to. File systems let one in at a time anyway, and burn the processor of those that wait. What is
-        written and hashed is taken from ``slices``, so that nothing is hashed twice."""
+        """The descriptor that was written to."""
+        # File systems let one in at a time anyway, and burn the processor of those that wait. What is written and
+        # hashed is taken from ``slices``, so that nothing is hashed twice.
         with self._turn:
             fd = self._fd
             if slices is None or update is None:
                 write_all(fd, list(piece), offset)
                 return fd
+            # Write first, hash second: after the copy into the page cache the slice is in this core's cache, and
+            # hashing it there reads no memory.
             while slices:
                 at, part = slices[0]
                 done = os.pwritev(fd, (part,), at)

@@ -169,10 +169,9 @@ class S3Client:
             return self._boto
 
     def _has_new_keys(self, err: Exception, boto: Any) -> bool:
-        """Whether files and variables were read again, since the store does not take our credentials any more.
-
-        If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has them read.
-        """
+        """Whether files and variables were read again, since the store does not take our credentials any more."""
+        # If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has
+        # them read.
         if is_stale_key(err) or (is_refused(err) and self._store.accepted):
             return self._renew(boto)
         if is_refused(err):

@@ -20,6 +20,8 @@ def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
 
 
 def _replace(key: Key, data: bytes, etag: str) -> None:
+    # The compare-and-swap of object stores: If-Match with the ETag of the content that the caller expects. The ETag
+    # comes from a read whose bytes were compared, so there is no moment between comparing and replacing.
     bare = etag.strip('"')
     if key.bucket in key.client.bare_tags:
         put(key, data, {"IfMatch": bare}, checks_of(key))

@@ -111,7 +111,8 @@ def _keeps_conditions(key: Key) -> bool:
 
 
 def _is_unknown(err: BaseException | None) -> bool:
-    """Whether a store says that it does not know a header. Other refusals, of expired credentials for example, may pass."""
+    """Whether a store says that it does not know a header."""
+    # Other refusals, of expired credentials for example, may pass.
     return isinstance(err, ClientError) and (status_of(err) == 501 or code_of(err) in ("NotImplemented", "InvalidArgument"))
 
 

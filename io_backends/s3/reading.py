@@ -127,6 +127,8 @@ def read_start(key: Key, length: int) -> tuple[bytes, int]:
 
 def _read_ranges(key: Key, offset: int, view: memoryview, etag: str) -> None:
     reach = offset + view.nbytes
+    # Ranges are asked for in parallel, so no answer can tell the next question its ETag: if they differ in the end,
+    # the object was replaced in between and the bytes are a mixture.
     reads = [_Range(key, offset + at, view[at : at + RANGE], etag=etag, reach=reach) for at in range(0, view.nbytes, RANGE)]
     run_tasks([read.run for read in reads], READERS, "ckpt-s3-read")
     if len({read.etag for read in reads}) > 1:
@@ -182,6 +184,8 @@ class _Rest:
     def request(self, boto: Any, tries: Tries) -> None:
         answer = get(boto, self.key, f"bytes={self.offset}-" if self.offset else None, "", self.offset, self.offset)
         with _Body(answer) as body:
+            # The first answer gives size, ETag and the first bytes in one request. Of a long object the rest is read
+            # as parallel ranges; of most objects of a checkpoint (records, index tables, headers) there is no rest.
             size = int(answer["ContentLength"])
             if self.limit is not None and size > self.limit:
                 raise too_large(self.key.where, size, self.limit)

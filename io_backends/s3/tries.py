@@ -94,14 +94,14 @@ class Tries:
             self._told = True
             log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, words_of(err))
         retries.count(throttled=is_throttled(err))
+        # Exponential backoff with jitter: thousands of ranks that were throttled at the same moment must not come
+        # back at the same moment.
         longest = min(LONGEST, FIRST * 2.0 ** min(self.failed - 1, 16), max(FIRST, self._patience - trying))
         time.sleep(random.uniform(longest / 2, longest))
 
     def _again_unchanged(self, err: Exception) -> None:
-        """A changed body breaks its checksum, a changed header the signature; half a head has no ETag.
-
-        Time does not help: a few tries do, or nothing does.
-        """
+        """A changed body breaks its checksum, a changed header the signature; half a head has no ETag."""
+        # Time does not help: a few tries do, or nothing does.
         self._changed += 1
         if self._changed >= MOST_CHANGED:
             raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err

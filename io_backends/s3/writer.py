@@ -82,6 +82,8 @@ class S3Writer(WriterBase):
         complete: list[PartRange] = []
         partial_ranges: list[PartRange] = []
         for place in self._places(offset, views):
+            # A part that is covered by one view is sent from the caller's memory, without a copy. All else is checked
+            # and gathered first.
             is_complete = place.view.nbytes == self._length(place.number) and not self.single
             (complete if is_complete else partial_ranges).append(place)
         self._check_unsent(partial_ranges)
@@ -235,6 +237,9 @@ class S3Writer(WriterBase):
             try:
                 answer = boto.complete_multipart_upload(**what, **condition)
             except ClientError as err:
+                # A completed upload has no id any more, and its object has the name: so the second try of a request
+                # whose answer was lost looks exactly like a conflict. The mark in the object's metadata tells the two
+                # apart.
                 if status_of(err) in (404, 409, 412) and self._is_ours(tries):
                     return  # the same request, sent before, had its effect
                 if status_of(err) in (409, 412) and condition:
@@ -294,7 +299,8 @@ class S3Writer(WriterBase):
             delete(self._key)
 
     def _may_be_ours(self) -> bool:
-        """Whether what is there may go. Where a store keeps no marks: if nobody looked whether the name was free, it may be somebody's."""
+        """Whether what is there may go."""
+        # Where a store keeps no marks: if nobody looked whether the name was free, it may be somebody's.
         there = mark_of(self._key)
         if there is None or there[0]:
             return there is not None and there[0] == self._mark

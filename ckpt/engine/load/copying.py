@@ -44,8 +44,9 @@ def copy_box(stored: Stored, box: Box, target: LocalTensor) -> None:
 
 
 def _rows(box: Box, target: LocalTensor) -> npt.NDArray[np.generic] | None:
-    """The memory of ``box`` where numpy is to fill it: on the host, and in rows. It takes a fifth of the time that torch takes to see what
-    is to do, of which there is much where others read in small pieces; torch is faster where neighbours do not lie together."""
+    """The memory of ``box`` where numpy is to fill it: on the host, and in rows."""
+    # It takes a fifth of the time that torch takes to see what is to do, of which there is much where others read in
+    # small pieces; torch is faster where neighbours do not lie together.
     for part in target.parts:
         if part.box.contains(box):
             memory = part.memory

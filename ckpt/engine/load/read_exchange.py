@@ -208,8 +208,8 @@ class ReadExchange:
                 feed.close()
 
     def _read_large(self, shared_read: SharedRead, extent: Extent) -> None:
-        """Pieces of a chunk are handed out before its digest is known. If it does not fit, and that of a second read does, the ranks read
-        the chunk themselves at the end."""
+        """Pieces of a chunk are handed out before its digest is known."""
+        # If it does not fit, and that of a second read does, the ranks read the chunk themselves at the end.
         item, slices = shared_read.items[0], shared_read.slices()
         chunk = ChunkName(item.entry.name, item.box, extent)
         if len(slices) == 1:
@@ -268,10 +268,9 @@ class ReadExchange:
         self._fetch.decode(chunk, codec, blob, out.data, item.itemsize)
 
     def _hand_out(self, shared_read: SharedRead, number: int, cut: ReadSlice, fill: _Fill) -> None:
-        """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part.
-
-        What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold another one.
-        """
+        """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part."""
+        # What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold
+        # another one.
         me = self._sharing.rank
         others = {rank: wanted for rank in shared_read.ranks if rank != me and (wanted := cut.wanted(rank))}
         everything = cut.spans if len(cut.spans) == 1 else None  # several chunks have gaps between them

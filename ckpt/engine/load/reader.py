@@ -254,7 +254,8 @@ class Reader:
                 self.fetch.reread(steps[members[0].copy].extent, partial(self._alone, members, steps))
 
     def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
-        """Several parts at once, from the cache. Offsets keep their alignment in the file, so that chunks keep that to their item size."""
+        """Several parts at once, from the cache."""
+        # Offsets keep their alignment in the file, so that chunks keep that to their item size.
         shift = read.offset % PAGE
         buffer = self.fetch.scratch(shift + read.length)
         self.fetch.fill(read.path, read.offset, buffer.data[shift : shift + read.length])
@@ -332,8 +333,9 @@ def _steps_of(file: FilePlan) -> list[_Step]:
 
 
 def _same_chunk(part: Part, steps: Sequence[_Step]) -> Hashable:
-    """Equal for parts that are the same bytes of the same chunk. A virtual checkpoint may have chunks of other boxes, or whose elements lie
-    in another order, over the same bytes."""
+    """Equal for parts that are the same bytes of the same chunk."""
+    # A virtual checkpoint may have chunks of other boxes, or whose elements lie in another order, over the same
+    # bytes.
     step = steps[part.copy]
     return part.offset, part.length, step.extent.codec, step.copy.chunk_box
 

@@ -107,12 +107,12 @@ class Capture:
         self.source.note_addresses()
 
     def _captured_now(self, names: AbstractSet[str]) -> AbstractSet[str]:
-        """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that.
-
-        Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch with something that
-        can wait, and what is compared with other ranks or sent to them but is not written here. And all that is on a GPU: a clone there
-        is queued behind the training's work, while a copy to the host would keep the caller waiting for that work.
-        """
+        """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that."""
+        # Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch
+        # with something that can wait, and what is compared with other ranks or sent to them but is not written here.
+        # And all that is on a GPU: a clone there is queued behind the training's work, while a copy to the host would
+        # keep the caller waiting for that work.
+        #
         # With a GPU, or a stage smaller than the state, nothing is captured in the call: the first would wait for the
         # training's kernels, the second for the writing of an earlier segment.
         if self._streams or any(s.waits_for is not None for s in self.stage.segments):

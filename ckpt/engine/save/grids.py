@@ -56,11 +56,10 @@ class Grids:
         return grid
 
     def _coded(self) -> dict[str, Numbers]:
-        """Which chunks share a file where some may be coded follows from their sizes, in the order in which every rank lists its chunks.
-
-        All ranks are followed at once, tensor by tensor: of each tensor first what every rank writes first, then what each writes next. To
-        plan every rank again, as it planned itself, would take ranks times tensors, and to look for its chunks in each grid ranks² of them.
-        """
+        """Which chunks share a file where some may be coded follows from their sizes, in the order in which every rank lists its chunks."""
+        # All ranks are followed at once, tensor by tensor: of each tensor first what every rank writes first, then
+        # what each writes next. To plan every rank again, as it planned itself, would take ranks times tensors, and
+        # to look for its chunks in each grid ranks² of them.
         files = CodedFiles(len(self.by_rank))
         rounds: dict[int, list[IntArray]] = {}
         sizes: dict[tuple[int, int], IntArray] = {}

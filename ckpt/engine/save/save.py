@@ -259,7 +259,8 @@ def _start_exchange(prepared: Prepared) -> Pending[None] | None:
 
 
 def _replica_digests(prepared: Prepared, writer: RankWriter) -> dict[str, str]:
-    """Digests by which the leader compares replicated tensors. In the background, what was captured has to be proven first."""
+    """Digests by which the leader compares replicated tensors."""
+    # In the background, what was captured has to be proven first.
     job, replicas = prepared.job, prepared.replicas
     if prepared.capture is not None:
         prepared.capture.result()

@@ -120,7 +120,8 @@ def directory(at: ModelRank, parallel: MegatronParallel) -> str:
 
 
 def _values(chosen: OutputSet, *, trained: bool) -> dict[str, Any]:
-    """The values of the state that Megatron keeps too. Without an optimizer, iteration 0 is none."""
+    """The values of the state that Megatron keeps too."""
+    # Without an optimizer, iteration 0 is none.
     nested = nested_state(replace(chosen, tensors={}), lambda wanted: None)
     kept = {k: nested[k] for k in ("iteration", *_KEPT) if k in nested} if isinstance(nested, dict) else {}
     iteration = kept.pop("iteration", None)

@@ -75,7 +75,8 @@ def _groups(node: tree.Node) -> list[Group]:
 
 
 def _step(node: tree.Node) -> int | float | None:
-    """The step of one parameter, which torch's optimizers keep in a tensor. A whole number is an int: what fused optimizers take."""
+    """The step of one parameter, which torch's optimizers keep in a tensor."""
+    # A whole number is an int: what fused optimizers take.
     step_node = tree.find(node, ["step"])
     if isinstance(step_node, dict) and "$inline" in step_node:
         value = decode_inline(step_node["$inline"])

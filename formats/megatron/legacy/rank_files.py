@@ -125,7 +125,8 @@ class _Legacy:
     # ---- who wrote which file
 
     def _place(self) -> None:
-        """Give every file its coordinates. A single number after that of tensor parallelism is a stage, or a group of experts."""
+        """Give every file its coordinates."""
+        # A single number after that of tensor parallelism is a stage, or a group of experts.
         for rank in self.ranks:
             first, *others = (int(number) for number in rank.directory.rstrip("/").removeprefix("mp_rank_").split("_"))
             if len(others) == 1 and self._second_is_expert():

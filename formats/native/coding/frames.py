@@ -110,6 +110,9 @@ def _measure(blob: memoryview) -> tuple[int, int]:
     if not 1 <= frame.content_size <= FRAME_BYTES:  # also if the frame does not say: that reads as a huge one
         raise damaged(f"a zstd frame does not say that it has 1 to {FRAME_BYTES} bytes")
     for _ in range(_FRAME_BLOCKS):
+        # A zstd frame does not say how long it is; its blocks do. A block header is 3 bytes: bit 0 marks the last
+        # block, bits 1 and 2 are the type, the rest is the size. Walking them finds the end without decompressing
+        # anything.
         header = int.from_bytes(blob[at : at + 3], "little")
         at += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)  # blocks of type 1 are one byte, repeated
         if at > len(blob):
@@ -124,6 +127,7 @@ def unpack(frame: memoryview, size: int) -> Bytes:
     import zstandard
 
     try:
+        # Memory is taken only for a size that is expected. A frame of a few bytes can claim, and produce, gigabytes.
         says = zstandard.frame_content_size(frame)
         if says != size:  # before memory is taken for it
             raise damaged(f"a zstd frame says that it has {says} bytes, where {size} belong")

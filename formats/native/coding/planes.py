@@ -49,6 +49,7 @@ def _encode_block(block: Bytes, itemsize: int, tried: Sequence[bool], out: Bytes
     at = start + header.size
     kinds, lengths = [], []
     for p, word, byte in _bytes_of_words(itemsize):
+        # A word is read once and gives all of its bytes: planes come word by word, the low byte first.
         if byte == 0:
             words = _read_words(block, itemsize, word)
         room = out[at : at + count]
@@ -70,6 +71,8 @@ def _encode_block(block: Bytes, itemsize: int, tried: Sequence[bool], out: Bytes
 
 def _worth_trying(data: Bytes, itemsize: int) -> list[bool]:
     """Which planes to code. Those of small chunks are all tried; what does not get smaller is stored as it is, block by block."""
+    # Why sample: coding a plane of mantissa bytes takes most of the time and gains nothing. A few spans, spread over
+    # the chunk, show which planes shrink; blocks of the other planes are stored without trying.
     count = len(data) // itemsize
     if count < 2 * _SPANS * _SPAN:
         return [True] * itemsize
@@ -84,7 +87,8 @@ def _worth_trying(data: Bytes, itemsize: int) -> list[bool]:
 
 
 def _encode_plane(plane: Bytes, *, coded: bool) -> tuple[int, Bytes]:
-    """Kind and stored bytes. All blocks are looked at for being constant: three bytes show almost always that they are not."""
+    """Kind and stored bytes."""
+    # All blocks are looked at for being constant: three bytes show almost always that they are not.
     count = len(plane)
     if plane[0] == plane[-1] == plane[count // 2] and (plane == plane[0]).all():
         return _CONSTANT, plane[:1]
@@ -163,7 +167,8 @@ def _read_words(block: Bytes, itemsize: int, word: int) -> Words:
 
 
 def _extract(words: Words, byte: int, out: Bytes) -> Bytes:
-    """Byte number ``byte`` of all words, in ``out``. Shifting and narrowing runs several times as fast as picking with a stride."""
+    """Byte number ``byte`` of all words, in ``out``."""
+    # Shifting and narrowing runs several times as fast as picking with a stride.
     if byte:
         words = np.right_shift(words, 8 * byte, out=tools().words(1, len(words), words.itemsize))
     np.copyto(out, words, casting="unsafe")

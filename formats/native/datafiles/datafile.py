@@ -143,6 +143,8 @@ class CodedFiles:
 
     def put(self, ranks: IntArray, lengths: IntArray) -> npt.NDArray[np.int32]:
         """The next chunk of each of these ranks, no rank twice: the numbers of their files."""
+        # The rule of ``group_sizes``, one step for many ranks at once: a rank's next chunk begins a new file if the
+        # current one has any and would become too large or has too many chunks.
         size, chunks = self._size[ranks], self._chunks[ranks]
         full = (chunks > 0) & ((size + lengths > limits.CODED_FILE) | (chunks == CODED_CHUNKS))
         self._number[ranks] += full
@@ -200,6 +202,8 @@ def _split(entries: Sequence[_Entry], first: int, id: str, rank: int, limit: int
         return [plan]
     if len(entries) == 1:
         raise ValueError(f"a header limit of {limit} bytes is too small for the chunk {entries[0].key}")
+    # Halving instead of estimating: how long a header is depends on names and offsets. It happens only with millions
+    # of chunks, so a layout that is made twice costs nothing that counts.
     half = len(entries) // 2
     return _split(entries[:half], first, id, rank, limit) + _split(entries[half:], first + half, id, rank, limit)
 
@@ -245,6 +249,8 @@ def _lay_out(entries: Sequence[_Entry], first: int, id: str, rank: int, coded: M
     starts[order] = ends - lengths[order]
     keys = [e.key for e in entries]
     before, after = _header_start(id, rank), _header_end([entries[i] for i in order.tolist()], ends.tolist(), coded or {})
+    # Every digest is CHUNK_DIGITS long, so the length of the header is known before any digest is. That fixes all
+    # offsets, and chunks can be written before the header is.
     length = len(before) + len(after) + CHUNK_DIGITS * len(entries)
     header = -(-(LENGTH_BYTES + length) // HEADER_BLOCK) * HEADER_BLOCK
     return DataFilePlan(

@@ -117,7 +117,8 @@ def _check_length(data: bytes, where: str) -> None:
 
 
 def _split(data: bytes) -> tuple[object, memoryview | None]:
-    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole. Large headers are not copied."""
+    """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole."""
+    # Large headers are not copied.
     last = data.rfind(b"}") + 1
     ours = _OURS.match(data, LENGTH_BYTES)
     if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
